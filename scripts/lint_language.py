@@ -55,15 +55,15 @@ class Words:
     def in_text(self, path: str, line: int, text: str) -> Iterator[Finding]:
         for match in self._pattern.finditer(text):
             word = match.group().lower()
-            if not self._allows(word, path):
+            if not self.allows(word, path):
                 number = int((match.lastgroup or "w0")[1:])
                 yield Finding(path, line + text.count("\n", 0, match.start()), word, self._instead[number])
 
     def in_name(self, path: str, line: int, name: str) -> Iterator[Finding]:
-        if name in self.names and not self._allows(name, path):
+        if name in self.names and not self.allows(name, path):
             yield Finding(path, line, name, self.names[name])
 
-    def _allows(self, word: str, path: str) -> bool:
+    def allows(self, word: str, path: str) -> bool:
         return any(item["word"] == word and path.startswith(item["path"]) for item in self.exceptions)
 
 
@@ -82,7 +82,8 @@ def check_python(words: Words, path: str, source: str) -> Iterator[Finding]:
             if node.name.startswith("_"):
                 continue
             yield from _check_first_sentence(path, node)
-            if isinstance(node, ast.FunctionDef) and not node.decorator_list and PARTICIPLE.match(node.name):
+            is_participle = isinstance(node, ast.FunctionDef) and PARTICIPLE.match(node.name)
+            if is_participle and not node.decorator_list and not words.allows(node.name, path):
                 yield Finding(path, node.lineno, node.name, "a verb as the first word")
 
 

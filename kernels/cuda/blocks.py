@@ -3,7 +3,7 @@
 BLOCKS = {"q8_0": (32, 32, 2), "q4_0": (32, 16, 2), "nf4": (64, 32, 4)}
 """Elements of a block, bytes of its codes and of its scale."""
 ZEROS = "zeros"
-"""What stands beside keys of one part in the place of a format: numbers of bfloat16 of which none has to be read."""
+"""The format of the second key part if keys are undivided: bfloat16 zeros, which no kernel reads."""
 TOKENS = 32
 """Tokens of a warp's tile."""
 MOST_SHARED = 227 * 1024

@@ -18,7 +18,7 @@ template <>
 struct Format<Q8_0> {
     static constexpr int FIELDS = 2, BLOCK = 32, SCALE_BYTES = 2, SHIFT = 7;
 
-    // 2^10 + 128 + q has the byte q as the lowest bits of float16, its sign turned round; over 128, less 9, it is q / 128
+    // 2^10 + 128 + q has the byte q as the lowest bits of float16, its sign inverted; over 128, less 9, it is q / 128
     // exactly. The one rounding is that of the product with the scale.
     DEVICE static void pairs(u32 word, int, u32 scale, u32& first, u32& second) {
         first = lop3_xor(word, 0x00ff00ffu, 0x64806480u);
@@ -61,7 +61,7 @@ struct Format<NF4> {
     }
 };
 
-// What a feature is to a stream whose blocks lie side by side: chunk (16 bytes of a token), unit of the chunk and field.
+// The position of a feature in a stream of adjacent blocks: chunk (16 bytes of a token), unit of the chunk and field.
 template <Kind KIND>
 DEVICE constexpr int feature_of(int chunk, int unit, int field) {
     using F = Format<KIND>;

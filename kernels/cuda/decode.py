@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from caramba.kernels.triton.launch import Launch
 
 CHUNK = 16
-"""Bytes of a copy to shared memory: what lies side by side begins at multiples of as many."""
+"""Bytes of a copy to shared memory, and the alignment of its source."""
 N_TENSORS = 15
 LARGEST = 2**31 - 1
 
@@ -39,9 +39,9 @@ def split_launch(
     early: bool,
     otherwise: Launch,
 ) -> CudaLaunch | None:
-    """Return what launches the splits of a call in CUDA, or None where it is of another form or no compiler is here.
+    """Return the CUDA launch of a call's splits, or None for unsupported shapes or without a compiler.
 
-    It takes the place of `otherwise`, a launch of Triton's kernels on the same tensors that writes the same.
+    It replaces `otherwise`, a launch of Triton's kernels on the same tensors with the same outputs.
     """
     q_sem, q_geo = queries
     batch, n_heads, n_queries, _ = q_sem.shape

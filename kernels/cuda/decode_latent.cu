@@ -2,11 +2,11 @@
 //
 // A warp copies its tiles of tokens to its own part of shared memory, makes keys of their codes, operands of products in
 // registers, and weighs their scores. Four warps are a team: of all its tokens' values a warp has a fourth of the features, which
-// it makes of the codes where they lie, so that its sums are few. Teams are on their own but where the queries are laid out, and
+// it dequantises from the codes in place, so that its sums are few. Teams are on their own but where the queries are laid out, and
 // at the end: while one waits, another multiplies.
 //
 // Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS (4, 8, 12 or 16), BLOCKS
-// (that a processor has at once), GROUPED (products of four warps, which Hopper has), SEM_STAGES, GEO_STAGES (tiles held),
+// (that a processor has at once), GROUPED (products of four warps, which Hopper has), SEM_STAGES, GEO_STAGES (tiles stored),
 // GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split, which writes the output), TAIL_APART (the last split
 // of FEW_SPLITS and more has the tail and nothing else), IN_BRAIN (queries are bfloat16, else float16), ANNOUNCED (see `launch_dependents`),
 // SHARED_BYTES (of a block, as `latent.py` counts them).
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_latent(
     u32 own = tiles_at + member * WARP_BYTES, own_geo = own + SEM_STAGES * Sem::BYTES;
 
     int held = packed[b * packed_b], length = seqlens[b];
-    // On their way beside what says where the tokens are, and used when the first tokens are on theirs.
+    // In flight together with the positions of the tokens, and used when the first tokens are in flight.
     Part<Sem, SEM_KIND> asked_sem;
     Part<Geo, GEO_KIND> asked_geo;
     asked_sem.load(q_sem + b * qs_b, qs_h, qs_t, first, warp);
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_latent(
             copy_tile<Geo>(own_geo + stage * Geo::BYTES, geo, geo_scale, geo_k, i64(geo_zk) * Geo::SCALE_BYTES, start + which * TILE, until);
         commit_copies();
     };
-    // Groups of copies alternate, so that as many may be on their way at each wait as there are later ones of both streams.
+    // Groups of copies alternate, so that as many may be in flight at each wait as there are later ones of both streams.
     constexpr int STAGES = max_of(SEM_AHEAD, GEO_STAGES);
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {

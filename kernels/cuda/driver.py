@@ -10,7 +10,7 @@ from typing import Any
 NO_CONTEXT = 201
 """A thread that has not used CUDA yet."""
 ARGUMENTS_AT, ARGUMENTS_SIZE = 1, 2
-"""What a launch is told of its arguments: where they lie, side by side, and where their size is in bytes."""
+"""Options of cuLaunchKernel: the address of the packed arguments, and the address of their size in bytes."""
 _MOST_SHARED, _CARVEOUT = 8, 9  # attributes of a function
 _RELAXED = 2  # mode of capture
 BEGINS_EARLY = 6
@@ -77,9 +77,9 @@ def make_current(device: int) -> None:
 
 
 def function(code: bytes, name: str, device: int, shared_bytes: int) -> ctypes.c_void_p:
-    """Load a kernel on a device, once, so that a block of it can have so many bytes of dynamic shared memory.
+    """Load a kernel on a device once, with this much dynamic shared memory per block.
 
-    Works while a graph is captured. What is loaded stays: a graph may launch it at any time.
+    Works during graph capture. A loaded kernel is never unloaded: a graph may launch it at any time.
 
     Raises:
         DriverError: the code is not for this device, or its blocks cannot have that much.

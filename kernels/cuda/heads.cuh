@@ -2,7 +2,7 @@
 //
 // Rows of a product are sixteen tokens, or sixteen features of values; its eight columns are queries, four of each head, or eight
 // of one of them. Of lane l, g = l / 4 and j = l % 4 are as products have them. Sixteen features are a step: lane j takes its
-// features 4j and 4j + 2, then 4j + 1 and 4j + 3, as numbers lie that masks leave of four bytes; of nf4 4j and 4j + 1 first.
+// features 4j and 4j + 2, then 4j + 1 and 4j + 3, as masks leave numbers of four bytes; of nf4 4j and 4j + 1 first.
 #ifndef CARAMBA_HEADS_CUH
 #define CARAMBA_HEADS_CUH
 #include "heads_codes.cuh"
@@ -43,7 +43,7 @@ using Values = Layout<KIND_V, D_V>;
 static_assert(D_V % Values::BLOCK == 0, "values of a head are whole blocks");
 constexpr int GEO_AT = Sem::SIZE, VALUES_AT = GEO_AT + Geo::SIZE, STAGE = VALUES_AT + Values::SIZE;
 
-// Where a stream of a pair of heads lies: codes and scales, strides of planes and tokens; scales of tokens lie side by side.
+// The addresses of a stream of a pair of heads: codes and scales, strides of planes and tokens; scales of tokens are adjacent.
 struct Source {
     const u8* codes;
     int plane, token;

@@ -35,7 +35,7 @@ class HeadsConfig:
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int, way: HeadsConfig) -> bool:
-    """Return whether streams of these formats and widths of a head can be read this way, for `rows` queries of each."""
+    """True if the config can read streams of these formats and head widths, for `rows` queries of each head."""
     kinds, dims = _read(kinds, dims)
     return (
         len(kinds) == 3
@@ -50,7 +50,7 @@ def fits(kinds: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int, wa
 
 
 def _read(kinds: Sequence[str], dims: Sequence[int]) -> tuple[Sequence[str], Sequence[int]]:
-    """Return formats and widths of what is read: of keys of one part, beside which are zeros, no second one."""
+    """Return the formats and widths that are read: undivided keys have no second part."""
     if len(kinds) != 3 or kinds[1] != ZEROS:
         return kinds, dims
     return (kinds[0], kinds[0], kinds[2]), (dims[0], 0, dims[2])

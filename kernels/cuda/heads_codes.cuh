@@ -4,7 +4,7 @@
 #include "warp.cuh"
 
 // Float16's bytes of nf4's levels, and what look-ups are shifted by. An instruction takes one constant: as constants too these
-// would be moved to registers anew for each look-up, and multiplications by powers of two would be shifts.
+// would be moved to registers again for each look-up, and multiplications by powers of two would be shifts.
 struct Levels {
     u32 low[2], high[2], by_1, by_16;
     // `nothing` is 0, which the compiler must not know.
@@ -46,7 +46,7 @@ struct Table {
         }
     }
     // Bytes 0 and 2 of a word as pairs, and 1 and 3, of the low nibbles, then of the high ones; `NEXT` bytes 0 and 1, and 2
-    // and 3. Of two bytes with a nibble each in the upper half a sum of products is where their pair lies.
+    // and 3. Of two bytes with a nibble each in the upper half a sum of products is where their pair is.
     template <bool NEXT>
     DEVICE void look_up(u32 word, u32 (&out)[4]) const {
         constexpr u32 FIRST = NEXT ? 0x00008008u : 0x00800008u, SECOND = NEXT ? 0x80080000u : 0x80000800u;
@@ -72,7 +72,7 @@ struct Format {
     static DEVICE constexpr int step(int word, int nibble) { return KIND == 1 ? nibble : word + 2 * nibble; }
     // q4_0's upper nibbles are left where they are: sixteen times as much.
     static DEVICE constexpr float over(int step) { return KIND == 1 && step % 2 ? 16.0f : 1.0f; }
-    // Chunks of 16 bytes of every other four tokens change places, so that eight tokens' lie in all banks.
+    // Chunks of 16 bytes of every other four tokens change places, so that eight tokens' chunks are in all banks.
     static DEVICE int chunk_at(int token, int chunk) {
         return BYTES == 16 ? 16 * token : 32 * token + 16 * (chunk ^ (token >> 2 & 1));
     }

@@ -94,7 +94,7 @@ struct Sums {
                     for (int half = 0; half < 2; ++half) {
                         int token = 16 * m + 8 * half + g;
                         float x = Values::scale(Values::scale_at(codes, N_TILES == 1 ? j / 2 : n, part, token));
-                        if (MASKED && i + token >= until) x = 0.0f;  // which lies there may be no number
+                        if (MASKED && i + token >= until) x = 0.0f;  // the slot may contain NaN
                         z[n][part][m][half] = x;
                         widest[n] = fmaxf(widest[n], fabsf(x));
                     }

@@ -47,7 +47,7 @@ DEVICE void tail_scores(float (&s)[N_TILES][1][4], const Keys<L, true>& keys, co
     }
 }
 
-// Read tokens i and up to fifteen more, i - held of the tails, of which those below `length` are there.
+// Read tokens i and up to fifteen more of the tails, of which those below `length` exist.
 DEVICE void read_tail(Sums& own, const Rows& rows, const u16* sem, const u16* geo, const u16* v, int sem_k, int sem_n, int geo_k,
                       int geo_n, int v_k, int v_n, int pair, int i, int held, int length) {
     int g = lane_id() / 4, j = lane_id() % 4, n_there = length - i;

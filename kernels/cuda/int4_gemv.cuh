@@ -8,7 +8,7 @@ constexpr int WIDTH = N_GROUPS * GROUP, THREADS = 32 * WARPS;
 constexpr int STEPS = (N_GROUPS + WARPS - 1) / WARPS;
 constexpr int PARTS = (MOST_ROWS + 7) / 8;                // of x's rows, products' columns
 constexpr int COLUMNS = (GATED ? 8 : 16) * TILES;        // of the result
-constexpr int KEPT = MOST_ROWS;                          // columns of products that are somebody's
+constexpr int KEPT = MOST_ROWS;                          // columns of products that are used
 constexpr int X_BYTES = NORM ? 2 * WIDTH : 0;
 constexpr int CHUNKS = (WIDTH / 8 + THREADS - 1) / THREADS;  // of eight numbers, of a thread
 constexpr int CHAINS = PARTS > 1 || TILES > 2 ? 1 : 4 / TILES;  // of products that wait for each other

@@ -29,7 +29,7 @@ class Product(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """Tiles of 16 rows of the weight to a block, its warps, which share the width, groups that each asks for ahead."""
+    """Tiles of 16 weight rows per block, warps that split the width, and groups that each warp prefetches."""
 
     tiles: int
     warps: int
@@ -60,8 +60,8 @@ def heuristic_tile(product: Product) -> TileConfig:
 
     Two tiles share what a block does for x, where there are tiles enough for eight blocks on each multiprocessor. Warps
     take four groups each, or fewer where the device would not have eight warps on each. They ask for all of them ahead
-    where more blocks wait than lie on the device at once; elsewhere more warps beside each other took less time than
-    fewer with more asked for, and of several rows sums need the registers.
+    where more blocks wait than the device runs at once; elsewhere more warps per multiprocessor took less time than
+    fewer with deeper prefetch, and with several rows the sums need the registers.
     """
     n_groups = product.width // GROUP
     n_tiles = -(-product.n_out // (8 if product.is_gated else 16))

@@ -15,7 +15,7 @@ TEAM = 4
 FEW_SPLITS = 8
 """Fewer have no split for the tail alone: it would take more of their tokens than it has."""
 REGISTERS, MOST_REGISTERS, OTHER_REGISTERS = 65536, 255, 96
-"""Of a multiprocessor, of a lane at most, and what a lane has beside weighed values and those that are made."""
+"""Registers of a multiprocessor, of a lane at most, and of a lane besides weighed and dequantised values."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LatentConfig:
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentConfig) -> bool:
-    """Return whether streams of these formats and widths can be read this way."""
+    """True if the config can read streams of these formats and widths."""
     # Sums of weighed values, and the values of two tiles that products read: of 32 tokens for a fourth of the features.
     held = way.rows * dims[0] // (32 * TEAM) + dims[0] // TEAM
     registers = min(MOST_REGISTERS, REGISTERS // (32 * way.warps * way.blocks))
@@ -111,8 +111,11 @@ def macros(
     in_bf16: bool,
     announced: bool = False,
 ) -> dict[str, object]:
-    """Return what the source is compiled with; queries are bfloat16 or else float16, and a join may begin early where
-    splits announce their end."""
+    """Return the macros of the source.
+
+    `in_bf16`: queries are bfloat16, else float16. `announced`: splits signal their end, so that the combine may begin
+    early (PDL).
+    """
     stages = _stages(kinds, dims, way)
     return {
         "SEM_KIND": KINDS[kinds[0]],

@@ -8,7 +8,7 @@ constexpr int OUT_BYTES = SEM_D * 4 + 16;  // of what a team hands over of a row
 DEVICE u32 pack_out(float low, float high) { return IN_BRAIN ? pack_bf16x2(low, high) : pack_f16x2(low, high); }
 
 // Write the block's rows: what each attended over its weights, and the logarithm of those, to base 2 (FINAL: natural).
-// `at` is where the block's first row goes, rows are `row_stride` apart, of which there are `n_rows`.
+// `at` is where the block's first row goes, `n_rows` rows have stride `row_stride`.
 template <class S, Kind KIND>
 DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out, float* sums, i64 at, int row_stride,
                    int n_rows) {

@@ -2,7 +2,7 @@
 //
 // Hopper has an instruction for four warps that all come to it (64 tokens), each with its own keys, which reads the queries from
 // shared memory (GROUPED). Elsewhere products of one warp do the same; they take half as long again on Hopper. Values' products
-// are of the same kind: of 16 features, a warp's registers, with weights that lie as queries do, tokens in features' place.
+// are of the same kind: of 16 features, a warp's registers, with weights in the layout of queries, tokens in features' place.
 #ifndef CARAMBA_LATENT_PRODUCTS_CUH
 #define CARAMBA_LATENT_PRODUCTS_CUH
 #include "codes.cuh"
@@ -15,7 +15,7 @@ constexpr int STEP_BYTES = ROWS * 32, COLUMN_TILES = ROWS / 8;
 
 typedef float Scores[2][COLUMN_TILES][4];  // of 32 tokens: rows of products are tokens, columns queries
 
-// Where a pair of features 2j, 2j + 1 (8 more: `half`) of a query lies.
+// The address of a pair of features 2j, 2j + 1 (8 more: `half`) of a query.
 DEVICE int query_place(int step, int half, int row, int j) {
     return step * STEP_BYTES + half * (STEP_BYTES / 2) + row / 8 * 128 + row % 8 * 16 + j * 4;
 }
@@ -37,7 +37,7 @@ DEVICE void multiply_rows(float (&c)[TILES][COLUMN_TILES][4], const u32 (&a)[TIL
 }
 
 #if GROUPED && defined(__CUDACC__)
-// What the instruction is told of the queries at a shared address: how far the other 8 features and the next 8 queries are.
+// The instruction's descriptor of the queries at a shared address: strides to the other 8 features and the next 8 queries.
 DEVICE u64 described(u32 queries) {
     return u64((queries & 0x3ffffu) >> 4) | u64(STEP_BYTES / 2 / 16) << 16 | u64(128 / 16) << 32;
 }

@@ -1,4 +1,4 @@
-// A block's queries on their way from global memory to where products read them, times a power of two.
+// Copies a block's queries from global memory to where products read them, times a power of two.
 //
 // Products take features by chunk and field, which numbers side by side in memory are not. Products of a warp put them in
 // order: of queries with a matrix that has that power of two once in each column. Its other numbers are zeros, so that nothing
@@ -46,13 +46,13 @@ struct Part {
         u32 eight, unit, later;
         bool is_there;
         DEVICE Task(int turn, u32 warp) {
-            u32 own = IS_EVEN ? warp % WARPS : turn * WARPS + warp;  // the remainder says that it is less
+            u32 own = IS_EVEN ? warp % WARPS : turn * WARPS + warp;  // the remainder shows the compiler that it is less
             eight = own % EIGHTS, unit = own / EIGHTS, later = IS_EVEN ? turn * (WARPS / EIGHTS) : 0;
             is_there = (turn + 1) * WARPS <= TASKS || turn * WARPS + warp < TASKS;
         }
     };
 
-    // Where features of lane j begin in a row; where the first of the lines that they are for lies.
+    // Where features of lane j begin in a row, and the first of their lines.
     DEVICE static constexpr int feature_at(u32 unit, int j) {
         int two = unit / HALVES;  // words of all chunks, two by two
         int chunk = two / (S::PIECE / 2) * S::PIECE + j / S::PER_CHUNK, eight = S::PER_CHUNK == 1 ? two % 2 : j % 2;

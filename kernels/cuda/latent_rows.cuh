@@ -68,7 +68,7 @@ struct Running {
         }
     }
 
-    // Make scores of TILES times 16 tokens to weights, which lie in shared memory as queries do. `by` turns scores to base 2.
+    // Make scores of TILES times 16 tokens to weights, in shared memory in the layout of queries. `by` turns scores to base 2.
     // Maxima are raised when a weight would be beyond 2^(LIFT + RISE): seldom. The team has read its last weights when all come
     // here, and these are there for all after `show_products` and a sync.
     template <int TILES>

@@ -17,7 +17,7 @@ struct Tail {
     static constexpr int WIDTH = max_of(Sem::WIDTH, Geo::WIDTH < 128 ? Geo::WIDTH : 128);  // features that are staged at a time
     static constexpr int TOKEN_BYTES = 2 * WIDTH + 16, BYTES = (TAIL_TOKENS * TOKEN_BYTES + 127) / 128 * 128;  // tokens begin at other banks each
 
-    // Chunks on their way to shared memory, all at once: nothing is made of a tail's tokens that hides how far they are.
+    // Chunks copied to shared memory, all at once: a tail has no computation that hides the latency.
     template <class S, Kind KIND>
     struct Chunks {
         static constexpr int MOST = WIDTH / (8 * S::FIELDS);
@@ -76,7 +76,7 @@ struct Tail {
                 }
     }
 
-    // Attend tokens held + i and 15 more, as far as `length`, with the rest of the team: its other warps have 16 others each.
+    // Attend 16 tokens of the tail from i on, as far as `length`, with the rest of the team: its other warps have 16 others each.
     // `staged` is where the team's warps stage, `warp_bytes` each.
     template <class Rows>
     DEVICE static void add(Rows& rows, u32 staged, int warp_bytes, u32 sem_queries, u32 geo_queries, u32 team_weights, u32 exchanged,

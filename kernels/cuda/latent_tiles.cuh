@@ -1,7 +1,7 @@
 // Tiles of a quantised stream: their copies to shared memory, and what a warp makes of them in products.
 //
-// A tile's codes and scales lie in shared memory as they do in global memory, [block][token], but that the 16 bytes of a line of
-// 128 are turned round: a copy whose lanes' bytes go to other lines than they come from takes twice as long and longer.
+// A tile's codes and scales have the layout of global memory, [block][token], in shared memory, but the 16 bytes of a line of
+// 128 are rotated: a copy whose lanes' bytes go to other lines than they come from takes twice as long and longer.
 // Column n of key product i is token 8 (n / 2) + 2i + n % 2: a lane's own columns of all four products are then tokens side by
 // side, and so are their scales.
 #ifndef CARAMBA_LATENT_TILES_CUH
@@ -31,8 +31,8 @@ struct Stream : Format<KIND> {
     // Which product's queries word s of a chunk goes with.
     DEVICE static constexpr int step_of(int chunk, int s) { return (chunk / PIECE * PIECE + s % PIECE) * FIELDS / 2; }
 
-    // Where a token's first chunk lies in its block, and where further ones do: by these bits within a line, and behind it. The
-    // tokens of a product, and the chunks and two tokens that eight lanes load, lie in all banks.
+    // The position of a token's first chunk in its block, and of further ones: by these bits within a line, and after it. The
+    // tokens of a product, and the chunks and two tokens that eight lanes load, are in all banks.
     DEVICE static int place_of(int token) {
         int eight = token / 8;
         return token * WIDE ^ (PER_PLANE == 2 ? eight % 2 * 64 ^ eight / 2 * 16 : eight % 2 * 32 ^ eight / 2 * 64);
@@ -167,7 +167,7 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
 
 // Add the values of a team's tiles by their weights: a warp has the features of its own products, of all four warps' tokens.
 //
-// `tiles` is where the first warp's tile lies, `tile_bytes` how far the next one's. acc[m] is features of product
+// `tiles` is the address of the first warp's tile, `tile_bytes` the stride to the next one's. acc[m] is features of product
 // MINE * member + m: rows g and g + 8 of it are units g of fields 2 quad and 2 quad + 1.
 template <class S>
 DEVICE void add_values(float (&acc)[S::MINE][COLUMN_TILES][4], u32 weights, u32 tiles, int tile_bytes, int member) {

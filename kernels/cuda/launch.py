@@ -68,7 +68,7 @@ class CudaLaunch:
         None, which the first is not, is a null pointer.
 
         Where the kernel does not compile or load, as by a compiler newer than the driver, `otherwise` runs from then
-        on, with a warning that says why.
+        on, with a warning that has the reason.
 
         Raises:
             NotCompiled: it does not compile and there is no `otherwise`; the message has the compiler's log.
@@ -88,10 +88,9 @@ class CudaLaunch:
             self.at(stream, 0, addresses)
 
     def at(self, stream: int, place: int, addresses: Sequence[int]) -> bool:
-        """Launch on a stream of the current device and tensors by their addresses, of which those that `place` says are
-        `misaligned_args`.
+        """Launch on a stream of the current device and tensors by their addresses.
 
-        Return False where no kernel is loaded for that yet.
+        `place` are the bits of `misaligned_args`. Return False where no kernel is loaded for these yet.
         """
         if place or self.is_refused:
             return self._other().at(stream, place, addresses)
@@ -111,7 +110,7 @@ class CudaLaunch:
 
     def _load(self, device: int) -> bool:
         try:
-            code = nvrtc.compiled(self.source, self.macros, arch(device) + self.features)
+            code = nvrtc.compile_source(self.source, self.macros, arch(device) + self.features)
             self.made = cuda.function(code, self.name, device, self.shared_bytes).value
         except (nvrtc.NotCompiled, cuda.DriverError) as error:
             if self.otherwise is None:

@@ -1,4 +1,4 @@
-"""Ways of `caramba::dba_decode` in CUDA C++, as its table has them: which forms they read, and what is worth timing."""
+"""Launch configs of `caramba::dba_decode` in CUDA C++: which formats they read, and candidates for autotuning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USUAL_NF4 = (8, 2, 2, 3), (8, 2, 1, 3)
 USUAL_LATENTS = (2**18, (12, 1, 1, 1)), (2**15, (8, 1, 1, 1))
 """The same of latents, from how many tokens on."""
 OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
-"""The same of latents, those that were best somewhere; the tiles held are those of the geometric stream."""
+"""The same of latents, those that were best somewhere; stages are tiles of the geometric stream."""
 GROUPED = 1
 """The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
 LATENT_TILES = 2
@@ -123,8 +123,9 @@ def heuristic_config(
     n_tokens: int,
     per_sm_bytes: int,
 ) -> DecodeConfig | None:
-    """Return how streams are read of which no shape was measured, `n_tokens` of all sequences' key/value heads, or None
-    where no way can, or none was the best of as few tokens.
+    """Return the default config of a shape without measurements, or None if Triton's is better.
+
+    `n_tokens` counts those of all sequences' key/value heads. None also where no config can read the streams.
 
     Tiles of other widths are read as those are, and products of up to eight queries of heads, 32 of latents, take the
     registers that those of four and 32 do.

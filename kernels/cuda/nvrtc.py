@@ -25,7 +25,7 @@ _compiled: dict[str, bytes] = {}
 _folder: Path | None = None
 
 
-class NotCompiled(RuntimeError):  # noqa: N818 - says what happened
+class NotCompiled(RuntimeError):  # noqa: N818 - the name is the event
     """NVRTC is not here, or refuses a source; the message has its log."""
 
 
@@ -63,7 +63,7 @@ def version() -> str | None:
     return f"{major.value}.{minor.value}"
 
 
-def compiled(source: str, macros: Mapping[str, object], arch: str) -> bytes:
+def compile_source(source: str, macros: Mapping[str, object], arch: str) -> bytes:
     """Return the machine code (cubin) of a source for an architecture (`sm_90`), with macros defined.
 
     `source` is a file of this folder, or an absolute path. It is compiled once, by this or an earlier process.
@@ -88,7 +88,7 @@ def _majors() -> list[str]:
 
 
 def _places() -> Iterator[str]:
-    """Yield where NVRTC may be: beside torch, in NVIDIA's packages, where the loader looks, in a toolkit."""
+    """Yield where NVRTC may be: next to torch, in NVIDIA's packages, in the loader's path, in a toolkit."""
     folders = [Path(torch.__file__).parent / "lib"]
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or ()) if spec else ():
@@ -143,7 +143,7 @@ def _write(tag: str, code: bytes) -> None:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        warnings.warn(f"{_folder}: kernels are compiled anew by every process ({error})", stacklevel=2)
+        warnings.warn(f"{_folder}: every process compiles kernels again ({error})", stacklevel=2)
 
 
 def _compile(source: str, defines: tuple[str, ...], arch: str) -> bytes:

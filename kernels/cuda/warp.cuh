@@ -28,7 +28,7 @@ DEVICE int block_y() { return blockIdx.y; }
 DEVICE int grid_y() { return gridDim.y; }
 
 extern __shared__ __align__(128) unsigned char caramba_shared_memory[];
-// The block's shared memory, as many bytes as its launch says, at a multiple of 128.
+// The block's shared memory, as many bytes as its launch requests, at a multiple of 128.
 DEVICE u8* shared_memory() { return caramba_shared_memory; }
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -246,8 +246,8 @@ DEVICE void store_shared_u128(u32 address, u32x4 x) {
                  : "memory");
 }
 
-// Copies from global to shared memory that go on while a warp works: a lane's own, in groups that end at `commit_copies`.
-// `wait_copies<N>` waits until at most N of the lane's latest groups are still on their way; other lanes see what was copied
+// Asynchronous copies from global to shared memory while a warp works: a lane's own, in groups that end at `commit_copies`.
+// `wait_copies<N>` waits until at most N of the lane's latest groups are still in flight; other lanes see what was copied
 // after a sync as well.
 
 // Copy 16 bytes, both addresses multiples of 16; zeros where nothing is there, and `from` is then not read.

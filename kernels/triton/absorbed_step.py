@@ -45,7 +45,7 @@ def _append_part(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write part of what is cached of a block of rows: of the latent first, then turned pairs, from COLUMN on."""
+    """Write part of the cache entry of a block of rows: the latent first, then rotated pairs, from COLUMN on."""
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = row < n_rows
     batch, token = (row // n_tokens).to(tl.int64), (row % n_tokens).to(tl.int64)

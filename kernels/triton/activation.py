@@ -22,7 +22,7 @@ def drawn_words(row, seed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def kept(words, bound, DROPS: tl.constexpr):
-    """Which elements dropout keeps by the words drawn for them, [BLOCK_M, BLOCK_N].
+    """Return the dropout mask of random words, [BLOCK_M, BLOCK_N].
 
     Below `bound`, the bits of a number of float16, are the halves of what is dropped (DROPS) or of what is kept.
     """

@@ -15,7 +15,7 @@ NOTHING = tl.constexpr(-1e38)
 VECTOR = tl.constexpr(8)
 """Neighbours that a lane holds: 16 bytes of 16 bits."""
 TILES = tl.constexpr(4)
-"""Loads that a lane has under way at a time."""
+"""Loads that a lane has in flight."""
 LANES = 1024
 
 
@@ -96,7 +96,7 @@ def cross_entropy_rows_kernel(
 ):
     """One program per row: a pass for the log-sum-exp, kept per lane in base 2, and a pass that writes gradients.
 
-    The second pass finds the row in the L2 cache where few rows are under way: one program of many warps fills a
+    The second pass finds the row in the L2 cache where few rows are in flight: one program of many warps fills a
     multiprocessor, with four loads per lane in flight. Only the last step of a pass looks where the row ends.
     """
     row = tl.program_id(0).to(tl.int64)

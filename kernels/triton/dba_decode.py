@@ -35,7 +35,7 @@ def dba_decode(
     n_splits: int,
     admit: Callable[..., Op | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the op as the table says for these shapes; `n_splits` overrides that.
+    """Run the op with the table's config for these shapes; `n_splits` overrides its splits.
 
     What is decided by the form of the arguments (how the work is cut, say) is decided once for each form. `admit` is
     called with the arguments first when their form is a new one: it refuses them, or returns what is to run in place
@@ -59,7 +59,7 @@ def dba_decode(
 
 
 def forget_plans() -> None:
-    """Plan every form anew, as after the table has changed."""
+    """Discard all plans, as after the table has changed."""
     plans.clear()
 
 
@@ -76,7 +76,7 @@ def chosen(
     hint: int,
     n_splits: int,
 ) -> Plan:
-    """Lay out what the table says for calls of this form."""
+    """Plan calls of this signature with the table's config."""
     shape = decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint)
     in_cuda = is_ready(q_sem.device) and (not v or k_sem[-1].shape[1] % 2 == 0)  # heads are read in pairs
     config = choose(shape, num_sms(q_sem.device), in_cuda)
@@ -97,7 +97,7 @@ def launch(
     null: list[Tensor],
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Run the op in one given way. Everything is decided by shapes: nothing waits for the device."""
+    """Run the op with one config. Only shapes decide, so the call does not synchronise with the device."""
     made = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
     return run(made, arguments(q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null))
 

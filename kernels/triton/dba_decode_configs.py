@@ -1,4 +1,4 @@
-"""Ways in which Triton's kernels of decode attention read a tile that are worth timing, by what is stored."""
+"""Autotuning candidates of Triton's decode attention, by storage format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READINGS = {
         *((64, 4, n_stages, 128) for n_stages in (2, 3)),
     ),
 }
-"""Ways to read a tile worth timing, by whether any stream is quantised."""
+"""Tile configs worth timing, by whether any stream is quantised."""
 OF_NARROW_HEADS = (256, 4, 2, 0), (256, 8, 3, 0), (64, 1, 4, 0), (128, 2, 2, 0)
 NARROW = 128
 """The same of numbers of so few features, of which few tokens are few bytes in a row: fewer programs that read longer
@@ -56,4 +56,4 @@ MOST_ROWS_OF_WORDS = 32
 MOST_TOGETHER = 4
 """Heads that are read together at most: the sums of more take too many registers."""
 WIDEST_GROUPED = 384
-"""Features of both parts up to which three stages of 64 tokens were measured beside the queries, 196 KB in all."""
+"""Features of both parts up to which three stages of 64 tokens and the queries were measured, 196 KB in all."""

@@ -6,7 +6,7 @@ to scores (masks, exponentials, maxima) is done for as many heads at once, and b
 """
 
 from caramba.kernels.triton.dba_decode_share import share
-from caramba.kernels.triton.dba_decode_words import feature, fields, offset, row_scales, words
+from caramba.kernels.triton.dba_decode_words import feature, fields, load_words, offset, row_scales
 
 import triton
 import triton.language as tl
@@ -65,7 +65,7 @@ def scores(
     c = tl.arange(0, WORDS)
     total = tl.zeros([ROWS, n.shape[0]], tl.float32)
     for phase in tl.static_range(PHASES):
-        word = words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, True, MASKED)
+        word = load_words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, True, MASKED)
         tiles = fields(word, nothing, KIND, True, DTYPE, PACKED_MATH)
         part = tl.zeros([ROWS, n.shape[0]], tl.float32) - sums[phase][:, None]
         for field in tl.static_range(FIELDS):
@@ -103,7 +103,7 @@ def read_blocks(
     for phase in tl.static_range(PHASES):
         z = row_scales(scale + i * z_n, z_plane, z_n, n, ok, phase, STREAM, ROWS, MASKED)
         scaled = (p * z).to(DTYPE)
-        word = words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, False, MASKED)
+        word = load_words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, False, MASKED)
         tiles = fields(word, nothing, KIND, False, DTYPE, PACKED_MATH)
         for field in tl.static_range(FIELDS):
             old = acc[phase * FIELDS + field] * a[:, None]
@@ -234,10 +234,10 @@ def decode_heads(
     V_PHASES: tl.constexpr = V[4]
     V_FIELDS: tl.constexpr = V[7]
     DTYPE: tl.constexpr = q_sem.dtype.element_ty
-    # Weights times scales may lie beyond float16, as their sums over many tokens may.
+    # Weights times scales may overflow float16, as their sums over many tokens may.
     V_DTYPE: tl.constexpr = tl.bfloat16 if PACKED_MATH else tl.float32
     ROWS: tl.constexpr = GROUP * QUERIES
-    # Rows g and g + 8 of a product lie in one thread: of one head they take the same scales.
+    # Rows g and g + 8 of a product are in one thread: of one head they take the same scales.
     PERIOD: tl.constexpr = 8 if HEADS <= 8 else HEADS
     SHARE: tl.constexpr = PERIOD // HEADS
     pid = tl.program_id(0)
@@ -302,7 +302,7 @@ def decode_heads(
         p, m, l, a = weigh(s, seen, m, l, True)
         acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, nothing, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, True)  # fmt: skip
     l = tl.sum(l, 1)
-    # What is still in 16 bits, at token i - held of the tail.
+    # Tokens that are still in 16 bits; the tail has its own positions from 0.
     sem_tail += b * sem_tb + far * sem_tk
     geo_tail += b * geo_tb + far * geo_tk
     v_tail += b * v_tb + far * v_tk

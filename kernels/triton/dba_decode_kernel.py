@@ -279,7 +279,7 @@ def split_kv_kernel(
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
         m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
     if HAS_PACKED:
-        # What quantised streams still have in 16 bits, at token i - held of the tail.
+        # Tokens of quantised streams that are still in 16 bits; the tail has its own positions from 0.
         if not SEM_NUMBERS:
             sem_tail += b * sem_tb + head * sem_tk
         if not GEO_NUMBERS:
@@ -349,7 +349,7 @@ def combine_kernel(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    # Both before what is made of the first: they are under way together.
+    # Both loads before the first is used, so that they are in flight together.
     l = tl.load(part_sums + row * n_splits + split, is_split, other=-float("inf"))
     at = (row * n_splits + split)[:, None] * DV + d[None, :]
     part = tl.load(parts + at, is_split[:, None] & (d < DV)[None, :], other=0.0).to(tl.float32)

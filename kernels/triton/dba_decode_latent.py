@@ -32,7 +32,7 @@ ROW_TILE = tl.constexpr(16)
 def query_tiles(q, row, ok, STREAM: tl.constexpr):
     """Load the queries at offsets `row` as words' fields are laid out, a tile for each field.
 
-    Taken apart in registers, out of whole rows, they would stay there, which has no place for them.
+    Split in registers, out of whole rows, they would stay there, and registers do not suffice.
     """
     WORDS: tl.constexpr = STREAM[2]
     FIELDS: tl.constexpr = STREAM[7]
@@ -111,8 +111,7 @@ def block_tiles(
 
 @triton.jit
 def tail_tiles(x, s_n, i, n, ok, STREAM: tl.constexpr, DTYPE: tl.constexpr):
-    """Load tokens i + n of a tail, which are numbers, and take them apart as words' fields are laid out, a tile
-    [tokens, features] for each."""
+    """Load tokens i + n of a tail as one tile [tokens, features] per field of a word."""
     KIND: tl.constexpr = STREAM[0]
     D: tl.constexpr = STREAM[1]
     WORDS: tl.constexpr = STREAM[2]
@@ -355,7 +354,7 @@ def decode_latent(
     for tile in tl.static_range(TILES):
         sums_of_rows = sums_of_rows + (tl.sum(l[tile], 1),)
     l = sums_of_rows
-    # What is still in 16 bits, at token i - held of the tail.
+    # Tokens that are still in 16 bits; the tail has its own positions from 0.
     sem_tail += b * sem_tb
     geo_tail += b * geo_tb
     n = tl.arange(0, TAIL_TOKENS)

@@ -21,7 +21,7 @@ Mode = tuple[str, int, int, int, int, bool, bool]
 def mode(kind: str, width: int) -> Mode:
     """Return how a stream of this format and width per head is read.
 
-    SPREAD is the number of scales of a head's token: one where a head lies in one block, one for each block where
+    SPREAD is the number of scales of a head's token: one where a head is in one block, one for each block where
     it is whole blocks, and 0 where neither holds and every element looks its own up.
     """
     padded = max(16, power_of_2(width))
@@ -37,7 +37,7 @@ def mode(kind: str, width: int) -> Mode:
 def heads_per_program(
     config: DecodeConfig, kinds: list[str], dims: tuple[int, int, int], kv_heads: int, rows: int
 ) -> int:
-    """Return how many key/value heads of `rows` queries each a program reads by words, at most what the config says.
+    """Return how many key/value heads of `rows` queries each a program reads by words, at most the config's.
 
     It is 0 where that is 0 and where they cannot be read so: all streams have to be quantised, heads to be whole blocks or
     even parts of one, and a phase to have words enough for a product.

@@ -25,8 +25,8 @@ from caramba.kernels.triton.pdl import pdl_options, supports_pdl
 from torch import Tensor
 
 JOIN_FEATURES = 32, 128
-"""Features of a program that joins splits: few, so that a step's few rows keep a device busy, and of MANY_ROWS most,
-so that not thousands of programs have to be started for it. Theirs lie in the registers of one warp."""
+"""Features of a program that combines splits: few, so that a step's few rows keep a device busy, and from MANY_ROWS on
+most, so that not thousands of programs are launched. They are in the registers of one warp."""
 MANY_ROWS = 512
 TAIL_TOKENS = 32
 """Tokens of a tile of tails, which are few: what is read word by word takes registers."""
@@ -112,7 +112,7 @@ def plan(
     null: list[Tensor],
     window: int,
 ) -> Plan:
-    """Lay out one given way to run calls of this form; of a way in CUDA that cannot be had here, what is in its place."""
+    """Plan calls of this signature with one config; without CUDA kernels, with the Triton config in its place."""
     if q_sem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
             f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU"
@@ -132,7 +132,7 @@ def plan(
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
     early = supports_pdl(q_sem.device)
-    # The splits announce their end wherever there is a join, so that ways with and without differ in that alone.
+    # The splits signal their end wherever there is a combine, so that configs with and without PDL differ in that only.
     announced = early and not final
     joins_early = announced and asked.early_join
     row_blocks = ceil_div(group * n_queries, config.block_rows)

@@ -1,7 +1,7 @@
 """Words of 16 bits of a latent's blocks, made into scaled numbers where a product takes them.
 
 As in `dba_decode_words` field i of every word is a tile of its own, and codes go from shared memory to products without
-another way through it. A latent has more query rows than a block has elements, or as many: scaling each number is then
+another pass through it. A latent has more query rows than a block has elements, or as many: scaling each number is then
 less work than scaling what products of each block give.
 
 Numbers of q4_0 and q8_0 are float16, which a code's sign and a scale of 16 bits fit exactly but for one rounding, over
@@ -43,7 +43,7 @@ def _nibbles() -> str:
 def _bytes() -> str:
     """Two signed bytes q of each of two words to q / 128 times the words' scales.
 
-    2^10 + 128 + q has the byte as the lowest bits of float16, its sign turned round.
+    2^10 + 128 + q has the byte as the lowest bits of float16, its sign inverted.
     """
     lines = [
         "{",
@@ -63,7 +63,7 @@ def _levels() -> str:
     """Four nibbles of each of two words to their levels times the words' scales, in bfloat16.
 
     Low and high bytes of the levels are looked up by themselves. An instruction takes one constant: the others are
-    arguments, or they would be moved to registers anew for every look-up.
+    arguments, or they would be moved to registers again for every look-up.
     """
     low, high = tables("bf16")
     lines = ["{", ".reg .b32 w, s, t, s2, t2, x, y, p, q, quarters, rest, zero;", "mov.b32 zero, 0x80008000;"]

@@ -6,8 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def share(start, held, length, split, n_splits, BLOCK_TOKENS: tl.constexpr, HAS_TAIL: tl.constexpr):
-    """Return what a split reads of tokens `start` to `length`: of the first `held` those from low to until, then of the
-    tail those from first to high.
+    """Return the token ranges of a split: low to until in the blocks, then first to high in the tail.
 
     Whole tiles are shared out, no split getting two more than another: of 131,072 tokens by 33 splits all but one get
     31 tiles of 128; as many for each as the largest share would leave a split without any. A tail is read by a loop of

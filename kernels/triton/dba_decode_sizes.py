@@ -1,4 +1,4 @@
-"""The shared memory that a way of decode attention takes."""
+"""The shared memory of a config of decode attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_in_fp32(shape: DecodeShape) -> bool:
 def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
     """Return the shared memory of a program on Hopper, as compiled kernels have it.
 
-    It holds queries, stages of what is stored, one fewer than are under way, and a tile of what products cannot read as
+    It holds queries, stages of what is stored, one fewer than are in flight, and a tile of what products cannot read as
     it is stored. Products of a warp group's rows read numbers where they are loaded, so that all stages stay; those of
     fewer rows hold scores. Of heads read together codes go to products as they are stored.
     """
@@ -77,7 +77,7 @@ def _loaded_bytes(kind: str, width: int) -> float:
     elements, code, scale = BLOCKS[kind]
     if width % elements == 0:
         return code + scale / elements
-    # A byte of codes is loaded for each that is in it, and for heads that lie across blocks each has its own scale.
+    # A byte of codes is loaded for each code in it, and where heads cross blocks each has its own scale.
     return 1 + (scale / width if elements % width == 0 else scale)
 
 

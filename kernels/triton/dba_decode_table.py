@@ -39,8 +39,8 @@ PROGRAMS_PER_SM = 2, 4
 """Programs on a processor, of blocks and of numbers, as far as shared memory has place for their tiles: registers bound
 the first, and what was measured of narrow heads is best with as many as the second."""
 COUNTED_PER_SM = 1, 2, 3, 4, 6, 8, 12, 16
-"""Programs on a processor worth timing. More than lie on it at once are begun as others end, which levels out that
-processors read at unlike rates, and begins the pipeline of loads anew each time."""
+"""Programs per multiprocessor worth timing. More than fit at once start as others end. That balances multiprocessors
+with unequal bandwidth, but each program refills the pipeline of loads."""
 FEW_READERS = 8
 """Blocks that read a sequence's key/value head up to which one fewer is not worth timing: the others would read an
 eighth more."""
@@ -82,7 +82,7 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """One way to cut: a program reads `block_tokens` at a time for `block_rows` queries.
+    """One launch config: a program reads `block_tokens` at a time for `block_rows` queries.
 
     `n_splits` programs share a sequence's key/value head. `packed_math` dequantises with instructions that
     take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `n_registers` is the most that a thread
@@ -92,8 +92,8 @@ class DecodeConfig:
     scaled numbers in a tile of shared memory).
     `in_cuda` is how many blocks of a kernel of `caramba.kernels.cuda` a multiprocessor's registers are to have place for
     (0: Triton's kernels). There each warp reads tiles of its own, of which it holds `n_stages`. Where such a kernel cannot
-    be had `in_triton` takes its place. `variant` is which of a kernel's own ways to do
-    the same is taken there: of nf4's values two chunks, one or none go by a table in shared memory (2, 1, 0); products of
+    be had `in_triton` takes its place. `variant` selects one of a kernel's equal
+    implementations: of nf4's values two chunks, one or none go by a table in shared memory (2, 1, 0); products of
     a latent are those of Hopper's groups of warps (1) or of each warp by itself (0).
     `early_join` launches what joins the splits while the last of them end, where the device can. Behind Triton's splits
     that took less time in all that was measured, behind some in CUDA 1 us more.
@@ -113,7 +113,7 @@ class DecodeConfig:
 
     @property
     def in_triton(self) -> DecodeConfig:
-        """What takes the place of a way in CUDA, with as many splits: blocks read by words, as was best measured."""
+        """The Triton config in place of a CUDA one, with as many splits: blocks read by words, the best as measured."""
         latent = {"block_rows": max(16, self.block_rows), "n_heads": 1}
         heads = {"block_rows": TOGETHER_ROWS, "n_heads": MOST_TOGETHER}
         sizes = latent if self.n_heads == 1 else heads
@@ -199,7 +199,7 @@ def choose(shape: DecodeShape, n_processors: int, in_cuda: bool = True) -> Decod
 
 
 def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
-    """Return a choice without measurements: as many splits as lie on the processors at once."""
+    """Return a choice without measurements: as many splits as the multiprocessors run at once."""
     if _is_grouped(shape):
         grouped = DecodeConfig(block_rows=GROUP_ROWS)  # what was measured for every such shape of the table
         return replace(grouped, n_splits=_splits(shape, grouped, n_processors))
@@ -256,7 +256,7 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
         per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
         if reading.in_cuda:
-            # With one fewer the tails' blocks lie on the processors beside the others.
+            # With one fewer the tails' blocks run together with the others.
             counts += [n - 1 for n in counts if n > FEW_READERS]
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
     late = [replace(way, early_join=False) for way in found if way.in_cuda and way.n_splits > 1]
@@ -319,7 +319,7 @@ def _fitting(shape: DecodeShape, reading: DecodeConfig) -> DecodeConfig:
 
 
 def _per_sm(shape: DecodeShape, reading: DecodeConfig) -> int:
-    """Return the programs that lie on a processor at once."""
+    """Return the programs that a multiprocessor runs at once."""
     if reading.in_cuda:
         return reading.in_cuda
     if _is_quantised(shape):

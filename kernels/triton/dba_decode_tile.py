@@ -1,6 +1,6 @@
 """Tiles of a stored stream for decode attention: numbers, or blocks made into numbers in registers.
 
-A stream is read in one of three ways. `whole`: the tile [BN, P] of its D features, padded to P. `halves`: of 4-bit
+A stream is read in one of three modes. `whole`: the tile [BN, P] of its D features, padded to P. `halves`: of 4-bit
 blocks that begin where a head does, the low and the high nibbles are two tiles [BN, P/2], each its own dot, so that
 nothing is shuffled; tile 0 has features e(j) = j // (E/2) * E + j % (E/2), tile 1 those E/2 further. The packed
 instructions below need a GPU; every one has a plain form, which also serves the interpreter and float32. They are
@@ -94,7 +94,7 @@ def _nf4_look_up(word: str) -> str:
 
 def _nf4_halves(kind: str) -> str:
     def pair(outs: tuple[str, str], scale: str) -> str:
-        # Nibbles lie low, high, low, high: the even ones are tile 0's, the odd ones tile 1's.
+        # Nibbles alternate low, high: the even ones are tile 0's, the odd ones tile 1's.
         return "".join(
             f"prmt.b32 w, p, q, {selector};\nfma.rn.{kind}x2 {out}, w, {scale}, zero;\n"
             for out, selector in zip(outs, ("0x6240", "0x7351"), strict=True)
@@ -174,7 +174,7 @@ def level(code):
 
 
 @triton.jit
-def plain(code, scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
+def scaled_code(code, scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Return scale times what 4-bit codes mean, in float32 until the end."""
     if KIND == "nf4":
         number = level(code.to(tl.int32))
@@ -276,7 +276,7 @@ def blocks(
 ):
     """Return tokens n of a head's blocks as numbers, two tiles where HALVED (else the same one twice).
 
-    `first` is the head's first feature in a token's row. UNIFORM: a head lies in one nibble of its bytes.
+    `first` is the head's first feature in a token's row. UNIFORM: a head is in one nibble of its bytes.
     """
     if HALVED:
         j = tl.arange(0, P // 2)
@@ -316,7 +316,7 @@ def blocks(
                 )
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P // 2, tl.float32, MASKED)
-            low, high = plain(byte & 15, s, KIND, DTYPE), plain(byte >> 4, s, KIND, DTYPE)
+            low, high = scaled_code(byte & 15, s, KIND, DTYPE), scaled_code(byte >> 4, s, KIND, DTYPE)
     else:
         e = first + tl.arange(0, P)
         held = tl.arange(0, P) < D
@@ -358,6 +358,6 @@ def blocks(
                 )
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, tl.float32, MASKED)
-            low = plain((byte.to(tl.int32) >> shift) & 15, s, KIND, DTYPE)
+            low = scaled_code((byte.to(tl.int32) >> shift) & 15, s, KIND, DTYPE)
         high = low
     return low, high

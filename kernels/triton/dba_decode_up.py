@@ -1,9 +1,9 @@
 """Kernels and launcher of `caramba::dba_decode_up`: splits are joined and mapped to a head's values in one launch.
 
 A program makes some columns of one head. It joins all that the head read of the latent itself, as others of that head
-do: what a few splits left lies in L2, and to read it again costs less than another launch and its wait. Of more splits
+do: the output of a few splits is in L2, and to read it again costs less than another launch and its wait. Of more splits
 products on tensor cores make the sums, and of many it costs more: they are joined in a launch of their own. All reads
-of a program are under way at once, the map's among them; one split after the other took longer than two launches do.
+of a program are in flight at once, the map's among them; one split after the other took longer than two launches do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK_T = 16
 MOST_OF_ROWS = 32768
 """Numbers that the registers of a program of several rows hold."""
 MOST_LANES = 512
-"""Heads of all rows up to which programs of one row each read the map anew; with more, two launches take less."""
+"""Heads of all rows up to which programs of one row each read the map again; with more, two launches take less."""
 MOST_ELEMENTS = 8192
 """Numbers of all splits of a row and head that a program of one row reads."""
 PER_THREAD = 64
@@ -237,7 +237,7 @@ def dba_decode_up(
             found = admit(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
         if found is None:
             given = (q_sem, q_geo, kinds, c, k_geo, [], n_packed, [], window, hint, n_splits)
-            found = planned(decode.chosen(*given), q_sem, up)
+            found = plan_up(decode.chosen(*given), q_sem, up)
         decode.plans.add(rest, (*tensors, up), found)
     if not isinstance(found, UpPlan):
         return found(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
@@ -251,7 +251,7 @@ def dba_decode_up(
     return y
 
 
-def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
+def plan_up(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
     """Lay out calls of the form of these queries and maps behind splits that are laid out."""
     batch, heads, n_queries, rank = q.shape
     width, rows = up.shape[-1], batch * n_queries

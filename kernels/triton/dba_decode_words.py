@@ -2,7 +2,7 @@
 
 A word is two bytes: two codes of q8_0, or four of q4_0 and nf4. Field i of every word is a tile of its own, with a product
 of its own: a register of a product's operand holds one field of two words, so that codes go from shared memory to products
-without another way through it. The fields are the codes' own numbers; the scale of a block is left to the products' results.
+without another pass through it. The fields are the codes' own numbers; the scale of a block is left to the products' results.
 
 `keys` of 4 bits come with what their instructions leave in them, `OFFSETS`: the sum of the queries times that is taken from
 the products. Values could not: over many tokens the offset would drown their mean. The instructions need a GPU; their plain
@@ -22,7 +22,7 @@ OFFSETS = {"bf16": 2.0**7 + 8, "f16": 2.0**10 + 8}
 ONES = {"bf16": (0x3F803F80, 0xBF80BF80), "f16": (0x3C003C00, 0xBC00BC00)}
 """Twice 1 and twice -1."""
 LESS = {"bf16": 0xC308C308, "f16": 0xE408E408}
-"""Twice what `OFFSETS` says, less than nothing."""
+"""Minus twice `OFFSETS`."""
 LESS_BYTES = 0xE480E480
 """Twice -(2^10 + 128) in float16."""
 
@@ -46,7 +46,7 @@ def _nibbles(kind: str, is_key: bool) -> str:
 def _levels(kind: str) -> str:
     """Four nibbles of each of two words to their levels, whose low and high bytes are looked up by themselves.
 
-    An instruction takes one constant. The others are arguments: as constants too they would be moved to registers anew
+    An instruction takes one constant. The others are arguments: as constants they would be moved to registers again
     for every look-up.
     """
     low, high = tables(kind)
@@ -87,8 +87,8 @@ def tables(kind: str) -> tuple[list[int], list[int]]:
 def _bytes(kind: str) -> str:
     """Two signed bytes of each of two words.
 
-    Of float16 1152 + q is taken apart. In bfloat16 the exponent's last bit is beside the seven of 128 + (q & 127), and
-    is that of 256 where q < 0: the one less the other is q.
+    Float16 uses 1152 + q. In bfloat16 the exponent's last bit is next to the seven of 128 + (q & 127), and is that of
+    256 where q < 0: the one less the other is q.
     """
     lines = ["{", ".reg .b32 w, s, low, high, magic, less, one;", f"mov.b32 magic, {MAGIC[kind]:#x};"]
     if kind == "bf16":
@@ -149,7 +149,7 @@ def table(dtype, plane, i):
 
 
 @triton.jit
-def words(
+def load_words(
     codes,
     s_plane,
     s_n,
@@ -233,7 +233,7 @@ def number(code, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def feature(c, PHASE: tl.constexpr, FIELD: tl.constexpr, STREAM: tl.constexpr):
-    """Return the feature, of all the program's heads side by side, that is a field of words c of a phase."""
+    """Return the feature, over all the program's heads, of a field of words c of a phase."""
     E: tl.constexpr = STREAM[3]
     PHASES: tl.constexpr = STREAM[4]
     PER_BLOCK: tl.constexpr = STREAM[5]
@@ -259,7 +259,7 @@ def row_scales(
 ):
     """Load the scale of each row's block of a phase at tokens n, [ROWS, tokens].
 
-    Rows of a head lie side by side in every eight. Heads of one block load its scale each: in 16 bits a copy to shared
+    Rows of a head are adjacent in every eight. Heads of one block load its scale each: in 16 bits a copy to shared
     memory needs two numbers a thread.
     """
     D: tl.constexpr = STREAM[1]

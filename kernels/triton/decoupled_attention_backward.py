@@ -1,4 +1,4 @@
-"""Gradients of `decoupled_attention`: a pass over keys and one over queries, which both compute the weights anew.
+"""Gradients of `decoupled_attention`: a pass over keys and one over queries, which both recompute the weights.
 
 Nothing is added by atomics, so gradients repeat to the bit: what heads give to a key that they share is summed when all
 have been written.

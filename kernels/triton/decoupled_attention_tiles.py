@@ -12,7 +12,7 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 COUNTS = ("n_queries", "n_keys", "n_tiles")
-"""Arguments that differ from prompt to prompt: kernels are not compiled anew for them."""
+"""Arguments that differ from prompt to prompt: kernels are not specialised on them."""
 SPARE = 2048
 """Bytes of shared memory that are for no tile."""
 
@@ -140,15 +140,18 @@ def shared_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-def fitting(configs: tuple[TileConfig, ...], held: str, x: Tensor, widths: dict[str, int]) -> TileConfig:
-    """Return the first config whose tiles fit: those `held`, queries or keys, once, the others as often as there are stages."""
+def fitting(configs: tuple[TileConfig, ...], resident: str, x: Tensor, widths: dict[str, int]) -> TileConfig:
+    """Return the first config whose tiles fit in shared memory.
+
+    Tiles of `resident` (queries or keys) count once, the others once per stage.
+    """
     room = shared_bytes(x.device)
     if room is None:
         return INTERPRETED[(FORWARD, KEYS, QUERIES).index(configs)]
     room -= SPARE
     width = (widths["A"] + widths["G"] + widths["D"]) * x.element_size()
     for config in configs:
-        once, often = (config.keys, config.queries) if held == "keys" else (config.queries, config.keys)
+        once, often = (config.keys, config.queries) if resident == "keys" else (config.queries, config.keys)
         needed = width * (once + often * config.n_stages)
         if configs is FORWARD:  # which holds no values
             needed -= once * widths["D"] * x.element_size()

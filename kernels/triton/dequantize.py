@@ -32,7 +32,7 @@ def _dequantize(
     codes_outer, codes_inner, codes_block, scales_outer, scales_inner, scales_block,
     KIND: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK blocks of E elements, in two halves, to rows that lie one after the other."""
+    """Write BLOCK blocks of E elements, in two halves, to contiguous rows."""
     HALF: tl.constexpr = E // 2
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_block = block < n_blocks
@@ -61,7 +61,7 @@ _launches = Launches(_dequantize)
 
 
 def dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that codes stand for; a cache's codes [B, S, N, W] are read where they lie."""
+    """Return the dequantised numbers; a cache's codes [B, S, N, W] are read in place."""
     form = BLOCKS[kind]
     out = codes.new_empty((*codes.shape[:-2], width), dtype=dtype)
     if not out.numel():

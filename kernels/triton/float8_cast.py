@@ -35,7 +35,7 @@ def _tile(block, n_blocks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _load(x_ptr, row, col, m, n, width, EVEN: tl.constexpr):
-    """A tile of the first n columns of rows that are `width` apart."""
+    """Load a tile of the first n columns of rows with stride `width`."""
     at = x_ptr + row.to(tl.int64)[:, None] * width + col[None, :]
     if EVEN:
         x = tl.load(at)
@@ -182,7 +182,7 @@ def _cast_kernel(
     if PER_TENSOR:
         # Rows and columns are cast each for themselves, with scales that no compiler knows to be one. Of numbers that are
         # cast once and stored in both orders ptxas 12.8 loses some: it makes two casts one instruction, for the rows, and
-        # the columns get what the first one's register held (github.com/triton-lang/triton/issues/11111).
+        # the columns get the first one's register (github.com/triton-lang/triton/issues/11111).
         slots = amax_ptr + tl.arange(0, SLOTS)
         row_scale = _scale(tl.max(tl.load(slots), axis=0), MOST, LEAST, False)
         column_scale = _scale(tl.max(tl.load(slots, volatile=True), axis=0), MOST, LEAST, False)

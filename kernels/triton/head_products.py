@@ -1,8 +1,8 @@
 """Kernels and launchers of the products of each head in a decode step: a program makes some columns of one head.
 
 Rows are few and maps small, so that a program holds its part of the map, and its time is that of one wait for memory:
-columns are cut until there are about as many programs as multiprocessors. Queries come as they lie in the product that
-they are a part of, and results go where the next kernel reads them, so that nothing is copied between.
+columns are cut until there are about as many programs as multiprocessors. Queries are read in place from the projection that
+contains them, and results go where the next kernel reads them, so that nothing is copied between.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def query_part(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Make part of a head's queries, of the latent first, then turned pairs, of a block of rows."""
+    """Compute part of a head's queries for a block of rows: of the latent first, then rotated pairs."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = row < n_rows

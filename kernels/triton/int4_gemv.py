@@ -27,7 +27,7 @@ BLOCK_N, BLOCK_J, WARPS = 8, 256, 4
 MOST_IN_CUDA = 16
 """Rows up to which the kernel in CUDA C++ is taken: of 32 and 64 it took longer than numbers of 16 bits (docs/log.md)."""
 N_TENSORS = 7
-_adopted: dict[in_cuda.Product, in_cuda.TileConfig] = {}
+_tuned: dict[in_cuda.Product, in_cuda.TileConfig] = {}
 _made: dict[tuple, CudaLaunch | Launch] = {}
 """What is launched for calls, of either kernel."""
 
@@ -136,13 +136,13 @@ _launches = Launches(_words_kernel)
 
 
 def launch_config(product: in_cuda.Product) -> in_cuda.TileConfig:
-    """Return the config of a product as it was adopted, else a heuristic_tile one."""
-    return _adopted.get(product) or in_cuda.heuristic_tile(product)
+    """Return the tuned config of a product, else the heuristic one."""
+    return _tuned.get(product) or in_cuda.heuristic_tile(product)
 
 
 def load_tuned(entries: dict[in_cuda.Product, in_cuda.TileConfig]) -> None:
-    """Take configs as measured; what was launched is chosen anew."""
-    _adopted.update(entries)
+    """Use measured configs; later launches choose again."""
+    _tuned.update(entries)
     _made.clear()
 
 

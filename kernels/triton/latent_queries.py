@@ -1,4 +1,4 @@
-"""Queries of latent attention in one pass: q G_h on tensor cores, turned and joined with q without going to memory.
+"""Queries of latent attention in one pass: q G_h on tensor cores, rotated and concatenated with q without going to memory.
 
 A program holds the map of one head and walks over blocks of tokens. The backward sums the map's gradient in registers;
 each program writes one part of it, and the parts are added in a fixed order. Widths and dtypes that the tiles do not hold

@@ -22,7 +22,7 @@ _on_cuda, _on_cpu = _made._empty_strided_cuda, _made._empty_strided_cpu
 
 
 def has_launch_hook() -> bool:
-    """Whether a profiler of Triton asks to be told of launches."""
+    """True if a profiler of Triton has installed launch hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -45,7 +45,7 @@ def stream_of(x: Tensor) -> int | None:
 def empty(
     x: Tensor, stream: int | None, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return a tensor beside x, whose `stream_of` tells whether that is on the current device.
+    """Allocate a tensor on x's device; x's `stream_of` tells whether that is the current device.
 
     There it is made as compiled graphs make theirs, in a third of the time.
     """
@@ -66,8 +66,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def raw_launcher(made: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Return what launches a compiled kernel, what it takes between stream and arguments, and whether those are a tuple.
 
-    Triton's own way to the function that launches takes as long as that function: it asks whether the kernel needs
-    memory of its own, and hands all arguments on. For versions whose function is known it is asked here, once.
+    Triton's own path to the function that launches takes as long as that function: it asks whether the kernel needs
+    memory of its own, and passes all arguments on. For versions whose function is known it is asked here, once.
     """
     run, no_hooks = made.run, (None, None, None)
     known = type(run).__name__ == "CudaLauncher" and triton.__version__ in ("3.6.0", "3.7.1")
@@ -100,7 +100,7 @@ class Launch:
 
     Triton looks at every argument of every launch to see which compiled kernel it needs, which takes longer than the
     launch. Here that is done once: a later call passes its tensors to the kernel that the first one was given. They
-    must be of the same dtypes and device as the first call's; where they lie is checked.
+    must be of the same dtypes and device as the first call's; their alignment is checked.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Launch:
             self.made[place] = raw_launcher(made)
 
     def at(self, stream: int, place: int, addresses: Sequence[Any]) -> bool:
-        """Launch on a stream (`stream_of`) and tensors by their addresses, of which those that `place` says are `misaligned_args`.
+        """Launch on a stream (`stream_of`) and tensors by their addresses; `place` are the bits of `misaligned_args`.
 
         Return False where no kernel is compiled for that yet. Addresses spare a question to the driver each.
         """

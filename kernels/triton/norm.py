@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 WIDEST = 65536
-"""Elements of the longest row: a tile of rows lies in registers."""
+"""Elements of the longest row: a tile of rows is in registers."""
 TILE, TILE_WARP = 2048, 512
 """Elements of a tile of short rows, and elements to a warp."""
 PER_SM = 8192
@@ -217,8 +217,8 @@ def _forward_plan(
     block_m, block_n, warps = tile(width)
     options = {"num_warps": warps}
     if centred and residual is None and block_n == 8192 and x.element_size() == 2:
-        # Of sixteen warps three rows lie on a multiprocessor, whose two sums after one another leave memory idle; of
-        # eight it has place for four.
+        # With sixteen warps a multiprocessor has three rows, whose two sums after one another leave memory idle; with
+        # eight it has four.
         options = {"num_warps": 8, "maxnreg": 64}
     launch = Launch(
         _forward_kernel,

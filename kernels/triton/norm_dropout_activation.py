@@ -61,7 +61,7 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """EXACT: rows fill their tile, and tiles the rows. The scale of dropout is in weight and bias, once a program.
-    IN_WORDS: what is drawn, and the output, are worked on two to a word.
+    IN_WORDS: random numbers and the output are computed two to a word.
 
     AHEAD, a program asks for its next tile before it works on this one: two sums of a row leave memory idle otherwise.
     """

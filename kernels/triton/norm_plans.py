@@ -52,7 +52,7 @@ def accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Shapes and strides of what is as x, contiguous, and of a number for each of its rows, with that one's dtype."""
+    """Shapes and strides of an output like x, contiguous, and of one statistic per row with its dtype."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -80,9 +80,9 @@ ForwardPlan = tuple[Outputs, Launch | None, bool]
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """What a backward makes, its launch and that which adds up the `programs` sums of its vectors, where there are any.
+    """Outputs of a backward, its launch, and the launch that adds the sums of `programs` for its vectors.
 
-    `vectors` says which of weight and bias there are. Without a `launch` there are no rows.
+    `vectors` are those of weight and bias that exist. Without a `launch` there are no rows.
     """
 
     outputs: Outputs

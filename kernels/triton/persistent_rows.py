@@ -14,7 +14,7 @@ def load_known(ptr, mask, EXACT: tl.constexpr):
 
 @triton.jit
 def places(start, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
-    """Where the elements of the tile that begins at row `start` lie. A width that is known is no factor to ask for."""
+    """Return the offsets of the tile that begins at row `start`. A constant width needs no multiplication."""
     WIDTH = BLOCK_N if EXACT else width
     local = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
     return tl.full([], start, tl.int64) * WIDTH + local
@@ -33,7 +33,7 @@ def as_held(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
-    """Load the tile that begins at row `start`, to be held, zeros outside; of whole tiles, beyond the end, the last."""
+    """Load the tile that begins at row `start`, zeros outside; with whole tiles, the last one beyond the end."""
     if EXACT:
         tile = tl.load(ptr + places(tl.minimum(start, n_rows - BLOCK_M), width, BLOCK_M, BLOCK_N, EXACT))
     else:
@@ -51,7 +51,7 @@ def load_of_rows(ptr, start, n_rows, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def as_numbers(held, ACC: tl.constexpr):
-    """The numbers of a tile that is held."""
+    """Unpack the numbers of a tile from registers."""
     if held.dtype == tl.uint32:
         even, odd = (
             (held << 16).to(tl.float32, bitcast=True),
@@ -65,7 +65,7 @@ def as_numbers(held, ACC: tl.constexpr):
 
 @triton.jit
 def rounded(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Numbers of float32 as a tile of bf16 is held, two rounded by one instruction."""
+    """Round float32 to packed bf16, two numbers by one instruction."""
     even, odd = tl.split(tl.reshape(tile, [BLOCK_M, BLOCK_N // 2, 2]))
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], tl.uint32, True, 1)  # fmt: skip
 

@@ -14,21 +14,23 @@ BLOCK = 2048
 
 
 @triton.jit
-def _token(ids_ptr, drawn_ptr, at, before, inside):
-    """Return tokens of the text, of which those from `before` on are still among the drawn ones.
+def _token(ids_ptr, sampled_ptr, at, before, inside):
+    """Return tokens of the text, of which those from `before` on are still among the sampled ones.
 
     So no token is read that this program has written, which it could only after a barrier.
     """
     old = tl.load(ids_ptr + at, mask=inside & (at < before), other=0)
-    return tl.where(at < before, old, tl.load(drawn_ptr + at - before, mask=inside & (at >= before), other=0))
+    return tl.where(
+        at < before, old, tl.load(sampled_ptr + at - before, mask=inside & (at >= before), other=0)
+    )
 
 
 @triton.jit
 def _round_kernel(
     ids_ptr,
-    held_ptr,
+    lengths_ptr,
     state_ptr,
-    drawn_ptr,
+    sampled_ptr,
     live_ptr,
     kept_ptr,
     n_ids,
@@ -44,19 +46,19 @@ def _round_kernel(
     row = tl.program_id(0).to(tl.int64)
     ids_ptr += row * n_ids
     state_ptr += row * (2 + K)
-    drawn_ptr += row * WIDTH
-    before = tl.load(held_ptr + row).to(tl.int64) - WIDTH + 1
+    sampled_ptr += row * WIDTH
+    before = tl.load(lengths_ptr + row).to(tl.int64) - WIDTH + 1
     size = tl.load(state_ptr)
     place = tl.arange(0, WIDTH_P)
-    drawn = tl.load(drawn_ptr + place, mask=place < WIDTH, other=0)
+    sampled = tl.load(sampled_ptr + place, mask=place < WIDTH, other=0)
     count = tl.where(size > 0, tl.minimum(most, WIDTH - 1), 0)
     draft = tl.load(state_ptr + 2 + place, mask=place < count, other=0)
-    accepted = tl.min(tl.where((place < count) & (draft != drawn), place, count), axis=0)
+    accepted = tl.min(tl.where((place < count) & (draft != sampled), place, count), axis=0)
     kept = accepted + 1
     if not EXTRA:
         kept = tl.where((accepted == count) & (count > 0), accepted, kept)
     kept = tl.where(tl.load(live_ptr + row) != 0, kept, 0)
-    tl.store(ids_ptr + before + place, drawn, mask=place < kept)
+    tl.store(ids_ptr + before + place, sampled, mask=place < kept)
     length = before + kept
 
     # The longest run, and of equals the latest: its length and its end in one number.
@@ -66,21 +68,21 @@ def _round_kernel(
         is_run = (end > 0) & (end < length)
         run = tl.zeros((BLOCK_N,), tl.int64)
         for back in range(1, max_ngram + 1):
-            last = _token(ids_ptr, drawn_ptr, length - back, before, length >= back)
+            last = _token(ids_ptr, sampled_ptr, length - back, before, length >= back)
             is_run = is_run & (end >= back) & (length >= back)
-            is_run = is_run & (_token(ids_ptr, drawn_ptr, end - back, before, is_run) == last)
+            is_run = is_run & (_token(ids_ptr, sampled_ptr, end - back, before, is_run) == last)
             run += is_run.to(tl.int64)
         best = tl.maximum(best, tl.max(tl.where(run > 0, run * n_ids + end, 0), axis=0))
     start = best % n_ids
     offset = tl.arange(0, K_P).to(tl.int64)
     source = start + offset % (length - start)
-    found = _token(ids_ptr, drawn_ptr, source, before, (offset < K) & (best > 0))
+    found = _token(ids_ptr, sampled_ptr, source, before, (offset < K) & (best > 0))
     # All threads have read what is of this round before one writes what is of the next.
     tl.debug_barrier()
-    tl.store(held_ptr + row, (length - 1).to(tl.int32))
+    tl.store(lengths_ptr + row, (length - 1).to(tl.int32))
     tl.store(kept_ptr + row, kept.to(tl.int64))
     tl.store(state_ptr, best // n_ids)
-    tl.store(state_ptr + 1, _token(ids_ptr, drawn_ptr, length - 1, before, length > 0))
+    tl.store(state_ptr + 1, _token(ids_ptr, sampled_ptr, length - 1, before, length > 0))
     tl.store(state_ptr + 2 + offset, tl.where(best > 0, found, 0), mask=offset < K)
 
 
@@ -89,16 +91,16 @@ _rounds = Launches(_round_kernel)
 
 def prompt_lookup_step(
     ids: Tensor,
-    held: Tensor,
+    lengths: Tensor,
     state: Tensor,
-    drawn: Tensor,
+    sampled: Tensor,
     live: Tensor,
     most: int,
     max_ngram: int,
     extra: bool,
 ) -> Tensor:
-    kept = torch.empty_like(held, dtype=torch.int64)
-    (n_rows, n_ids), width, n_drafts = ids.shape, drawn.shape[1], state.shape[1] - 2
+    kept = torch.empty_like(lengths, dtype=torch.int64)
+    (n_rows, n_ids), width, n_drafts = ids.shape, sampled.shape[1], state.shape[1] - 2
     if not n_rows:
         return kept
     key = (n_rows, n_ids, width, n_drafts, most, max_ngram, extra, ids.get_device())
@@ -106,5 +108,5 @@ def prompt_lookup_step(
     if launch is None:
         constants = (width, power_of_2(width), n_drafts, power_of_2(n_drafts), extra, BLOCK)
         launch = _rounds.add(key, (n_rows,), (n_ids, most, max_ngram), *constants, num_warps=8)
-    launch(ids, held, state, drawn, live, kept)
+    launch(ids, lengths, state, sampled, live, kept)
     return kept

@@ -17,7 +17,7 @@ BLOCKS_PER_PROGRAM = 32
 
 @triton.jit
 def _code(x, scale, middles, KIND: tl.constexpr):
-    """Return the code of every element; quotients that are not finite count as 0, the scale says so."""
+    """Return the code of every element; quotients that are not finite count as 0, as the scale shows."""
     safe = tl.where(scale == 0, 1.0, scale)
     value = tl.div_rn(x, tl.broadcast_to(safe[:, None], x.shape))
     value = tl.where(tl.abs(value) < float("inf"), value, 0.0)

@@ -1,4 +1,4 @@
-"""RoPE by tables: rows of (token, head), in the order in which they lie in memory."""
+"""RoPE by tables: rows of (token, head), in memory order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Kernels and launcher of `caramba::drawn`: parts of a row each give their sums, and a program finds the part that holds
-the number, and the token in it."""
+"""Kernels and launcher of `sample`: parts of a row give their sums, then a program finds the part, and the token in it,
+at the number."""
 
 from __future__ import annotations
 

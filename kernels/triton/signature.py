@@ -1,4 +1,4 @@
-"""Forms of tensors, all but where they lie, and what was made for calls whose tensors have the same forms."""
+"""Signatures of tensors (all but their addresses), and a cache of launches by the signatures of their tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 MOST_FORMS = 1024  # what is kept for forms that are looked up
-MOST_SEEN = 16  # forms of one call that are told apart one by one
+MOST_SEEN = 16  # signatures per call that are compared one by one
 
 Made = TypeVar("Made")
 
@@ -21,17 +21,17 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
 
 
 def tensor_signature(x: Tensor) -> tuple[Any, ...]:
-    """Return all that a launch depends on of a tensor, but for where it lies."""
+    """Return all properties of a tensor that a launch depends on, except its address."""
     return x.shape, x.stride(), x.dtype, x.get_device()
 
 
 class LaunchCache(Generic[Made]):
-    """What was made for calls, by the forms of their tensors and by what else there is.
+    """Launches by the signatures of their tensors and by other arguments.
 
-    Asking every tensor for its form takes longer than a launch, so what was found once is found again by torch's own
+    Asking every tensor for its signature takes longer than a launch, so later look-ups use torch's own
     check of a call's tensors against those of an earlier one, a single call for all of them: same types, devices,
-    dtypes, sizes and strides, and whether they need gradients. It holds no tensor. Where it says no, as of one tensor
-    given twice, the forms are looked up; it never says yes to other forms.
+    dtypes, sizes and strides, and whether they need gradients. It holds no tensor. If it fails, as for one tensor
+    passed twice, the signatures are looked up; it never accepts other signatures.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LaunchCache(Generic[Made]):
         self.seen: dict[Hashable, list[tuple[Callable[..., bool], Made]]] = {}
 
     def get(self, rest: Hashable, tensors: Sequence[Tensor]) -> Made | None:
-        """Return what was made for tensors of these forms and an equal `rest`, which says how many there are."""
+        """Return the entry for tensors of these signatures and an equal `rest`, which implies their count."""
         for check, made in self.seen.get(rest, ()):
             if check(*tensors):
                 return made

@@ -1,11 +1,11 @@
 """Kernel and launcher of `caramba::row_linear` for 2 to 64 rows: tensor cores take tiles of the weight as they arrive.
 
-A program makes all rows of some columns of the result. Tiles of the weight come through shared memory, several at a
-time on their way, and are read once; those of x come from the cache. Where programs make few columns each warp takes a
+A program computes all rows of some columns of the result. Tiles of the weight come through shared memory, several in
+flight, and are read once; those of x come from the cache. Where programs make few columns each warp takes a
 part of every tile's width and the parts are added at the end; where there are too few programs they also share the
 width, and the last one to arrive adds what the others left. Sums have one fixed order. Rows are normalised by a launch
-before: inside, by every program, it took as long with 8 rows and longer with more. Codes become numbers of 16 bits on
-their way to the products: those of 8 bits as they are, and a row's sum is scaled; those of 4 bits, words of four, with the
+before: inside, by every program, it took as long with 8 rows and longer with more. Codes are dequantised to 16 bits
+before the products: those of 8 bits as they are, and a row's sum is scaled; those of 4 bits, words of four, with the
 scale and the zero of their group.
 """
 
@@ -28,14 +28,13 @@ PROCESSORS = 132
 MOST_TILES = 16384
 """Tiles of one call whose programs may share the width: a counter each."""
 SHARED_BYTES, LEEWAY = 227 * 1024, 1024
-"""Shared memory of a program on Hopper, for which the tiles below were chosen, and what a kernel takes beside them."""
+"""Shared memory of a program on Hopper, for which the tiles below were chosen, and a kernel's own share of it."""
 CAPTURED = 2**20
 """Counters of a device's graphs, 4 MB: a step of 16 layers takes some 2,000."""
 
 
 class Tile(NamedTuple):
-    """Rows of the weight to a program, numbers of them at a time, warps that share those, programs that share the
-    width, warps, tiles on their way at once."""
+    """Tile config: weight rows per program, columns per tile, split-K warps and programs, warps and stages."""
 
     block_n: int
     block_k: int
@@ -95,7 +94,7 @@ def _numbers(word, field: tl.constexpr, scale, zero):
     """Return q s + z of the codes in one field of words, in fp32.
 
     At bits 16 to 19 of a number with 128 as its leading digit a code counts ones, so that no integer is converted, which
-    takes four times as long. `zero` has 128 s less than it says.
+    takes four times as long. `zero` has 128 s subtracted.
     """
     places = word << (16 - 4 * field)
     codes = ((places & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
@@ -187,7 +186,7 @@ def _tiles_kernel(
         inner = i[:, None] * BLOCK_M + m[None, :]
         parts = parts_ptr + (tile * SPLIT).to(tl.int64) * (BLOCK_N * BLOCK_M)
         tl.store(parts + split * (BLOCK_N * BLOCK_M) + inner, y)
-        tl.debug_barrier()  # all of the program's threads have stored before one of them says so
+        tl.debug_barrier()  # all of the program's threads have stored before one of them counts it
         if tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
             return
         y = tl.load(parts + inner, cache_modifier=".cg")
@@ -209,11 +208,10 @@ def _tiles_kernel(
 
 _launches = Launches(_tiles_kernel)
 _counters: dict[tuple[int, int], Tensor] = {}
-"""Of each device and stream, what programs that share the width count themselves by: zeros between launches, whose
-order on one stream keeps them apart."""
+"""Counters of split-K programs per device and stream: zeros between launches, which one stream runs in order."""
 _captured: dict[int, list[Tensor]] = {}
-"""Of each device, counters for launches in graphs: each its own, as graphs may be replayed beside each other. The last
-are those that are left; the others stay, as graphs hold no more than their addresses."""
+"""Counters for launches in graphs, per device: separate ones, as graphs may be replayed concurrently. The last buffer
+has free ones; the others stay allocated, as graphs hold only their addresses."""
 
 
 def heuristic_tile(product: Product) -> Tile:
@@ -253,7 +251,7 @@ def _tile_on(device: torch.device, product: Product) -> Tile:
 
 
 def load_tuned(entries: dict[Product, Tile]) -> None:
-    """Take tiles as measured; what was launched is chosen anew."""
+    """Use measured tiles; later launches choose again."""
     _tiles.update(entries)
     _tile_on.cache_clear()
     _launches.made.clear()
@@ -296,8 +294,10 @@ def small_batch_gemm(
     gated: bool,
     y: Tensor,
 ) -> Tensor:
-    """Make `small_batch_linear` of contiguous tensors of 16 bits, or a weight of codes, into y, and return it; words of codes
-    have groups of GROUP inputs."""
+    """Run `small_batch_linear` on contiguous 16-bit tensors into y, and return y.
+
+    The weight may be int8, or int4 in groups of GROUP inputs.
+    """
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
     block_m = block_of(rows)

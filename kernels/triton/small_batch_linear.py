@@ -2,7 +2,7 @@
 of the weight, all of them at once. More rows of 16 bits take tensor cores (`small_batch_gemm`), and codes of 4 bits kernels of
 their own (`int4_gemv`). A weight may be int8 codes, of which a row shares a scale: sums are of codes, and are scaled once.
 
-Nothing is staged: the rows of a tile lie in registers, so that every thread waits for many loads of 16 bytes at a time,
+Nothing is staged: the rows of a tile are in registers, so that every thread waits for many loads of 16 bytes at a time,
 and a few programs on each multiprocessor keep memory busy. The rows of x come from the cache. Sums have one fixed order.
 """
 
@@ -34,7 +34,7 @@ PER_THREAD = 256
 
 
 class Tile(NamedTuple):
-    """Rows of the weight to a program, of gate and up each if gated, and its warps, which share every row."""
+    """Tile config: weight rows per program (of gate and up each if gated), and warps that share every row."""
 
     block_n: int
     warps: int
@@ -151,8 +151,8 @@ _launches = Launches(_kernel)
 def heuristic_tile(product: Product) -> Tile:
     """Return the tile of a product that nobody has measured.
 
-    Warps share a row so that each keeps few numbers of x beside many of the weight; tiles shrink until the device is
-    full, and where rows of x have to lie beside them.
+    Warps share a row so that each keeps few numbers of x and many of the weight; tiles shrink until the device is full,
+    and where rows of x also need registers.
     """
     n_out, width, rows, itemsize, is_gated = product
     block_k = block_of(width)
@@ -177,7 +177,7 @@ def tile_of(product: Product) -> Tile:
 
 
 def load_tuned(entries: list[tuple[list, list]]) -> None:
-    """Take tiles as measured: pairs of the fields of `Product` and of `Tile`; what was launched is chosen anew."""
+    """Use measured tiles: pairs of the fields of `Product` and of `Tile`. Later launches choose again."""
     _measured.update({Product(*product): Tile(*tile) for product, tile in entries})
     _launches.made.clear()
 

@@ -1,4 +1,4 @@
-"""Rounding float32 to bfloat16 at random: for kernels that compute what they round, and of many tensors in one launch."""
+"""Stochastic rounding of float32 to bfloat16, inside other kernels and of many tensors in one launch."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ MIXED = ("q4_0", "q8_0", "q4_0")
 FORM = {"group": 4, "queries": 1, "has_window": False, "final": False, "in_bf16": True}
 
 
-def compiled(
+def compile_source(
     name: str, macros: dict[str, object], folder: Path, arch: str = "sm_90", most_spilled: int = 0
 ) -> bytes:
     """Return a kernel's machine code for Hopper, and check that a lane's numbers stay in its registers, but for so many
     bytes, as far as the compiler says it."""
     if nvrtc.version() is not None:
-        return nvrtc.compiled(f"{name}.cu", macros, arch)
+        return nvrtc.compile_source(f"{name}.cu", macros, arch)
     defines = [f"-D{key}={value}" for key, value in macros.items()]
     command = ["nvcc", f"-arch={arch}", "-cubin", "-std=c++17", "-Xptxas", "-v", *defines]
     done = subprocess.run(

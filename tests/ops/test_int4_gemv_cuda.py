@@ -120,7 +120,7 @@ def test_the_launcher_hands_over_what_the_kernel_takes(
     module = importlib.import_module("caramba.kernels.triton.int4_gemv")
     for name, value in (("is_ready", lambda device: True), ("CudaLaunch", Emulated), ("_made", {})):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "_adopted", {})
+    monkeypatch.setattr(module, "_tuned", {})
     rows = 1 if norm else 3
     given = in_words(arguments(rows, 256, 19, True, torch.bfloat16), 128)
     given |= {"norm": given["norm"].to(norm)} if norm else {"norm": None, "eps": None}

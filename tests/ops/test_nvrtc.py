@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_instructions_compile(arch: str, folder: Path) -> None:
-    code = module("nvrtc").compiled(str(SOURCE), {}, arch)
+    code = module("nvrtc").compile_source(str(SOURCE), {}, arch)
     assert code.startswith(b"\x7fELF")
     assert b"product_f16" in code
 
@@ -49,7 +49,7 @@ def test_what_does_not_compile_is_told_with_the_compilers_words(folder: Path) ->
     with pytest.raises(
         module("nvrtc").NotCompiled, match=r"(?s)each_instruction.cu for sm_90 with -Dlane_id=.*error"
     ):
-        module("nvrtc").compiled(str(SOURCE), {"lane_id": "!"}, "sm_90")
+        module("nvrtc").compile_source(str(SOURCE), {"lane_id": "!"}, "sm_90")
     assert not folder.exists()
 
 
@@ -75,14 +75,17 @@ def test_code_is_compiled_once_for_all_processes(folder: Path, monkeypatch: pyte
         return f"code {len(made)}".encode()
 
     monkeypatch.setattr(nvrtc, "_compile", compile_)
-    first = nvrtc.compiled(str(SOURCE), {"B": 2, "A": 1}, "sm_90")
+    first = nvrtc.compile_source(str(SOURCE), {"B": 2, "A": 1}, "sm_90")
     assert made == [("each_instruction.cu", ("-DA=1", "-DB=2"), "sm_90")]
-    assert nvrtc.compiled(str(SOURCE), {"A": 1, "B": 2}, "sm_90") is first
+    assert nvrtc.compile_source(str(SOURCE), {"A": 1, "B": 2}, "sm_90") is first
     nvrtc._compiled.clear()  # as in another process
-    assert nvrtc.compiled(str(SOURCE), {"A": 1, "B": 2}, "sm_90") == first
+    assert nvrtc.compile_source(str(SOURCE), {"A": 1, "B": 2}, "sm_90") == first
     assert len(made) == 1
     others = [({"A": 1, "B": 3}, "sm_90"), ({"A": 1, "B": 2}, "sm_100")]
-    assert [nvrtc.compiled(str(SOURCE), macros, arch) for macros, arch in others] == [b"code 2", b"code 3"]
+    assert [nvrtc.compile_source(str(SOURCE), macros, arch) for macros, arch in others] == [
+        b"code 2",
+        b"code 3",
+    ]
     assert len(list(folder.iterdir())) == 3
 
 
@@ -94,7 +97,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(
     nvrtc.keep_in(tmp_path / "file")
     monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
     with pytest.warns(UserWarning, match="compiled anew by every process"):
-        assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+        assert nvrtc.compile_source(str(SOURCE), {}, "sm_90") == b"code"
 
 
 def test_code_that_cannot_be_kept_or_read_is_compiled_anew_and_leaves_nothing(
@@ -102,17 +105,17 @@ def test_code_that_cannot_be_kept_or_read_is_compiled_anew_and_leaves_nothing(
 ) -> None:
     nvrtc = module("nvrtc")
     monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
-    assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    assert nvrtc.compile_source(str(SOURCE), {}, "sm_90") == b"code"
     (kept,) = folder.iterdir()
     nvrtc._compiled.clear()
     kept.write_bytes(b"")  # of a machine that stopped before the file lay on its disk
-    assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    assert nvrtc.compile_source(str(SOURCE), {}, "sm_90") == b"code"
     assert kept.read_bytes() == b"code"
     nvrtc._compiled.clear()
     kept.unlink()
     kept.mkdir()  # read and replaced by nobody, as another user's file
     with pytest.warns(UserWarning, match="compiled anew by every process"):
-        assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+        assert nvrtc.compile_source(str(SOURCE), {}, "sm_90") == b"code"
     assert list(folder.iterdir()) == [kept]
 
 

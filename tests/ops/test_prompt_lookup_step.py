@@ -70,12 +70,12 @@ def test_what_it_does_not_keep_stays_as_it_was() -> None:
 def test_misuse_is_named() -> None:
     case = lookup_case(0, [4, 5], 20, 2)
     with pytest.raises(
-        ConfigError, match=r"prompt_lookup_step: held: got torch.int64 .* expected contiguous torch.int32"
+        ConfigError, match=r"prompt_lookup_step: lengths: got torch.int64 .* expected contiguous torch.int32"
     ):
         prompt_lookup_step(case.ids, case.held.long(), *case.arguments[2:])
     with pytest.raises(
         ConfigError,
-        match=r"prompt_lookup_step: drawn: got torch.int64 of shape \(2, 9\) on cpu, expected .*\(2, 8\)",
+        match=r"prompt_lookup_step: sampled: got torch.int64 of shape \(2, 9\) on cpu, expected .*\(2, 8\)",
     ):
         prompt_lookup_step(*case.arguments[:3], torch.zeros(2, 9, dtype=torch.int64), *case.arguments[4:])
     with pytest.raises(ConfigError, match=r"prompt_lookup_step: ids: .* not contiguous"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from caramba.cache.buffer import TokenBuffer
 from caramba.errors import ConfigError
-from caramba.ops import dequantize, hadamard, quantize, stored_format
+from caramba.ops import dequantize, get_block_format, hadamard, quantize
 
 TAIL_DTYPE = torch.bfloat16  # holds any bfloat16 model's keys and values as they are, and never overflows
 PACK_TOKENS = 1024  # quantised at once: bounds the float32 copy of a long prompt
@@ -129,7 +129,7 @@ class BlockStore:
         tail_tokens: int,
         rotate: bool,
     ) -> None:
-        self.format = stored_format(kind)
+        self.format = get_block_format(kind)
         self.n_heads, self.width = n_heads, width
         self.tail_tokens, self.rotate = tail_tokens, rotate
         self.n_packed = 0

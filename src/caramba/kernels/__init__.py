@@ -26,14 +26,14 @@ __all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get
 
 BACKENDS = {"cuda": "triton", "mps": "metal"}
 Policy = Literal["auto", "require", "reference"]
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
-    """Attach what there is for a type of device, before compilation, and return op -> backend.
+    """Attach the kernels of a type of device, before compilation, and return op -> backend.
 
-    `reference` attaches nothing; what this process attached before stays, which it says once. `auto` leaves an op
-    without a launcher, or whose launcher does not build, on its reference and says so once. Calling it again is
+    `reference` attaches nothing; kernels that this process attached before stay attached, with one warning. `auto` runs
+    the reference of an op without a launcher or whose launcher does not build, and logs it once. Calling it again is
     harmless.
 
     Raises:
@@ -51,12 +51,12 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
             f"kernels: require on {kind}: {len(missing)} of {len(OPS)} ops have no kernel, {op} because {reason}; "
             "use kernels: auto"
         )
-    if policy == "auto" and kind in BACKENDS and missing and kind not in _told:
-        _told.add(kind)
+    if policy == "auto" and kind in BACKENDS and missing and kind not in _logged:
+        _logged.add(kind)
         logger.info(f"kernels on {kind}: {', '.join(missing)} run the {REFERENCE} implementation")
     kept = [op for op, backend in chosen.items() if backend != REFERENCE]
-    if policy == "reference" and kept and (said := f"{kind}, {policy}") not in _told:
-        _told.add(said)
+    if policy == "reference" and kept and (message := f"{kind}, {policy}") not in _logged:
+        _logged.add(message)
         logger.warning(
             f"kernels: reference on {kind}: {len(kept)} ops keep the kernels that this process attached before; "
             "use a process of its own"
@@ -97,8 +97,8 @@ def _find_nvrtc() -> None:
     nvrtc.keep_in(home() / "cubins")
     version: str | None = nvrtc.version()
     found_compiler("nvrtc", version)
-    if version is None and "nvrtc" not in _told:
-        _told.add("nvrtc")
+    if version is None and "nvrtc" not in _logged:
+        _logged.add("nvrtc")
         logger.info(
             "kernels on cuda: NVRTC is not found (pip install nvidia-cuda-nvrtc), decode on quantised caches and INT4 "
             "weights run Triton's kernels"

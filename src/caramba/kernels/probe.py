@@ -59,7 +59,10 @@ def host_cost(device: torch.device | str) -> float:
 
 @torch.inference_mode()
 def memory_roofs() -> dict[str, float]:
-    """Return GB/s (10^9 bytes) of a copy, bytes read and written, and of a read, the best of some runs on CUDA."""
+    """Measure memory bandwidth on CUDA, GB/s (10^9 bytes): a copy (read and written bytes) and a read.
+
+    Each is the best of several runs.
+    """
     source = torch.ones(ROOF_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     total = torch.empty((), device="cuda")

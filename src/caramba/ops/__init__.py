@@ -25,7 +25,7 @@ from caramba.ops.distillation_rows import distillation_rows
 from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 from caramba.ops.foreach_norm import foreach_norm
-from caramba.ops.formats import STORED, StoredFormat, stored_format
+from caramba.ops.formats import STORED, StoredFormat, get_block_format
 from caramba.ops.hadamard import hadamard
 from caramba.ops.latent_queries import has_narrow_queries, latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
@@ -79,6 +79,7 @@ __all__ = [
     "foreach_norm",
     "fused_decode_available",
     "get_backend_info",
+    "get_block_format",
     "hadamard",
     "has_kernel",
     "has_narrow_queries",
@@ -107,7 +108,6 @@ __all__ = [
     "stochastic_round",
     "store_sample",
     "store_tokens",
-    "stored_format",
     "swiglu",
     "weight_fits",
 ]

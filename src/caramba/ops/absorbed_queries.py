@@ -1,4 +1,4 @@
-"""The op `caramba::absorbed_queries`: the queries of latent attention as they meet what is cached, in a decode step."""
+"""The op `caramba::absorbed_queries`: queries of latent attention mapped into the latent space, for a decode step."""
 
 from __future__ import annotations
 

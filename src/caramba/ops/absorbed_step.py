@@ -33,7 +33,7 @@ def absorbed_step(
     buffers: Sequence[Tensor],
     lengths: Tensor,
 ) -> Tensor:
-    """Return `absorbed_queries`, and write c and the turned k_geo behind `lengths` as `dba_append` does.
+    """Return `absorbed_queries`, and append c and the rotated k_geo at `lengths` as `dba_append` does.
 
     There are no gradients.
 

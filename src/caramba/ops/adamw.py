@@ -1,5 +1,8 @@
-"""The op `caramba::adamw_step`: AdamW's update of many tensors, in place, of the 16-bit weights below them, or of
-bfloat16 rounded at random or with float32's other bits in the moments."""
+"""The op `caramba::adamw_step`: AdamW for many tensors in place.
+
+Variants: 16-bit weights below master weights, bfloat16 with stochastic rounding, and bfloat16 with the lower bits of
+the float32 masters packed into the moments.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct, has_kernel
 from caramba.ops.packed_masters import moments_of, pack_masters, unpack_masters
-from caramba.ops.stochastic_round import check_seed, chunks, noise_in_turn, rounded
+from caramba.ops.stochastic_round import check_seed, chunk_noise, chunks, round_with_noise
 from caramba.ops.upcast import upcast
 
 NAMES = ("parameter", "first moment", "second moment", "gradient", "weight")
@@ -53,15 +56,15 @@ def adamw_step(
         t <- t + 1,  g <- g clip / grad_scale,  m <- m + (1 - beta1) (g - m),  v <- v + (1 - beta2) (g^2 - v)
         w <- (1 - lr weight_decay) w - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
-    `maximize` turns the gradient's sign. With `weights` the parameters are masters: each is rounded into its weight,
-    whose gradient it takes. With `seed` parameters are bfloat16 and rounded at random, as `stochastic_round` does with
-    the same `seed` and `first`. With `in_moments` they are bfloat16 and stand for float32 values, whose other bits are
-    in the moments (`caramba.ops.packed_masters`): these values are updated, as masters are but for the moments' last
-    bits, and rounded to nearest into the parameters. Nothing is updated, nor counted, where `found_inf` is not 0.
-    Nothing waits for the device, and gradients stay as they were.
+    `maximize` negates the gradient. With `weights` the parameters are master weights: each is rounded into its weight,
+    and takes the gradient of that weight. With `seed` the parameters are bfloat16 with stochastic rounding, as in
+    `stochastic_round` with the same `seed` and `first`. With `in_moments` they are the upper bits of float32 masters,
+    whose lower bits are in the moments (`caramba.ops.packed_masters`). The masters are updated, and rounded to nearest
+    into the parameters. Where `found_inf` is not 0, neither parameters nor steps change. The call does not synchronise
+    with the device, and does not change gradients.
 
-    Shape: lists of one length, `weights` of that or empty; tensor i of each has one shape, is dense, and lies on one
-    device. steps [] each, fp32; lr, clip, grad_scale and found_inf hold one fp32 where they are tensors, seed one
+    Shape: lists of one length, `weights` of that length or empty; tensor i of each has one shape, is contiguous and on
+    one device. steps [] each, fp32; lr, clip, grad_scale and found_inf hold one fp32 if they are tensors, seed one
     int64.
 
     Raises:
@@ -100,7 +103,7 @@ def adamw_step(
         if weights or kinds != ["torch.bfloat16"]:
             raise ConfigError(
                 f"adamw_step: parameters of {', '.join(kinds)} with {len(weights)} weights, and a seed; expected "
-                "bfloat16 parameters that are weights themselves, for no other is rounded at random"
+                "bfloat16 parameters without master weights; only these use stochastic rounding"
             )
     if in_moments:
         kinds = sorted(
@@ -174,8 +177,8 @@ def reference_adamw_step(
     first: int = 0,
     in_moments: bool = False,
 ) -> None:
-    """Compute the op in plain PyTorch, so many elements at a time that a step needs little memory of its own."""
-    noise = None if seed is None else noise_in_turn(seed, first, [p.numel() for p in parameters])
+    """Compute the op in plain PyTorch, in chunks to bound memory."""
+    noise = None if seed is None else chunk_noise(seed, first, [p.numel() for p in parameters])
     for index, (p, m, v, step, grad) in enumerate(
         zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)
     ):
@@ -200,7 +203,7 @@ def reference_adamw_step(
             moment = moment + (g - moment) * (1 - beta1)
             square = square + (g * g - square) * (1 - beta2)
             wide = wide * (1 - r * weight_decay) - size * moment / (square.sqrt() / root + eps)
-            wide = wide if noise is None else rounded(wide, next(noise))
+            wide = wide if noise is None else round_with_noise(wide, next(noise))
             if in_moments:
                 wide, moment, square = pack_masters(wide, moment, square)
             updated = [(part[0], wide), (part[1], moment), (part[2], square), *((w, wide) for w in part[4:])]

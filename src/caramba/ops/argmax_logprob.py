@@ -1,4 +1,4 @@
-"""The op `caramba::likeliest`: the greatest of a row of logits and its log-probability, in one pass."""
+"""The op `caramba::likeliest`: argmax of rows of logits and its log-probability, in one pass."""
 
 from __future__ import annotations
 

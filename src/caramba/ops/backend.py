@@ -133,11 +133,11 @@ def has_kernel(op: str, x: torch.Tensor) -> bool:
 
 
 def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
-    """Return what runs an op's launcher for a call with its arguments, in the place of the op, where nobody sees that.
+    """Return the op's launcher if it may bypass the dispatcher, else None.
 
-    The dispatcher and torch's Python around the op's autograd take longer than a launch. Where gradients are needed it
-    is a function with the op's own gradient (`differentiable`), if it has one. Subclasses of tensors, which may stand
-    for something else, traces and modes that watch ops always get the op.
+    The dispatcher and torch's Python around the op's autograd take longer than a launch. Where gradients are needed
+    the result is an autograd function with the op's own gradient (`differentiable`), if it has one. Tensor subclasses,
+    traces and dispatch modes always get the op.
     """
     refuse_tangents(op, *tensors)
     if not _launchers or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
@@ -151,7 +151,7 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
     needs_grad = needs_grad and torch.is_grad_enabled()
     first = tensors[0]
     assert first is not None
-    # A device is made anew for every question.
+    # `x.device` creates an object on each access; `is_cuda` does not.
     launcher = _launchers.get((op, "cuda" if first.is_cuda else first.device.type))
     if launcher is None or not needs_grad:
         return launcher
@@ -223,10 +223,9 @@ def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
 def fused_decode_available(cache: _Cache, device: torch.device | str) -> bool:
     """Whether a decode step on this cache runs a kernel that reads the stored format, without dequantising first.
 
-    It does for the caches of decoupled attention where a launcher of `dba_decode` is attached, and for quantised ones
-    of keys in one part, of which torch's backends read the exact ones. Not where blocks are Hadamard-rotated (the tail
-    beside them is not, and one query cannot serve both) or first tokens are kept exact (their keys are of another
-    shape).
+    It does for the caches of decoupled attention where a launcher of `dba_decode` is attached, and for quantised caches
+    of undivided keys; torch's backends read the unquantised ones. It does not where blocks are Hadamard-rotated (the
+    tail is not, and one query cannot serve both) or first tokens are kept exact (their keys have another shape).
     """
     if not _attached or ("dba_decode", torch.device(device).type) not in _attached:
         return False

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
-from caramba.ops.formats import StoredFormat, pack_nibbles, stored_format, unpack_nibbles
+from caramba.ops.formats import StoredFormat, get_block_format, pack_nibbles, unpack_nibbles
 
 
 def to_ggml(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
@@ -19,7 +19,7 @@ def to_ggml(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
         ConfigError: ggml has no such format, or codes and scales that are not of it.
     """
     _need_ggml(kind)
-    _need_blocks(f"ggml {kind}", codes, scales, stored_format(kind))
+    _need_blocks(f"ggml {kind}", codes, scales, get_block_format(kind))
     return torch.cat((scales.unsqueeze(-1).view(torch.uint8), codes.view(torch.uint8)), dim=-1).flatten(-2)
 
 
@@ -30,7 +30,7 @@ def from_ggml(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         ConfigError: ggml has no such format, or bytes that are not whole blocks.
     """
     _need_ggml(kind)
-    stored = stored_format(kind)
+    stored = get_block_format(kind)
     size = stored.block.code_bytes + stored.block.scale_bytes
     if blocks.dtype != torch.uint8 or blocks.dim() < 1 or blocks.shape[-1] % size:
         raise ConfigError(
@@ -43,14 +43,14 @@ def from_ggml(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def to_bitsandbytes(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return NF4 codes as bitsandbytes packs them, two neighbours in a byte, the first high, beside the maxima.
+    """Return NF4 codes as bitsandbytes packs them, two neighbours per byte, the first high, and the maxima.
 
     Shape: codes uint8 [..., N, 32], scales fp32 [..., N] to uint8 [..., N * 32] and fp32 [..., N].
 
     Raises:
         ConfigError: codes and scales that are not NF4's.
     """
-    _need_blocks("bitsandbytes nf4", codes, scales, stored_format(KVCacheKind.NF4))
+    _need_blocks("bitsandbytes nf4", codes, scales, get_block_format(KVCacheKind.NF4))
     pairs = unpack_nibbles(codes).unflatten(-1, (-1, 2))
     return ((pairs[..., 0] << 4) | pairs[..., 1]).flatten(-2), scales
 
@@ -61,7 +61,7 @@ def from_bitsandbytes(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ConfigError: bytes and maxima that do not belong together.
     """
-    width = stored_format(KVCacheKind.NF4).code_width
+    width = get_block_format(KVCacheKind.NF4).code_width
     whole = (*scales.shape[:-1], width * scales.shape[-1]) if scales.dim() else None
     if packed.dtype != torch.uint8 or scales.dtype != torch.float32 or tuple(packed.shape) != whole:
         raise ConfigError(

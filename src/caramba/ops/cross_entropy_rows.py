@@ -31,7 +31,7 @@ def cross_entropy_rows(
         loss = lse(s x) - s x[t] + c lse(s x)^2
         dx = s [(1 + 2 c lse) softmax(s x) - onehot(t)]
 
-    Both are 0 in a row whose target is `ignore_index`, whatever stands in it, and NaN where the target is outside the
+    Both are 0 in a row whose target is `ignore_index`, whatever it contains, and NaN where the target is outside the
     row; with TRITON_DEBUG=1 the Triton kernel stops there.
 
     Shape: logits [R, V] with stride 1 within a row, targets int64 [R], losses [R] in fp32 (float64 for logits in

@@ -27,12 +27,13 @@ def dba_append(
     sin: Tensor | None = None,
     rotated: int = -1,
 ) -> None:
-    """Write token t of sequence b at place lengths[b] + t of the buffers, in their dtype, and leave the rest alone.
+    """Append tokens to cache buffers in place: token t of sequence b at slot lengths[b] + t.
 
-    Streams fill the buffers in order, side by side: a buffer as wide as two streams takes both. Stream `rotated`
+    Values are cast to the buffers' dtype; other slots do not change. Streams fill the buffers in order: a buffer as
+    wide as two streams takes both, concatenated. Stream `rotated`
     goes through RoPE first, y[p] = x[p] cos - x[p + D/2] sin, y[p + D/2] = x[p + D/2] cos + x[p] sin, in at least
-    fp32, rounded to its own dtype and then to the buffer's. A place outside the buffer is not written; who knows the
-    lengths on the host refuses them before. `lengths` stays as it is.
+    fp32, rounded to its own dtype and then to the buffer's. A slot outside the buffer is not written; callers that know
+    the lengths on the host check them before. `lengths` does not change.
 
     Shape: streams [B, K, T, D_i] floating, buffers [B, K, S, W_j] fp32, fp16, bf16 or fp64 with a unit stride along
     W, sum of D_i = sum of W_j; lengths int32 [B]; cos and sin [G, T, D/2] or [B, G, T, D/2], G a divisor of K.

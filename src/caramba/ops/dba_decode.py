@@ -26,13 +26,13 @@ torch.library.define(
 
 
 class StoredStream(NamedTuple):
-    """One stream as the cache stores it, the whole allocation; what is not in use is never read as a number.
+    """One stream as the cache stores it, the whole allocation; unused slots are never read.
 
     Numbers (fp32, fp16, bf16): `values` [B, K, S, D], any strides but a unit one along D, so both parts of a tensor
     that holds two streams side by side may be passed as views. Blocks (q8_0, q4_0, nf4), as `BlockStore` has them:
     `values` are codes [B, N, S, code_width] of the K*D features of all heads, `scales` [B, N, S, 1], and the
-    tokens from `n_packed` on are in `tail` [B, K, C, D], bfloat16. Beside keys of one part k_geo is of kind `ZEROS`:
-    numbers of bf16 that are all zero, one row in memory for all, which not every kernel reads.
+    tokens from `n_packed` on are in `tail` [B, K, C, D], bfloat16. For undivided keys, k_geo has kind `ZEROS`: bf16
+    zeros, one row in memory expanded to all tokens. Not every kernel reads it.
     """
 
     kind: str
@@ -85,8 +85,8 @@ def dba_decode(
 
     `max_seqlen` is what the longest sequence is expected to have (0: what is allocated) and only serves to choose
     how the work is cut; `n_splits` sets that (0: chosen). The numbers do not depend on either beyond rounding, and
-    nothing depends on lengths on the host, so a captured graph stays right while sequences grow. What
-    `kernel_takes` says no to runs the reference, also where a kernel is attached.
+    nothing depends on lengths on the host, so a captured graph stays right while sequences grow. Calls
+    that `kernel_takes` rejects run the reference, also where a kernel is attached.
 
     Shape: q_sem [B, H, T, Dsem], q_geo [B, H, T, Dgeo], T at most 8, one dtype; seqlens int32 [B]; n_packed int32
     [1] or [B]; returns [B, H, T, Dv] in q's dtype and fp32 [B, H, T], natural logarithms. With two disjoint parts

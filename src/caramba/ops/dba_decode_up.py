@@ -38,7 +38,9 @@ def dba_decode_up(
     max_seqlen: int = 0,
     n_splits: int = 0,
 ) -> Tensor:
-    """Return o_h U_h for every head h, o_h what `dba_decode` reads of the latent c, rounded to q's dtype in between.
+    """Return o_h U_h for every head h, with o_h the output of `dba_decode` over the latent c.
+
+    o_h is rounded to q's dtype before the product.
 
     Arguments are those of `dba_decode` in its `latent` layout, without a null key. There are no gradients.
 

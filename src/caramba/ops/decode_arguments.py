@@ -7,7 +7,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
-from caramba.ops.formats import STORED, stored_format
+from caramba.ops.formats import STORED, get_block_format
 
 ZEROS = "zeros"
 """The kind of geometric keys that are all zero, see `StoredStream`."""
@@ -147,9 +147,9 @@ def _check_stream(
             ZEROS: torch.bfloat16,
         }[kind]
         if parts[0].dtype != wanted:
-            raise _wrong(name, parts[0].dtype, f"{wanted}, as kind {kind} says")
+            raise _wrong(name, parts[0].dtype, f"{wanted}, the dtype of kind {kind}")
         return
-    stored = stored_format(kind)
+    stored = get_block_format(kind)
     codes, scales, tail = parts
     lanes = (stored.block.n_blocks(kv_heads * width), codes.shape[2])
     if tuple(codes.shape[1:]) != (*lanes, stored.code_width) or codes.dtype != stored.code_dtype:

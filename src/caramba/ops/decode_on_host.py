@@ -54,7 +54,7 @@ def host_dba_decode(
         grouped = scores.view(batch, kv_heads, -1, n_queries, n_keys)
         scores = grouped.masked_fill_(~mask, -torch.inf).view_as(scores)
         written = (torch.arange(n_keys) < lengths[:, None]).repeat_interleave(kv_heads, 0)
-        values = torch.where(written[..., None], values, 0.0)  # what lies behind a row's own may be no number
+        values = torch.where(written[..., None], values, 0.0)  # slots after a row's length may contain NaN
     top = scores.amax(-1, keepdim=True)
     if not sees_all:
         top.masked_fill_(top == -torch.inf, 0.0)
@@ -119,7 +119,7 @@ def _sequence_by_sequence(
 
 
 def _numbers(kind: str, parts: list[Tensor], b: int, length: int, held: int, dtype: torch.dtype) -> Tensor:
-    """Return the first `length` tokens of a sequence as numbers, of which `held` are blocks: [K, length, D].
+    """Dequantise the first `length` tokens of a sequence, of which `n_packed` are in blocks: [K, length, D].
 
     Of a stream whose tokens are all one row in memory, that row: [K, 1, D].
     """

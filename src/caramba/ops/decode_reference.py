@@ -72,7 +72,7 @@ def visible(lengths: Tensor, n_queries: int, n_keys: int, window: int) -> Tensor
 
 
 def read_stream(kind: str, parts: list[Tensor], n_packed: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a stored stream as numbers [B, K, S, D], blocks and tail in order; what is not in use is arbitrary."""
+    """Dequantise a stored stream to [B, K, S, D], blocks then tail; unused slots are arbitrary."""
     if len(parts) == 1 or n_packed is None:
         return parts[0].to(dtype)
     codes, scales, tail = parts

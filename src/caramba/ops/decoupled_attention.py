@@ -32,10 +32,10 @@ def decoupled_attention(
 ) -> Tensor:
     """Return softmax(q_sem k_sem^T + q_geo k_geo^T) v, causal, with sums in at least fp32, rounded once.
 
-    Scores are sums of two products, so the parts of a key lie nowhere side by side and each has a number of heads of
-    its own: query heads share those of a part in consecutive groups. Queries arrive scaled. The T queries are the last
-    T of the S positions: query t has position S - T + t and sees the keys up to there, from `first` on (`Documents`),
-    which is never later than its own and does not fall along T; then T = S.
+    Scores are sums of two products, so the parts of a key are never concatenated, and each part has its own number of
+    heads: query heads share the heads of a part in consecutive groups. Queries arrive scaled. The T queries are the
+    last T of the S positions: query t has position S - T + t and sees the keys up to there, from `first` on
+    (`Documents`), which is never later than its own and does not fall along T; then T = S.
 
     Shape: q [B, T, H, A + G], k_sem [B, S, K1, A], k_geo [B, S, K2, G], v [B, S, K3, D], first int64 [B, T]; returns
     [B, T, H, D], contiguous, in q's dtype, which all four have.
@@ -153,7 +153,7 @@ def reference_decoupled_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k_sem, k_geo and v in plain PyTorch.
 
-    Kernels need `out` and the float32 `lse`, to read no score twice; here all is computed anew, which keeps float64.
+    Kernels need `out` and the float32 `lse`, to read no score twice. The reference recomputes both, to keep float64.
     """
     queries, keys, values, scores = _wide(q, k_sem, k_geo, v, first)
     grads, weights = upcast(grad), scores.softmax(-1)

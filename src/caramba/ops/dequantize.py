@@ -8,7 +8,7 @@ from torch import Tensor
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
-from caramba.ops.formats import nf4_levels, stored_format, unpack_nibbles
+from caramba.ops.formats import get_block_format, nf4_levels, unpack_nibbles
 
 torch.library.define(
     "caramba::dequantize", "(Tensor codes, Tensor scales, str kind, int width, ScalarType dtype) -> Tensor"
@@ -47,7 +47,7 @@ def reference_dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, d
 
 
 def _check(codes: Tensor, scales: Tensor, kind: str, width: int) -> None:
-    stored = stored_format(kind)
+    stored = get_block_format(kind)
     n_blocks = stored.block.n_blocks(width)
     expected = (*scales.shape[:-1], n_blocks, stored.code_width)
     if tuple(codes.shape) != expected or scales.shape[-1:] != (n_blocks,):

@@ -1,4 +1,4 @@
-"""Derivatives that ops do not give, of second order and forward: who asks is told so, not given a wrong number."""
+"""Refuses derivatives that ops do not have, second order and forward mode, where torch would return wrong values."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def first_order(op: str, backward: Backward) -> Backward:
         there = [x for x in found if isinstance(x, Tensor)] if isinstance(found, tuple) else [found]
         if not there:
             return found
-        # What they are made of, so that a derivative by any of it comes here. One more needs a gradient in any case: a
-        # backward of a sum with another loss would go on without these results.
+        # The inputs of the results, so that a derivative by any of them comes here. `own` always needs a gradient: a
+        # backward of a sum with another loss would otherwise skip these results.
         sources = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
         sources += getattr(ctx, _TRACES, ())
         own = torch.zeros((), requires_grad=True)
@@ -46,11 +46,11 @@ def first_order(op: str, backward: Backward) -> Backward:
 
 
 def leave_traces(result: Tensor, *inputs: Tensor) -> None:
-    """Have a derivative of a result's gradient by these inputs come to where `first_order` refuses it, for an op whose
-    backward keeps none of them: `torch.autograd.grad` runs only what leads to what is asked for.
+    """Link a result to its inputs so that `first_order` refuses second derivatives by them.
 
-    What is kept of each is a tensor without elements that autograd follows to it. Nothing is under a trace, whose
-    graphs have no second derivatives.
+    For an op whose backward saves none of its inputs: `torch.autograd.grad` runs only nodes on a path to the requested
+    inputs. The link is an empty slice of each input. Under a trace there is none, as traced graphs have no second
+    derivatives.
     """
     if torch.compiler.is_compiling() or result.grad_fn is None:
         return
@@ -79,7 +79,7 @@ def refuse_tangents(op: str, *given: Any) -> None:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"{op}: forward-mode derivatives (jvp, dual numbers) are not there; differentiate backwards, or "
-                "compute what it stands for in plain PyTorch"
+                "compute the same function in plain PyTorch"
             )
 
 
@@ -109,6 +109,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(
-            f"{ctx.op}: its gradient cannot be differentiated; compute what it stands for in plain PyTorch where "
+            f"{ctx.op}: its gradient cannot be differentiated; compute the same function in plain PyTorch where "
             "second derivatives are needed"
         )

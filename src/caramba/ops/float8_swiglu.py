@@ -35,8 +35,10 @@ def float8_swiglu(packed: Tensor, *, per_tensor: bool = False) -> Cast:
 def float8_swiglu_backward(
     grad: Tensor, grad_scale: Tensor, column_scale: Tensor, packed: Tensor, *, per_tensor: bool = False
 ) -> Cast:
-    """Return the gradient of gate and up side by side, for the gradient grad[m, f] grad_scale[m] column_scale[f] of
-    silu(gate) * up, as `float8_cast` does. With `per_tensor` that is in e5m2, and the gradient is grad itself.
+    """Return the gradient of packed gate and up in float8, as `float8_cast` does.
+
+    The incoming gradient of silu(gate) * up is grad[m, f] grad_scale[m] column_scale[f]. With `per_tensor` it is grad
+    itself, and the result is e5m2.
 
     Shape: grad [M, F], grad_scale [M, 1], column_scale [F, 1], packed [M, 2F] -> rows [M, 2F], columns [2F, M].
 

@@ -52,7 +52,7 @@ STORED = {
 }
 
 
-def stored_format(kind: str) -> StoredFormat:
+def get_block_format(kind: str) -> StoredFormat:
     """Return the format of a quantised kind.
 
     Raises:

@@ -64,7 +64,7 @@ def add_layer_norm(
     return y, total
 
 
-def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (x - mean) rstd [..., D], mean [...] and rstd [...] in the wide dtype."""
     wide = upcast(x)
     mean = wide.mean(-1)
@@ -73,13 +73,13 @@ def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return centred * rstd.unsqueeze(-1), mean.contiguous(), rstd.contiguous()
 
 
-def scaled_and_shifted(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def scale_and_shift(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return unit weight + bias, without those that are not there."""
     y = unit if weight is None else unit * weight.to(unit.dtype)
     return y if bias is None else y + bias.to(unit.dtype)
 
 
-def normalised_gradients(
+def normalise_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dx, dweight, dbias) for a wide `grad` of the scaled and shifted rows; dx is wide.
@@ -103,8 +103,8 @@ def reference_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch: (y, mean [...], rstd [...])."""
-    unit, mean, rstd = normalised(x, eps)
-    return scaled_and_shifted(unit, weight, bias).to(x.dtype).contiguous(), mean, rstd
+    unit, mean, rstd = normalise(x, eps)
+    return scale_and_shift(unit, weight, bias).to(x.dtype).contiguous(), mean, rstd
 
 
 def reference_add_layer_norm(
@@ -126,7 +126,7 @@ def reference_layer_norm_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dx + grad_sum, dweight, dbias) in plain PyTorch."""
-    grad_x, grad_weight, grad_bias = normalised_gradients(upcast(grad), x, mean, rstd, weight, bias)
+    grad_x, grad_weight, grad_bias = normalise_backward(upcast(grad), x, mean, rstd, weight, bias)
     if grad_sum is not None:
         grad_x = grad_x + upcast(grad_sum)
     return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias

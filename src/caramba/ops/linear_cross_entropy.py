@@ -18,8 +18,8 @@ from caramba.ops.upcast import upcast
 
 NAME = "caramba::linear_cross_entropy"
 EXTRA_BYTES = 10**9
-"""What a call may hold beside its inputs and the weight's gradient, unless the caller says how many rows a chunk has:
-a chunk of logits, the gradient of hidden, and copies of hidden and of the weight where their dtypes differ."""
+"""Memory of a call besides its inputs and the weight's gradient, unless the caller sets the rows of a chunk: a chunk of
+logits, the gradient of hidden, and copies of hidden and of the weight where their dtypes differ."""
 LOGITS_BYTES = 2**29
 """Of one chunk of logits at most. More makes no matrix product faster."""
 LEAST_LOGITS_BYTES = 2**28
@@ -44,16 +44,16 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of the head z = s h W^T, mean over the C tokens whose target counts, plus c times its z-loss:
+    """Return the mean cross-entropy of logits z = s h W^T, plus c times its z-loss.
 
         loss = 1/C sum_n [ lse(z_n) - z_n[t_n] + c lse(z_n)^2 ]
 
-    The gradients are made in the forward, chunk by chunk, 6 N M V operations in all and nothing twice; the backward
-    only scales them. A chunk's logits, in hidden's dtype (under autocast in autocast's), are overwritten by their
-    gradient; the softmax is in fp32 or float64. Beside the results, memory is one chunk of logits and, where dtypes
-    differ, the weight in hidden's; the chunk is such that all this and dhidden, but not dW, stay within 1 GB where
-    256 MB of logits do. dW adds up in the weight's dtype over the chunks: in fp32 exact to rounding, in bfloat16 one
-    more rounding (2^-9 of the entry) per chunk.
+    The mean is over the C tokens whose target is not `ignore_index`. The forward computes the gradients chunk by chunk,
+    6 N M V operations in all without recomputation; the backward only scales them. A chunk's logits, in hidden's dtype
+    (under autocast in autocast's), are overwritten by their gradient; the softmax is in fp32 or float64. Besides the
+    results, memory is one chunk of logits and, where dtypes differ, the weight in hidden's; the chunk is such that all
+    this and dhidden, but not dW, stay within 1 GB where 256 MB of logits do. dW adds up in the weight's dtype over the
+    chunks: in fp32 exact to rounding, in bfloat16 one more rounding (2^-9 of the entry) per chunk.
 
     Args:
         targets: class of each row; `ignore_index` does not count. All ignored: the loss is 0 and so are gradients.

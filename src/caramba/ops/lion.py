@@ -35,7 +35,7 @@ def lion_step(
     Every product and sum is rounded by itself, so that all implementations give the same bits in fp32. The sign of NaN
     is NaN: a weight whose momentum is lost does not stay a number that nothing moves any more.
 
-    Shape: three lists of one length; tensor i of each has one shape, is dense, and lies on one device.
+    Shape: three lists of one length; tensor i of each has one shape, is contiguous and on one device.
 
     Raises:
         ConfigError: lists or shapes that differ, tensors that are not contiguous or not floating, or more than one

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, differentiable, direct
-from caramba.ops.layer_norm import fake_gradients, normalised, normalised_gradients, scaled_and_shifted
-from caramba.ops.philox import kept, resolved
+from caramba.ops.layer_norm import fake_gradients, normalise, normalise_backward, scale_and_shift
+from caramba.ops.philox import dropout_mask, resolve_probability
 from caramba.ops.rows import check_rows
 from caramba.ops.upcast import empty_upcast, upcast
 
@@ -66,7 +66,7 @@ def norm_dropout_activation(
         isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63
     ):
         raise ConfigError(f"norm_dropout_activation: seed={seed!r}, expected an integer of 64 bits")
-    p = resolved(p) if training else 0.0
+    p = resolve_probability(p) if training else 0.0
     if p == 0.0:
         p, seed = 0.0, 0
     elif seed is None:
@@ -82,7 +82,7 @@ def _dropped(x: Tensor, p: float, seed: int) -> Tensor:
     """Return x [..., D] with dropout; it is its own gradient."""
     if p == 0.0:
         return x
-    mask = kept(seed, p, x.shape[:-1].numel(), x.shape[-1], x.device).view(x.shape)
+    mask = dropout_mask(seed, p, x.shape[:-1].numel(), x.shape[-1], x.device).view(x.shape)
     return torch.where(mask, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), torch.zeros_like(x))
 
 
@@ -105,8 +105,8 @@ def reference_norm_dropout_activation(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch: (y, mean [...], rstd [...])."""
-    unit, mean, rstd = normalised(x, eps)
-    y = _activated(_dropped(scaled_and_shifted(unit, weight, bias), p, seed), activation)
+    unit, mean, rstd = normalise(x, eps)
+    y = _activated(_dropped(scale_and_shift(unit, weight, bias), p, seed), activation)
     return y.to(x.dtype).contiguous(), mean, rstd
 
 
@@ -123,9 +123,9 @@ def reference_norm_dropout_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dx, dweight, dbias) in plain PyTorch, from x alone."""
     unit = (upcast(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    before = _dropped(scaled_and_shifted(unit, weight, bias), p, seed)
+    before = _dropped(scale_and_shift(unit, weight, bias), p, seed)
     inner = _dropped(upcast(grad) * _slope(before, activation), p, seed)
-    grad_x, grad_weight, grad_bias = normalised_gradients(inner, x, mean, rstd, weight, bias)
+    grad_x, grad_weight, grad_bias = normalise_backward(inner, x, mean, rstd, weight, bias)
     return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias
 
 

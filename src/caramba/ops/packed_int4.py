@@ -1,5 +1,7 @@
-"""Codes of 4 bits as they lie in memory, words of four in groups of inputs that share a scale and a zero, and the op
-`caramba::numbers_of_words`, which makes the weight of them."""
+"""Packed INT4 weights, and the op `caramba::numbers_of_words`, which dequantises them.
+
+An int16 word packs four 4-bit codes. A group of inputs shares a scale and a zero.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ SHARED = torch.bfloat16
 
 
 def pack_int4(codes: Tensor, group: int) -> Tensor:
-    """Return codes of 0 to 15 as words.
+    """Pack codes 0 to 15 into words of four.
 
-    Word j of a group holds at bits 4f the code of its feature f G / 4 + j: the codes at one place of neighbouring words
-    are neighbours too, so that a mask makes pairs of them and no kernel shuffles.
+    Word j of a group has at bits 4f the code of its feature f G / 4 + j. Codes at the same bits of neighbouring words
+    are neighbouring features, so that a mask yields pairs and kernels need no shuffle.
 
     Shape: [N, K], K a multiple of the group G and G of 4, to int16 [N, K / 4].
     """
@@ -33,7 +35,7 @@ torch.library.define("caramba::numbers_of_words", "(Tensor words, Tensor scale, 
 
 
 def dequantize_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight that words stand for, q s + z rounded once.
+    """Return the weight q s + z of packed codes, rounded once.
 
     Shape: words int16 [N, K / 4], scale bfloat16 [N, K / G, 2] of a scale and a zero each, to [N, K].
 
@@ -64,8 +66,11 @@ def reference_dequantize_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) 
 
 
 def int4_matmul(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
-    """Return W x of a few rows by sums of codes and of x, group by group, which makes no weight: on a CPU a quarter to
-    two thirds of the time. Sums are in fp32 at least, those of a group in bfloat16 where x is.
+    """Return W x for a few rows x without dequantising the weight.
+
+    It multiplies codes by x group by group, and adds the zeros by the sums of x. On a CPU it takes a quarter to two
+    thirds of the time of the dequantised product. Sums are in at least fp32, those within a group in bfloat16 where x
+    is bfloat16.
 
     Shape: x [..., K], words int16 [N, K / 4], scale bfloat16 [N, K / G, 2], to [..., N] in x's dtype.
     """

@@ -1,9 +1,10 @@
-"""What bfloat16 does not hold of a float32 weight, kept in the last bits of the weight's two AdamW moments.
+"""Float32 master weights whose lower bits are packed into the last bits of the two AdamW moments.
 
 A float32 has 16 bits more than a bfloat16. The 11 last of the first moment's 23 and the 5 last of the second's are
-these, so that float32 weights take no memory beside bfloat16 ones and their moments. A moment's error is half a unit of
-what it keeps: at most 2^-13 of the first and 2^-19 of the second, far below the part by which a step changes them,
-1 - beta, for any beta1 to 0.99 and beta2 to 0.9999. Moments read as they lie are right to three times that.
+these, so that float32 masters take no memory besides bfloat16 weights and their moments. A moment's error is half a
+unit of its remaining bits: at most 2^-13 of the first and 2^-19 of the second. That is far below the share by which a
+step changes them, 1 - beta, for any beta1 to 0.99 and beta2 to 0.9999. Moments read without unpacking have at most
+three times that error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ FIRST_BITS, SECOND_BITS = 11, 5
 
 
 def unpack_masters(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
-    """Return the float32 values whose nearest bfloat16 are the weights. Moments that are new add nothing.
+    """Return the float32 masters of bfloat16 weights. Zero moments, as of a new optimiser, add no bits.
 
     Shape: one shape; weight bfloat16, or float32 that is rounded first; moments float32.
     """
@@ -29,12 +30,15 @@ def unpack_masters(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tenso
 
 
 def moments_of(exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the moments without the bits that are of the weight."""
+    """Return the moments without the bits of the masters."""
     return _cleared(exp_avg, FIRST_BITS), _cleared(exp_avg_sq, SECOND_BITS)
 
 
 def pack_masters(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the nearest bfloat16 (halves away from zero) of float32 weights, and the moments with the rest in them."""
+    """Return bfloat16 weights of float32 masters, and the moments with the masters' lower bits.
+
+    Rounds to nearest, halves away from zero.
+    """
     rest = master.view(torch.int32).bitwise_and(0xFFFF)
     first = _rounded(exp_avg, FIRST_BITS).view(torch.int32)
     second = _rounded(exp_avg_sq, SECOND_BITS).view(torch.int32)

@@ -1,4 +1,4 @@
-"""The op `caramba::head_values`: the product of each head alone, in the order in which products of all heads read."""
+"""The op `caramba::head_values`: a linear map per head, with the result in [B, T, H, D] order for the next product."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 ROUNDS = 7
 LEVELS = 2**16
 LOWEST = 0xFC00
-"""The bits of minus infinity in float16, below which no number lies."""
+"""The bits of minus infinity in float16, the lowest number."""
 NEGATIVE = 0x7C00
 """Numbers of float16 below zero."""
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -43,13 +43,14 @@ def philox(
     return first, second, third, fourth
 
 
-def kept(seed: int, p: float, rows: int, width: int, device: torch.device) -> Tensor:
-    """Return which elements dropout keeps, bool [rows, width], each with probability 1 - `resolved(p)`.
+def dropout_mask(seed: int, p: float, rows: int, width: int, device: torch.device) -> Tensor:
+    """Return the dropout mask, True for kept elements: bool [rows, width], each with probability 1 -
+    `resolve_probability(p)`.
 
     One counter serves eight elements: (i, j) takes half j mod 8, the lower one of a word before the upper, of the words
     of counter (j div 8, i mod 2^32, i div 2^32, 0). Of the two fates the rarer, or being dropped, is that of halves
-    which as numbers of float16 are below `few(p)`: kernels compare two such numbers by one instruction, and no two
-    whole numbers.
+    which as numbers of float16 are below `rare_bound(p)`: kernels compare two such numbers by one instruction, and no
+    two whole numbers.
     """
     row = torch.arange(rows, device=device, dtype=torch.int64)[:, None]
     octet = torch.arange(-(-width // 8), device=device, dtype=torch.int64)[None, :]
@@ -57,13 +58,13 @@ def kept(seed: int, p: float, rows: int, width: int, device: torch.device) -> Te
     halves = torch.stack([half for word in words for half in (word % LEVELS, word // LEVELS)], dim=-1)
     halves = halves.flatten(-2)[:, :width]
     numbers = torch.where(halves < LEVELS // 2, halves, halves - LEVELS).to(torch.int16).view(torch.float16)
-    bits, drops = few(p)
+    bits, drops = rare_bound(p)
     (bound,) = struct.unpack("<e", bits.to_bytes(2, "little"))
     below = numbers < bound
     return ~below if drops else below
 
 
-def resolved(p: float) -> float:
+def resolve_probability(p: float) -> float:
     """Return the probability that 16 bits can draw, nearest to p.
 
     Multiples of 1 / 65536, but for two: of float16's numbers the two zeros are equal, both below another or neither.
@@ -74,11 +75,12 @@ def resolved(p: float) -> float:
     return count / LEVELS
 
 
-def few(p: float) -> tuple[int, bool]:
-    """Return the bits of the number of float16 below which lie as many of all halves as have the rarer fate at p, and
-    whether that is to be dropped.
+def rare_bound(p: float) -> tuple[int, bool]:
+    """Return the float16 bound (as bits) of the rarer outcome of dropout, and whether that outcome drops.
+
+    The share of 16-bit values that are below the bound as float16 is the probability of that outcome.
     """
-    count = round(resolved(p) * LEVELS)
+    count = round(resolve_probability(p) * LEVELS)
     drops = 2 * count <= LEVELS
     count = count if drops else LEVELS - count
     # Upward from minus infinity; beyond its negative numbers and both zeros it counts from the smallest positive one.

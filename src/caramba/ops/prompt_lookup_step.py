@@ -10,7 +10,7 @@ from caramba.ops.backend import direct
 
 torch.library.define(
     "caramba::lookup_round",
-    "(Tensor(a!) ids, Tensor(b!) held, Tensor(c!) state, Tensor drawn, Tensor live, int most, int max_ngram, "
+    "(Tensor(a!) ids, Tensor(b!) lengths, Tensor(c!) state, Tensor sampled, Tensor live, int most, int max_ngram, "
     "bool extra) -> Tensor",
 )
 
@@ -20,29 +20,30 @@ SIZE, LAST, DRAFTS = 0, 1, 2
 
 def prompt_lookup_step(
     ids: Tensor,
-    held: Tensor,
+    lengths: Tensor,
     state: Tensor,
-    drawn: Tensor,
+    sampled: Tensor,
     live: Tensor,
     most: int,
     max_ngram: int,
     extra: bool = True,
 ) -> Tensor:
-    """Keep the drawn tokens of each row up to the first that is not its draft, look the next drafts up, and return how
-    many tokens were kept.
+    """Accept drafts of prompt-lookup speculation, look up the next drafts, and return the accepted counts.
 
-    A round fed row b `state[b, 1:1 + T]`, its last token and T - 1 drafts; `drawn[b, i]` is what the model then drew
-    behind the i-th, and `held[b]` counts those T tokens. The row's text is `ids[b, :held[b] - T + 1]`. Of its drafts
-    min(most, T - 1) count, none where state[b, 0] is 0. What is kept goes behind the text: the drawn tokens up to and
-    with the first that differs from its draft, or all and one more (without `extra`, all), nothing of a row that is not
-    live. `held` becomes the text's length less 1.
+    Each row keeps its sampled tokens up to and with the first that differs from its draft.
 
-    The next drafts are what followed the last time that the text's last tokens stood in it, of the longest run of at
-    most `max_ngram`: state[b, 0] is the length of that run (0: there is none), state[b, 1] the last token,
-    state[b, 2:] the drafts; a continuation that reaches the end repeats itself.
+    The forward before this step had inputs `state[b, 1:1 + T]`: the last token of row b and T - 1 drafts.
+    `sampled[b, i]` is the token sampled after the i-th input, and `lengths[b]` includes those T tokens. The row's text
+    is `ids[b, :lengths[b] - T + 1]`. Of its drafts min(most, T - 1) count, none where state[b, 0] is 0. The step
+    appends to the text of a live row its sampled tokens up to and with the first that differs from its draft, or all
+    and one more (without `extra`, all). `lengths` becomes the text's length less 1.
 
-    Shape: ids [B, N] int64, held [B] int32, state [B, 2 + K] int64, drawn [B, T] int64 with T at most 1 + K, live [B]
-    bool, to [B] int64. N has room for T tokens behind every text; the three first are changed, and are contiguous.
+    The next drafts are the tokens after the last earlier occurrence of the text's last tokens, for the longest n-gram
+    of at most `max_ngram`: state[b, 0] is the length of that n-gram (0: no match), state[b, 1] the last token,
+    state[b, 2:] the drafts. A continuation that reaches the end of the text repeats from its start.
+
+    Shape: ids [B, N] int64, lengths [B] int32, state [B, 2 + K] int64, sampled [B, T] int64 with T at most 1 + K, live
+    [B] bool, to [B] int64. N has room for T tokens after every text. ids, lengths and state are changed in place.
 
     Raises:
         ConfigError: an argument of another shape, dtype or device, or one that is not contiguous.
@@ -50,12 +51,12 @@ def prompt_lookup_step(
     Reference: Saxena, 2023, prompt lookup decoding.
     """
     n_rows = ids.shape[0] if ids.dim() else 0
-    n_ids, n_state, n_drawn = (x.shape[-1] if x.dim() else 0 for x in (ids, state, drawn))
+    n_ids, n_state, n_sampled = (x.shape[-1] if x.dim() else 0 for x in (ids, state, sampled))
     shapes = {
         "ids": (ids, torch.int64, (n_rows, n_ids)),
-        "held": (held, torch.int32, (n_rows,)),
+        "lengths": (lengths, torch.int32, (n_rows,)),
         "state": (state, torch.int64, (n_rows, max(n_state, DRAFTS + 1))),
-        "drawn": (drawn, torch.int64, (n_rows, min(max(n_drawn, 1), n_state - 1))),
+        "sampled": (sampled, torch.int64, (n_rows, min(max(n_sampled, 1), n_state - 1))),
         "live": (live, torch.bool, (n_rows,)),
     }
     for name, (x, dtype, shape) in shapes.items():
@@ -71,25 +72,25 @@ def prompt_lookup_step(
             f"prompt_lookup_step: got most={most} and max_ngram={max_ngram}, expected >= 0 and >= 1"
         )
     run = direct("lookup_round", ids) or torch.ops.caramba.lookup_round.default
-    return run(ids, held, state, drawn, live, most, max_ngram, extra)
+    return run(ids, lengths, state, sampled, live, most, max_ngram, extra)
 
 
 def reference_prompt_lookup_step(
     ids: Tensor,
-    held: Tensor,
+    lengths: Tensor,
     state: Tensor,
-    drawn: Tensor,
+    sampled: Tensor,
     live: Tensor,
     most: int,
     max_ngram: int,
     extra: bool,
 ) -> Tensor:
     """Compute the op in plain PyTorch, without a wait for the device."""
-    width, n_ids, device = drawn.shape[1], ids.shape[1], ids.device
-    before = held.long() - width + 1
+    width, n_ids, device = sampled.shape[1], ids.shape[1], ids.device
+    before = lengths.long() - width + 1
     place = torch.arange(width - 1, device=device)
     counts = torch.where(state[:, SIZE] > 0, min(most, width - 1), 0)
-    fits = (state[:, DRAFTS : DRAFTS + width - 1] == drawn[:, :-1]) & (place < counts[:, None])
+    fits = (state[:, DRAFTS : DRAFTS + width - 1] == sampled[:, :-1]) & (place < counts[:, None])
     accepted = fits.long().cumprod(1).sum(1)
     kept = accepted + 1
     if not extra:
@@ -100,9 +101,9 @@ def reference_prompt_lookup_step(
     is_kept = slots < kept[:, None]
     at = at.clamp(max=n_ids - 1)
     # What is not kept is written as it was.
-    ids.scatter_(1, at, torch.where(is_kept, drawn, ids.gather(1, at)))
+    ids.scatter_(1, at, torch.where(is_kept, sampled, ids.gather(1, at)))
     length = before + kept
-    held.copy_(length - 1)
+    lengths.copy_(length - 1)
 
     end = torch.arange(n_ids, device=device)  # of a run, and the place of what followed it
     is_run = (end > 0) & (end < length[:, None])
@@ -129,9 +130,9 @@ torch.library.impl("caramba::lookup_round", "CompositeExplicitAutograd", referen
 @torch.library.register_fake("caramba::lookup_round")
 def _(
     ids: Tensor,
-    held: Tensor,
+    lengths: Tensor,
     state: Tensor,
-    drawn: Tensor,
+    sampled: Tensor,
     live: Tensor,
     most: int,
     max_ngram: int,

@@ -9,7 +9,7 @@ from torch import Tensor
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
-from caramba.ops.formats import StoredFormat, nf4_levels, pack_nibbles, stored_format
+from caramba.ops.formats import StoredFormat, get_block_format, nf4_levels, pack_nibbles
 
 torch.library.define("caramba::quantize", "(Tensor x, str kind) -> (Tensor, Tensor)")
 
@@ -62,7 +62,7 @@ def reference_quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _checked(x: Tensor, kind: str) -> StoredFormat:
-    stored = stored_format(kind)
+    stored = get_block_format(kind)
     if not x.is_floating_point() or x.dim() < 1:
         raise ConfigError(
             f"quantise: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating dtype and one axis at least"

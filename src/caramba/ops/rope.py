@@ -18,11 +18,12 @@ torch.library.define(
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotate pair p, made of features p and p + D/2, by its angle, times `scale`, in at least fp32, rounded once.
+    """Rotate the pairs of features p and p + D/2 by their angles, times `scale`.
 
         y[p] = scale (x[p] cos - x[p + D/2] sin),  y[p + D/2] = scale (x[p + D/2] cos + x[p] sin)
 
-    The gradient is the transposed map, which is the rotation by the opposite angle. The tables get none.
+    Computed in at least fp32 and rounded once. The gradient is the transposed map, which is the rotation by the
+    opposite angle. The tables get none.
 
     Shape: x [B, N, T, D]; cos and sin [G, T, D/2] or [B, G, T, D/2], where G divides N and head n reads group
     n // (N / G); returns [B, N, T, D] in x's order of strides and dtype, or in `dtype`.

@@ -1,4 +1,4 @@
-"""The op `caramba::step_angles`: cosines and sines of a decode step's positions, for the frequencies of all layers."""
+"""The op `caramba::step_angles`: RoPE cosines and sines of a decode step's positions, for all layers' frequencies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ torch.library.define("caramba::step_angles", "(Tensor offset, Tensor frequencies
 def rope_cos_sin(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of every position times every frequency, in float32, without gradients.
 
-    What a compiled graph would compute at every use lies in memory, and a step takes one launch for it.
+    One launch per step computes them for all layers; a compiled graph would compute them again at every use.
 
     Shape: offset [B, T] integers, frequencies [N, G, P] float32, to [N, B, G, T, P] twice.
 
     Raises:
-        ConfigError: positions that are not integers [B, T], or frequencies that are not float32 [N, G, P] beside them.
+        ConfigError: positions that are not integers [B, T], or frequencies that are not float32 [N, G, P].
     """
     if offset.dim() != 2 or offset.dtype not in (torch.int32, torch.int64):
         raise ConfigError(

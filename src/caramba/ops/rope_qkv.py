@@ -1,4 +1,4 @@
-"""The op `caramba::rope_qkv`: queries, keys and values out of one product, turned, and one gradient back into it."""
+"""The op `caramba::rope_qkv`: splits a fused QKV projection, and applies rotary embeddings to q and k."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch.library.define("caramba::rope_qkv_backward", f"(Tensor dq, Tensor dk, Tens
 def rope_qkv(
     joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [q; k; v] of every token into heads, and turn q and k as `rope` does: q' = scale R q, k' = R k, v' = v.
+    """Split fused [q; k; v] into heads and apply `rope`: q' = scale R q, k' = R k, v' = v.
 
     Computed in at least fp32, rounded once. The gradient is the transposed map, written as one tensor:
     d[q; k; v] = [scale R^T dq'; R^T dk'; dv']. The tables get none.

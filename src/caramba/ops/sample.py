@@ -1,4 +1,4 @@
-"""The op `caramba::drawn`: a token of every row of logits by a temperature and a number, and its log-probability."""
+"""Sampling with a temperature from rows of logits, with log-probabilities: the op that `sample` runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ torch.library.define(
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token that `draw` takes by `uniform` from softmax(z / temperature) of every row z, at temperature 0
-    the first of the greatest, and log softmax(z) there in float32, which is NaN where z holds one.
+    """Sample a token per row z from softmax(z / temperature), and return it with its log-probability.
+
+    `draw` selects the token by `uniform`. At temperature 0 it is argmax z, of equals the first. The log-probability is
+    log softmax(z) there in float32, which is NaN where z contains NaN.
 
     Shape: logits [B, V], temperature and uniform [B], both float64 or, where a device has no other, float32, to int64
     [B] and float32 [B].
@@ -34,7 +36,7 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
     if not is_wide or temperature.shape != logits.shape[:1] or uniform.shape != logits.shape[:1]:
         raise ConfigError(
             f"sample: temperature and uniform are {wide} {tuple(temperature.shape)} on {temperature.device} and "
-            f"{uniform.dtype} {tuple(uniform.shape)} on {uniform.device} beside {logits.shape[0]} rows, expected "
+            f"{uniform.dtype} {tuple(uniform.shape)} on {uniform.device}, expected "
             f"float64 [{logits.shape[0]}] on {logits.device}"
         )
     if logits.dtype == torch.float64 or wide != torch.float64:  # no kernel takes it
@@ -43,10 +45,10 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token whose share of the cumulated probabilities holds `uniform`: the inverse of their distribution.
+    """Return the token at `uniform` by the inverse cumulative distribution.
 
-    One number in [0, 1) decides a draw, so the same number gives the same token on any device and in any batch; a
-    token of probability 0 is never drawn, and the probabilities need not sum to 1.
+    One number in [0, 1) decides, so the same number gives the same token on any device and in any batch. A token of
+    probability 0 is never sampled, and the probabilities need not sum to 1.
 
     Shape: probs [..., V] and uniform [...] to [...] int64.
     """

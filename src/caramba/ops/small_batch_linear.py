@@ -1,4 +1,4 @@
-"""The op `caramba::row_linear`: a linear map of a few rows, with the norm before it and the sum behind it."""
+"""The op `caramba::row_linear`: a linear map of a small batch (GEMV, skinny GEMM), with fused norm and residual."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from caramba.ops.swiglu import reference_swiglu_packed
 from caramba.ops.upcast import upcast
 
 MAX_ROWS = 64
-"""Rows that one call takes: a decode step's tokens, whose time is that of reading the weights."""
+"""Maximum rows of a call: the tokens of a decode step, which is bound by reading the weights."""
 MAX_ROWS_FP32 = 8
-"""Rows that kernels take of numbers of 32 bits, which have no tensor cores."""
+"""Maximum rows of the float32 kernels, which have no tensor cores."""
 WIDEST = 16384
-"""Widest row that kernels take: a whole one lies in the registers of a program."""
+"""Widest row of the kernels: a whole row is in the registers of a program."""
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 CODES = torch.int8
 
@@ -43,12 +43,12 @@ def small_batch_linear(
     """Return y = act(W rms_norm(x) + b) + residual for a few rows x, sums in at least fp32.
 
     With `eps` rows are normalised first, by the weight `norm` if there is one. `gated` takes [gate; up] for W and b and
-    silu(gate) * up for act, which is the identity otherwise. With a `scale` the weight is int8 codes: W_nk is scale_n
-    weight_nk. Every step rounds to x's dtype as the ops do that it stands for: the norm, the product with its bias, the
-    gate, the sum. There are no gradients.
+    silu(gate) * up for act, which is the identity otherwise. With a `scale` the weight is int8: W_nk is scale_n
+    weight_nk. Each of norm, product with bias, gate and sum rounds to x's dtype, as the separate ops do. There are no
+    gradients.
 
-    A weight of words holds four codes each (`packed_int4`), and W_nk is q_nk s + z, of the scale and the zero of its
-    group of inputs; kernels of 16 bits round it to x's dtype.
+    An int4 weight has four codes in a word (`packed_int4`): W_nk is q_nk s + z, with the scale and the zero of its
+    group of inputs. The 16-bit kernels round it to x's dtype.
 
     Shape: x [..., K] of at most 64 rows, weight [N, K], bias [N], scale [N], residual [..., N], norm [K], to [..., N];
     gated N is 2F, and residual and result are [..., F]. All of x's dtype, but norm of any floating one, and codes int8
@@ -67,15 +67,14 @@ def small_batch_linear(
 
 
 def rows_fit(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, or the weight of codes or of words
-    of them, whose rows are contiguous."""
+    """True if the kernels support x and the weight: few rows, one 16- or 32-bit dtype, or a weight in int8 or int4."""
     most = MAX_ROWS_FP32 if x.dtype == torch.float32 else MAX_ROWS
     is_alike = x.dtype == weight.dtype or (weight.dtype in (CODES, WORDS) and x.dtype in NARROW)
     return 0 < x.numel() <= most * x.shape[-1] and is_alike and weight_fits(weight)
 
 
 def weight_fits(weight: Tensor) -> bool:
-    """Whether kernels take a weight."""
+    """True if the kernels support the weight."""
     return (
         weight.dtype in (*NARROW, CODES, WORDS)
         and weight.dim() == 2
@@ -85,7 +84,7 @@ def weight_fits(weight: Tensor) -> bool:
 
 
 def codes_of(weight: Tensor) -> int:
-    """Return how many inputs a number of a weight is for: four of a word."""
+    """Return the inputs per element of a weight: four for packed int4, else one."""
     return FIELDS if weight.dtype == WORDS else 1
 
 

@@ -1,4 +1,4 @@
-"""The op `caramba::round_at_random`: many float32 tensors into bfloat16 ones, up or down so that the mean is exact."""
+"""The op `caramba::round_at_random`: stochastic rounding of many float32 tensors to bfloat16."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from caramba.ops.backend import direct, has_kernel
 from caramba.ops.philox import TILE, Piece, halves
 
 CHUNK = 128 * TILE
-"""Elements that a reference computes at a time on a CPU, whose caches hold them; 32 times as many on other devices,
-whose launches would take longer than the work. What it needs beside its tensors stays small."""
+"""Elements per step of the reference on a CPU, so that they fit its caches; 32 times as many on other devices, where
+launches would take longer than the work. This bounds the memory of the reference."""
 
 torch.library.define(
     "caramba::round_at_random", "(Tensor[] xs, Tensor(a!)[] outs, Tensor seed, int first) -> ()"
@@ -21,11 +21,12 @@ torch.library.define(
 
 
 def stochastic_round(xs: Sequence[Tensor], outs: Sequence[Tensor], seed: Tensor, *, first: int = 0) -> None:
-    """Round x to one of its two neighbours l, u in bfloat16: away from zero with probability (|x| - |l|) / (|u| - |l|),
-    to within 2^-16, so that the mean is x.
+    """Round float32 to bfloat16 stochastically, so that the expected value is x.
 
-    What bfloat16 has, zeros and infinities too, stays. The randomness is a function of `seed`, the tensor's number
-    `first` + i and the element's place in it (`caramba.ops.philox.halves`). Nothing waits for the device.
+    x is rounded to one of its two bfloat16 neighbours l, u: away from zero with probability
+    (|x| - |l|) / (|u| - |l|), to within 2^-16. Values that bfloat16 represents, with zeros and infinities, do not
+    change. The randomness is a function of `seed`, the tensor's number `first` + i and the element's position
+    (`caramba.ops.philox.halves`). The call does not synchronise with the device.
 
     Shape: lists of one length; x float32 and out bfloat16 of one shape, contiguous, all on one device; seed [] int64
     there.
@@ -74,25 +75,27 @@ def check_seed(op: str, seed: Tensor, device: torch.device) -> None:
 
 def reference_stochastic_round(xs: list[Tensor], outs: list[Tensor], seed: Tensor, first: int) -> None:
     """Compute the op in plain PyTorch."""
-    noise = noise_in_turn(seed, first, [x.numel() for x in xs])
+    noise = chunk_noise(seed, first, [x.numel() for x in xs])
     for x, out in zip(xs, outs, strict=True):
         wide, narrow = x.view(-1), out.view(-1)
         for start, stop in chunks(x.numel(), x.device):
-            narrow[start:stop] = rounded(wide[start:stop], next(noise))
+            narrow[start:stop] = round_with_noise(wide[start:stop], next(noise))
 
 
-def rounded(x: Tensor, noise: Tensor) -> Tensor:
+def round_with_noise(x: Tensor, noise: Tensor) -> Tensor:
     """Return float32 x in bfloat16, rounded by noise, int32 below 2^16.
 
-    A bfloat16 is the upper half of a float32: what is added to the lower half carries over as often as it should.
+    A bfloat16 is the upper half of a float32: noise added to the lower half carries over with the right probability.
     """
     bits = (x.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(x.isnan(), x, bits).to(torch.bfloat16)
 
 
-def noise_in_turn(seed: Tensor, first: int, sizes: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the noise of all chunks of tensors, in order, computed for about as many elements as a chunk has at once:
-    that of small tensors takes as long as that of a large one."""
+def chunk_noise(seed: Tensor, first: int, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Yield the noise of all chunks of all tensors in order.
+
+    Noise of small tensors is computed together, up to the elements of a chunk: one call each would take as long.
+    """
     pieces: list[Piece] = []
     held, most = 0, _chunk_on(seed.device)
     for number, size in enumerate(sizes, first):

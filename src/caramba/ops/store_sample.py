@@ -1,4 +1,4 @@
-"""The op `caramba::keep_drawn`: what a decode step has drawn, written where later steps and the host find it."""
+"""Storing the sampled tokens of a decode step where later steps and the host read them: the op of `store_sample`."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: prompt_lookup_step(
             integers(1, 9), integers(1).int(), integers(1, 4), integers(1, 2, device="meta"), LIVE, 1, 1
         ),
-        "prompt_lookup_step: drawn: got torch.int64 .* on meta",
+        "prompt_lookup_step: sampled: got torch.int64 .* on meta",
     ),
     "a text of no row": (
         lambda: prompt_lookup_step(

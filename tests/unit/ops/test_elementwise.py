@@ -21,7 +21,7 @@ from caramba.ops import (
     rope,
     swiglu,
 )
-from caramba.ops.philox import LEVELS, few, kept, philox, resolved
+from caramba.ops.philox import LEVELS, dropout_mask, philox, rare_bound, resolve_probability
 
 OPS = torch.ops.caramba
 
@@ -215,9 +215,9 @@ def test_as_many_halves_are_dropped_as_a_probability_says() -> None:
         65535,
         65536,
     ):
-        p = resolved(count / LEVELS)
+        p = resolve_probability(count / LEVELS)
         assert abs(p * LEVELS - count) == (count in (31745, 33791)), "the two zeros of float16 are one number"
-        bits, drops = few(count / LEVELS)
+        bits, drops = rare_bound(count / LEVELS)
         below = int((numbers < numbers[bits]).sum())
         assert (below if drops else LEVELS - below) == p * LEVELS
 
@@ -227,11 +227,13 @@ def test_dropout_is_a_function_of_seed_and_place_and_off_in_eval() -> None:
     plain = norm_dropout_activation(x, activation="gelu")
     assert torch.equal(plain, norm_dropout_activation(x, activation="gelu", p=0.4, training=False))
     y = norm_dropout_activation(x, activation="relu", p=0.25, seed=7)
-    mask = kept(7, 0.25, 200, 50, x.device)
+    mask = dropout_mask(7, 0.25, 200, 50, x.device)
     torch.testing.assert_close(y, F.relu(F.layer_norm(x, (50,)) * mask / 0.75))
     assert mask.double().mean() == pytest.approx(0.75, abs=0.02)  # 4.6 standard deviations
-    assert torch.equal(mask[:9, :13], kept(7, 0.25, 9, 13, x.device))  # whatever the sizes
-    assert (mask != kept(8, 0.25, 200, 50, x.device)).double().mean() == pytest.approx(0.375, abs=0.03)
+    assert torch.equal(mask[:9, :13], dropout_mask(7, 0.25, 9, 13, x.device))  # whatever the sizes
+    assert (mask != dropout_mask(8, 0.25, 200, 50, x.device)).double().mean() == pytest.approx(
+        0.375, abs=0.03
+    )
     assert not norm_dropout_activation(x, activation="gelu", p=1.0, seed=1).any()
     assert torch.equal(plain, norm_dropout_activation(x, activation="gelu", p=2**-17, seed=1)), "rounds to 0"
     third = [norm_dropout_activation(x, activation="relu", p=p, seed=7) for p in (1 / 3, 21845 / 65536)]

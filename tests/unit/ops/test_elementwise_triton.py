@@ -25,7 +25,7 @@ from caramba.ops import (
     rope,
     swiglu,
 )
-from caramba.ops.philox import LEVELS, few, kept, resolved
+from caramba.ops.philox import LEVELS, dropout_mask, rare_bound, resolve_probability
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
@@ -119,13 +119,13 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
     ):
         if f == "relu" and x.numel() > 10_000:
             continue  # among so many some lie so near 0 that fp32 and float64 differ on the side
-        mask = kept(seed, p, rows, shape[-1], x.device).view(x.shape)
+        mask = dropout_mask(seed, p, rows, shape[-1], x.device).view(x.shape)
         compare(
             lambda x, w, b, f=f, p=p, seed=seed: norm_dropout_activation(
                 x, w, b, activation=f, eps=1e-3, p=p, seed=seed
             ),
             lambda x, w, b, plain=plain, p=p, mask=mask: plain(
-                F.layer_norm(x, shape[-1:], w, b, 1e-3) * mask / (1 - resolved(p))
+                F.layer_norm(x, shape[-1:], w, b, 1e-3) * mask / (1 - resolve_probability(p))
             ),
             (x, weight, bias),
             dtype,
@@ -141,7 +141,7 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
 def test_kernels_take_the_bound_of_the_reference() -> None:
     from caramba.kernels.triton.norm_dropout_activation import _few
 
-    assert all(_few(n / LEVELS) == few(n / LEVELS) for n in range(LEVELS + 1))
+    assert all(_few(n / LEVELS) == rare_bound(n / LEVELS) for n in range(LEVELS + 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,10 +156,10 @@ def test_programs_take_several_tiles_of_which_they_ask_for_the_next(
     monkeypatch.setattr(norm, "_counts", {x.device: 1})
     for plans in ("_forwards", "_backwards"):
         monkeypatch.setattr(launcher, plans, type(launcher._forwards)())
-    mask = kept(11, 0.4, rows, width, x.device)
+    mask = dropout_mask(11, 0.4, rows, width, x.device)
     compare(
         lambda x, w, b: norm_dropout_activation(x, w, b, activation="silu", eps=1e-3, p=0.4, seed=11),
-        lambda x, w, b: F.silu(F.layer_norm(x, (width,), w, b, 1e-3) * mask / (1 - resolved(0.4))),
+        lambda x, w, b: F.silu(F.layer_norm(x, (width,), w, b, 1e-3) * mask / (1 - resolve_probability(0.4))),
         (x, weight, bias),
         dtype,
     )
