@@ -25,7 +25,7 @@ MIXED = ("q4_0", "q8_0", "q4_0")
 FORM = {"group": 4, "queries": 1, "has_window": False, "final": False, "in_bf16": True}
 
 
-def compile_source(
+def compiled(
     name: str, macros: dict[str, object], folder: Path, arch: str = "sm_90", most_spilled: int = 0
 ) -> bytes:
     """Return a kernel's machine code for Hopper, and check that a lane's numbers stay in its registers, but for so many

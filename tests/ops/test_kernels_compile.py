@@ -174,7 +174,7 @@ def test_what_joins_and_maps_early_reads_the_map_and_waits_for_splits(name: str)
     q, (lengths, packed) = given[0], given[-2:]
     with hopper() as made:
         plan = plans.plan(way, *given[:5], [], packed, [], window)
-        finish = module("dba_decode_up").planned(plan, q, up).finish
+        finish = module("dba_decode_up").plan_up(plan, q, up).finish
         tensors = plans.arguments(*given[:2], *given[3:5], [], lengths, packed, [])
         finish(*decode.run_splits(plan, tensors), up, q.new_empty((1, 1, 32, up.shape[-1])))
     _, (joined, kernel) = made

@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(
     (tmp_path / "file").write_text("")
     nvrtc.keep_in(tmp_path / "file")
     monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
-    with pytest.warns(UserWarning, match="compiled anew by every process"):
+    with pytest.warns(UserWarning, match="every process compiles kernels again"):
         assert nvrtc.compile_source(str(SOURCE), {}, "sm_90") == b"code"
 
 
@@ -114,7 +114,7 @@ def test_code_that_cannot_be_kept_or_read_is_compiled_anew_and_leaves_nothing(
     nvrtc._compiled.clear()
     kept.unlink()
     kept.mkdir()  # read and replaced by nobody, as another user's file
-    with pytest.warns(UserWarning, match="compiled anew by every process"):
+    with pytest.warns(UserWarning, match="every process compiles kernels again"):
         assert nvrtc.compile_source(str(SOURCE), {}, "sm_90") == b"code"
     assert list(folder.iterdir()) == [kept]
 
@@ -212,7 +212,7 @@ def test_what_does_not_compile_or_load_is_said_and_triton_runs(monkeypatch: pyte
     monkeypatch.setattr(launches, "arch", lambda device: "sm_90")
     x = torch.zeros(16)
     for error in (nvrtc.NotCompiled("no builtins"), driver.DriverError("no kernel image (209)")):
-        monkeypatch.setattr(nvrtc, "compiled", refuses(error))
+        monkeypatch.setattr(nvrtc, "compile_source", refuses(error))
         launch = launches.CudaLaunch("x.cu", "x", {}, (1, 1), 32, 0, 1, [], Other())
         with pytest.warns(
             UserWarning, match=f"x in CUDA C.* Triton's kernel runs in its place: {str(error)[:9]}"

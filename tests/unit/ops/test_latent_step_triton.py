@@ -185,7 +185,7 @@ def test_every_split_counts_by_its_sum(
         monkeypatch.setattr(
             launcher, {"_up_row": "MOST_ELEMENTS", "_up_many": "MOST_OF_MANY"}[kernel], 1 << 17
         )
-    finish = launcher.planned(plan, q, up).finish
+    finish = launcher.plan_up(plan, q, up).finish
     y = q.new_empty(1, 1, heads, width)
     shares = torch.softmax(sums.double() * math.log(2), -1)
     wanted = (shares[:, None] @ parts.double().view(heads, n_splits, rank)).to(dtype).double()
@@ -216,7 +216,7 @@ def test_what_is_too_much_to_read_anew_is_joined_apart(
     found = []
     for limit in limits:
         monkeypatch.setattr(launcher, most, limit)
-        finish = launcher.planned(plan, q, up).finish
+        finish = launcher.plan_up(plan, q, up).finish
         found.append(None if finish is None else finish.kernel.fn.__name__)
     assert found == ["_up_row", None]
 
