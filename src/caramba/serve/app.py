@@ -33,7 +33,7 @@ def build_app(service: Service, *, api_key: str | None = None) -> Starlette:
 
     async def completions(request: Request) -> Response | Reply:
         wanted = parse_request(CompletionRequest, await read_json(request, service.limits.request_bytes))
-        shape = TextShape(service.name, with_logprobs=wanted.logprobs is not None)
+        shape = TextShape(service.name, wanted.logprobs is not None, wanted.n_alternatives)
         return _reply(service, wanted, await service.complete(wanted), shape, shape.with_logprobs)
 
     async def chat(request: Request) -> Response | Reply:

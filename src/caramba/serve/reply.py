@@ -60,7 +60,13 @@ class Reply:
             whole.text += piece.text
             whole.drawn += piece.drawn
             whole.finish = piece.finish
-        body = self.shape.whole(whole, self.running.usage).model_dump_json()
+
+        def written() -> str:
+            return self.shape.whole(whole, self.running.usage).model_dump_json()
+
+        # Many alternatives take long to write: other requests continue meanwhile.
+        has_alternatives = bool(whole.drawn and whole.drawn[0].alternatives)
+        body = await asyncio.to_thread(written) if has_alternatives else written()
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _last_word(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

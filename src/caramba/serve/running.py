@@ -26,11 +26,23 @@ class ClientGone(Exception):  # noqa: N818 - says what happened
 
 @dataclass(frozen=True)
 class Drawn:
-    """A token, the log-probability of it in nats, its text alone, and how much text was certain before it."""
+    """A new token: its text alone, its log-probability in nats, how much text was certain before it, the most likely
+    tokens at its place, and its id."""
 
     text: str
     logprob: float
     offset: int
+    alternatives: tuple[Alternative, ...]
+    id: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One of the most likely tokens of a step: its id, its text alone and its log-probability in nats."""
+
+    id: int
+    text: str
+    logprob: float
 
 
 @dataclass
@@ -71,10 +83,12 @@ class Running:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
+        text_of: Callable[[int], str],
         metrics: Metrics,
         mailbox: Mailbox,
         prompt: Sequence[int],
         config: GenerateConfig,
+        n_alternatives: int = 0,
     ) -> None:
         """Submit it.
 
@@ -82,13 +96,15 @@ class Running:
             QueueFull: no place in the queue.
             ConfigError: a prompt that the model cannot take.
         """
-        self.tokenizer, self.metrics, self.n_prompt = tokenizer, metrics, len(prompt)
+        self._text_of, self.metrics, self.n_prompt = text_of, metrics, len(prompt)
         self.stream = TextStream(tokenizer, prompt, config.stop)
         self.n_new = self.n_chars = 0
         self.stopped_by: ApiError | None = None
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._at = time.perf_counter()
-        self.ticket: Ticket = engine.submit(prompt, config, on_event=partial(mailbox.put, self._note))
+        self.ticket: Ticket = engine.submit(
+            prompt, config, on_event=partial(mailbox.put, self._note), n_alternatives=n_alternatives
+        )
         metrics.prompt_tokens.inc(self.n_prompt)
 
     @property
@@ -135,9 +151,11 @@ class Running:
 
     def _take(self, event: Event, piece: Piece) -> None:
         if event.token is not None and event.logprob is not None:
-            is_known = event.token < self.tokenizer.vocab_size  # a model may have padded its vocabulary
-            text = self.tokenizer.decode([event.token]) if is_known else ""
-            piece.drawn.append(Drawn(text, event.logprob, self.n_chars))
+            alternatives = tuple(
+                Alternative(token, self._text_of(token), logprob) for token, logprob in event.alternatives
+            )
+            text = self._text_of(event.token)
+            piece.drawn.append(Drawn(text, event.logprob, self.n_chars, alternatives, event.token))
             self._add(self.stream.push([event.token]), piece)
         if event.finish_reason is None:
             return

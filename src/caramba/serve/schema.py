@@ -23,6 +23,8 @@ from caramba.config.parse import MOST_ERRORS, error_lines
 from caramba.serve.failure import ApiError
 
 MOST_STOPS = 16
+MOST_TEXT_LOGPROBS, MOST_CHAT_LOGPROBS = 5, 20
+"""Alternatives to each token of /v1/completions and of /v1/chat/completions, as the OpenAI interface limits them."""
 MOST_VALUES = 4096
 """Keys and list items of a request; the messages of a long conversation have three each."""
 Text = Annotated[str, Field(min_length=1)]
@@ -113,9 +115,15 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompt
     max_tokens: Positive = 16
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = Field(
-        default=None, description="0: the log-probability of each drawn token, in nats; no alternatives"
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TEXT_LOGPROBS)] | None = Field(
+        default=None,
+        description="the log-probability of each new token, in nats, and of so many most likely tokens",
     )
+
+    @property
+    def n_alternatives(self) -> int:
+        """Most likely tokens to report at each new token."""
+        return self.logprobs or 0
 
 
 class TextPart(Config):
@@ -150,7 +158,12 @@ class ChatRequest(SamplingRequest):
                     "max_completion_tokens": {"type": "integer"},
                 },
                 "required": ["max_tokens", "max_completion_tokens"],
-            }
+            },
+            "if": {
+                "properties": {"top_logprobs": {"type": "number", "minimum": 1}},
+                "required": ["top_logprobs"],
+            },
+            "then": {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
         }
     )
 
@@ -160,10 +173,15 @@ class ChatRequest(SamplingRequest):
     )
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = Field(default=None, description="older name of max_completion_tokens")
-    logprobs: bool = Field(default=False, description="the log-probability of each drawn token, in nats")
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] = Field(
-        default=0, description="alternatives are not reported"
+    logprobs: bool = Field(default=False, description="the log-probability of each new token, in nats")
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_CHAT_LOGPROBS)] = Field(
+        default=0, description="with logprobs: report so many most likely tokens at each new token"
     )
+
+    @property
+    def n_alternatives(self) -> int:
+        """Most likely tokens to report at each new token."""
+        return self.top_logprobs
 
 
 class Usage(BaseModel):
@@ -180,11 +198,15 @@ class Usage(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """Tokens as text, log softmax(logits) of each before temperature and filters, and where each begins."""
+    """Tokens as text, log softmax(logits) of each before penalty, temperature and filters, and where each begins.
+
+    `top_logprobs` maps the most likely tokens, and the new token if it is not one of them, to their log-probabilities.
+    A token whose text is that of a likelier one is named `token_id:N`.
+    """
 
     tokens: list[str] = []
     token_logprobs: list[float] = []
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float]] | None = None
     text_offset: list[int] = []
 
 
@@ -208,13 +230,21 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
-class TokenLogprob(BaseModel):
-    """A drawn token: its text, log softmax(logits) before temperature and filters, and its bytes."""
+class TopLogprob(BaseModel):
+    """A token: its text, log softmax(logits) before penalty, temperature and filters, and its bytes.
+
+    The bytes of a part of a character are null.
+    """
 
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: list[None] = []
+
+
+class TokenLogprob(TopLogprob):
+    """A new token, and the most likely tokens at its place, the most likely first."""
+
+    top_logprobs: list[TopLogprob] = []
 
 
 class ChatLogprobs(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from caramba.serve.failure import ApiError, queue_full, stopping
 from caramba.serve.metrics import Metrics
 from caramba.serve.running import Mailbox, Running
 from caramba.serve.schema import ChatRequest, CompletionRequest, Health, ModelCard, SamplingRequest
+
+MOST_TEXTS = 1 << 16
+"""Tokens whose text is kept: with alternatives a request needs that of 20 tokens a step."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Service:
         template: str | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
+        self._text_of = functools.lru_cache(MOST_TEXTS)(self._decoded)
         self.dialogue = Dialogue(tokenizer, template)
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
@@ -91,7 +96,7 @@ class Service:
         # The usual number is asked for by nobody: a server that gives fewer gives those.
         is_asked = "max_tokens" in request.model_fields_set
         n_new = request.max_tokens if is_asked else min(request.max_tokens, self.limits.max_tokens)
-        return self._submit(request, ids, n_new, "max_tokens", request.stops)
+        return self._submit(request, ids, n_new, "max_tokens", request.stops, request.n_alternatives)
 
     async def answer(self, request: ChatRequest) -> Running:
         """Submit a conversation.
@@ -104,6 +109,12 @@ class Service:
             raise ApiError(
                 400, "max_tokens and max_completion_tokens are one key; give one", param="max_tokens"
             )
+        if request.top_logprobs and not request.logprobs:
+            raise ApiError(
+                400,
+                f"top_logprobs is {request.top_logprobs} and logprobs is false; set logprobs to true",
+                param="top_logprobs",
+            )
         # OpenAI's clients write developer for what chat templates call system.
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
@@ -113,7 +124,8 @@ class Service:
         asked = request.max_completion_tokens or request.max_tokens
         param = "max_tokens" if request.max_tokens else "max_completion_tokens"
         n_new = asked or max(1, min(self.limits.max_tokens, self.context - len(ids)))
-        return self._submit(request, ids, n_new, param, (*request.stops, *self.dialogue.stop))
+        stop = (*request.stops, *self.dialogue.stop)
+        return self._submit(request, ids, n_new, param, stop, request.n_alternatives)
 
     def cancel_all(self) -> None:
         """End every request: the server stops."""
@@ -134,8 +146,18 @@ class Service:
         except ConfigError as error:
             raise ApiError(400, str(error), param=param) from None
 
+    def _decoded(self, token: int) -> str:
+        is_known = token < self.tokenizer.vocab_size  # a model may have padded its vocabulary
+        return self.tokenizer.decode([token]) if is_known else ""
+
     def _submit(
-        self, request: SamplingRequest, ids: list[int], n_new: int, param: str, stop: tuple[str, ...]
+        self,
+        request: SamplingRequest,
+        ids: list[int],
+        n_new: int,
+        param: str,
+        stop: tuple[str, ...],
+        n_alternatives: int,
     ) -> Running:
         limits = self.limits
         if n_new > limits.max_tokens:
@@ -154,7 +176,16 @@ class Service:
         config = request.generation(n_new, seed, stop)
         self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
         try:
-            running = Running(self.engine, self.tokenizer, self.metrics, self._mailbox, ids, config)
+            running = Running(
+                self.engine,
+                self.tokenizer,
+                self._text_of,
+                self.metrics,
+                self._mailbox,
+                ids,
+                config,
+                n_alternatives,
+            )
         except QueueFull as error:
             raise queue_full(error.retry_after) from None
         except ConfigError as error:

@@ -37,7 +37,8 @@ class Shape(Protocol):
 class TextShape:
     """The form of /v1/completions."""
 
-    def __init__(self, model: str, with_logprobs: bool) -> None:
+    def __init__(self, model: str, with_logprobs: bool, n_alternatives: int = 0) -> None:
+        self.n_alternatives = n_alternatives
         self.id, self.model, self.created = f"cmpl-{secrets.token_hex(12)}", model, int(time.time())
         self.with_logprobs = with_logprobs
 
@@ -64,6 +65,7 @@ class TextShape:
                 tokens=[drawn.text for drawn in piece.drawn],
                 token_logprobs=[drawn.logprob for drawn in piece.drawn],
                 text_offset=[drawn.offset for drawn in piece.drawn],
+                top_logprobs=[_by_text(drawn) for drawn in piece.drawn] if self.n_alternatives else None,
             )
         return schema.TextChoice(text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
 
@@ -116,7 +118,15 @@ class ChatShape:
             return None
         return schema.ChatLogprobs(
             content=[
-                schema.TokenLogprob(token=one.text, logprob=one.logprob, bytes=_bytes(one.text))
+                schema.TokenLogprob(
+                    token=one.text,
+                    logprob=one.logprob,
+                    bytes=_bytes(one.text),
+                    top_logprobs=[
+                        schema.TopLogprob(token=other.text, logprob=other.logprob, bytes=_bytes(other.text))
+                        for other in one.alternatives
+                    ],
+                )
                 for one in drawn
             ]
         )
@@ -125,6 +135,15 @@ class ChatShape:
         return schema.ChatChunk(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
+
+
+def _by_text(drawn: Drawn) -> dict[str, float]:
+    """Return text -> log-probability of the most likely tokens and of the new one."""
+    found: dict[str, float] = {}
+    for other in drawn.alternatives:
+        is_taken = other.text in found or (other.text == drawn.text and other.id != drawn.id)
+        found[f"token_id:{other.id}" if is_taken else other.text] = other.logprob
+    return found if drawn.text in found else found | {drawn.text: drawn.logprob}
 
 
 def _bytes(text: str) -> list[int] | None:

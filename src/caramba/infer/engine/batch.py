@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from caramba.config.engine import EngineConfig
 from caramba.config.generate import GenerateConfig
@@ -15,7 +19,7 @@ from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
 from caramba.infer.engine.prompts import MOST, WHOLE
 from caramba.infer.engine.slots import Slots
 from caramba.infer.engine.stats import EngineStats
-from caramba.infer.engine.ticket import ENDS, Event, FinishReason, Ticket
+from caramba.infer.engine.ticket import ENDS, Alternatives, Event, FinishReason, Ticket
 from caramba.infer.row import Row
 from caramba.infer.threads import step_threads
 from caramba.model import Model
@@ -37,10 +41,11 @@ FULL = 0.7
 
 @dataclass
 class Request:
-    """A ticket, its settings, how many tokens of its prompt have run, and when it came."""
+    """A ticket, its settings, the alternatives per token, the tokens of its prompt that have run, and when it came."""
 
     ticket: Ticket
     config: GenerateConfig
+    n_alternatives: int = 0
     done: int = 0
     came_s: float = field(default_factory=time.monotonic)
 
@@ -293,6 +298,10 @@ class Batch:
         try:
             with step_threads(self.slots.model, len(self.requests), self.slots.n_weights):
                 self.slots.choose()
+                asked = self._alternatives_asked(decoding)
+                top = None
+                if asked:  # before the forward, which overwrites the logits
+                    top = self.slots.top_logprobs(list(asked), max(asked.values()))
                 for slot in decoding:
                     row = self._row(slot)
                     if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
@@ -300,24 +309,37 @@ class Batch:
                 failed = self.slots.forward() if any(self.slots.is_decoding) else {}
                 self.stats.steps += 1
                 tokens, logprobs = self.slots.sampler.read()
+                alternatives = {} if top is None else _alternatives(asked, *top)
         except Exception as error:
             for slot in decoding:
                 self.leave(slot, "error", error)
             return
         for slot in decoding:
-            self._hand_out(slot, tokens[slot], logprobs[slot], failed.get(slot))
+            event = Event(tokens[slot], logprobs[slot], alternatives=alternatives.get(slot, ()))
+            self._hand_out(slot, event, failed.get(slot))
 
-    def _hand_out(self, slot: int, token: int, logprob: float, failure: Exception | None) -> None:
+    def _alternatives_asked(self, slots: Sequence[int]) -> dict[int, int]:
+        """Return slot -> number of alternatives, of those slots whose requests read any."""
+        requests = self.requests
+        return {
+            slot: request.n_alternatives
+            for slot in slots
+            if (request := requests[slot]) is not None and request.n_alternatives
+        }
+
+    def _hand_out(self, slot: int, event: Event, failure: Exception | None) -> None:
         """Give a request its token, and let it go where that was its last or its forward failed."""
         request = self.requests[slot]
         assert request is not None
         row, ticket = request.row, request.ticket
         try:
             n_before = len(row.tokens)
-            row.take([token], [logprob], None)
+            assert event.token is not None
+            assert event.logprob is not None
+            row.take([event.token], [event.logprob], None)
             if len(row.tokens) > n_before:
                 self.stats.new_tokens += 1
-                ticket.put(Event(token, logprob))
+                ticket.put(event)
             if row.finish is not None:
                 row.close(None)
                 self._keep(slot)
@@ -380,3 +402,16 @@ class Batch:
                 f"one of {', '.join(EXACT_KINDS)}, or leave it at 0"
             )
         return PrefixCache(self.config.prefix_cache_bytes)
+
+
+def _alternatives(asked: Mapping[int, int], tokens: Tensor, logprobs: Tensor) -> dict[int, Alternatives]:
+    """Return slot -> its most likely tokens, as many as it asked for. Shape: tokens and logprobs [slots, K]."""
+    rows = zip(asked.items(), tokens.tolist(), logprobs.tolist(), strict=True)
+    return {
+        slot: tuple(
+            (token, logprob)
+            for token, logprob in zip(ids[:n], values[:n], strict=True)
+            if math.isfinite(logprob)  # a token that the model excludes is no alternative
+        )
+        for (slot, n), ids, values in rows
+    }

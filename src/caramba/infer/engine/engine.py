@@ -84,9 +84,13 @@ class Engine:
         config: GenerateConfig | None = None,
         *,
         on_event: OnEvent | None = None,
+        n_alternatives: int = 0,
         **values: Any,
     ) -> Ticket:
         """Queue a request, by a GenerateConfig or its keys by name; `config.seed` is its row's seed.
+
+        With `n_alternatives` every event of a token holds that many of the most likely tokens and their
+        log-probabilities, which are log softmax(logits) before penalty, temperature and filters.
 
         Raises:
             ConfigError: an empty or too long prompt, a token outside the vocabulary, a key of the engine, or stop
@@ -100,7 +104,7 @@ class Engine:
         prompt = [int(token) for token in prompt_ids]
         self._refuse(prompt, settings)
         eos_ids = self.eos_ids if settings.eos_token_id is None else settings.eos_ids
-        # Text is needed to find where it stops; whoever wants text otherwise makes it from the tokens.
+        # Text is needed to find where it stops; other callers decode the tokens.
         (row,) = Row.of([prompt], settings, eos_ids, self.tokenizer if settings.stop else None, None)
         ticket = Ticket(row, on_event, self._wake)
         with self._news:
@@ -115,7 +119,7 @@ class Engine:
                     max(1.0, self.batch.seconds_per_request()),
                 )
             self.batch.stats.submitted += 1
-            self._queue.append(Request(ticket, settings))
+            self._queue.append(Request(ticket, settings, n_alternatives))
             self._news.notify_all()
         return ticket
 

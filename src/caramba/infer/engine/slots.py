@@ -218,6 +218,16 @@ class Slots:
             replayed(self._draws[form], self.logits)
         sampler.send()
 
+    def top_logprobs(self, slots: Sequence[int], n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the most likely next tokens of some slots and log softmax(logits) there, the most likely first.
+
+        Shape: int64 and float32 of [len(slots), min(n_tokens, V)].
+        """
+        assert self.logits is not None
+        logits = self.logits.index_select(0, uploaded(slots, self.device))
+        values, tokens = logits.float().log_softmax(-1).topk(min(n_tokens, logits.shape[-1]), dim=-1)
+        return tokens, values
+
     def forward(self) -> Mapping[int, Exception]:
         """Run the drawn tokens of the decoding slots, and return what failed, by slot."""
         decoding = [slot for slot, is_decoding in enumerate(self.is_decoding) if is_decoding]

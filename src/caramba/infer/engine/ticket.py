@@ -15,13 +15,21 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 ENDS: dict[str, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
+Alternatives = tuple[tuple[int, float], ...]
+"""The most likely tokens of a step and their log-probabilities in nats, the most likely first."""
+
+
 @dataclass(frozen=True)
 class Event:
-    """A new token with its log-probability in nats, or, without a token, the end of its request."""
+    """A new token with its log-probability in nats, or, without a token, the end of its request.
+
+    `alternatives` holds as many of the most likely tokens as the request asked for.
+    """
 
     token: int | None = None
     logprob: float | None = None
     finish_reason: FinishReason | None = None
+    alternatives: Alternatives = ()
 
 
 OnEvent = Callable[[Event], None]
