@@ -258,16 +258,23 @@ def test_a_resume_from_another_manifest_lists_the_differing_keys(called, tmp_pat
 
 
 def test_a_sweep_runs_every_point_and_reports_the_failed_ones(called, tmp_path):
-    words = ("model=tiny", "train=pretrain", "benchmark=none", "data=tokens", "data.path=a.npy,b.npy")
+    words = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu", "settings.gpu=H100,H200")
     done = called("--multirun", *words, status=1)
-    assert "[1/2] data.path=a.npy" in done.err
+    assert "[1/2] settings.gpu=H100" in done.err
     assert "2 of 2 points failed;" in done.err
     assert done.err.count("(exit status 2)") == 2
-    assert "a.npy" in done.err
+    assert "settings.gpu=H200: the run is for that GPU" in done.err
     (left,) = tmp_path.glob("runs/*/*")
-    assert left.name == "sweeps", (
-        "a run whose data does not fit leaves nothing behind but its line in the index"
-    )
+    assert left.name == "sweeps", "a run refused on its device leaves nothing but its line in the index"
+
+
+def test_a_sweep_with_missing_data_at_one_point_starts_nothing(called, tmp_path):
+    (tmp_path / "a.tokens").write_text("1 2 3 " * 2000)
+    words = ("model=tiny", "train=pretrain", "benchmark=none", "data=tokens", "data.path=a.tokens,b.npy")
+    done = called("--multirun", *words, status=2)
+    assert "b.npy: there is no such token file or folder" in done.err
+    assert "nothing was started" in done.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_worker_refuses_what_is_no_run(caramba, tmp_path):

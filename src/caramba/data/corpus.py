@@ -145,12 +145,20 @@ def _open_stdlib(config: DataConfig, progress: Progress | None) -> Corpus:
         raise DataError(
             f"data.vocab_size={config.vocab_size}: data.tokenizer=byte has 257 entries; leave vocab_size out"
         )
-    identity = stdlib_identity()
-    folder = home() / "data" / f"stdlib-{_stdlib_key(config, identity)}"
+    folder = _stdlib_folder(config)
     if not folder.is_dir():
         build_stdlib(config, folder, progress)
     opened = open_token_folder(folder)
     return _from_folder(opened, config.name or "stdlib", None, config)
+
+
+def is_built(config: DataConfig) -> bool:
+    """Whether the tokens that `config` describes are files already, so that opening them encodes no text."""
+    return config.type != "stdlib" or _stdlib_folder(config).is_dir()
+
+
+def _stdlib_folder(config: DataConfig) -> Path:
+    return home() / "data" / f"stdlib-{_stdlib_key(config, stdlib_identity())}"
 
 
 def _stdlib_key(config: DataConfig, identity: dict[str, str]) -> str:

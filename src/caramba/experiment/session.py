@@ -23,12 +23,12 @@ from caramba.config.surgery import attention_configs, check_surgery, keeps_copie
 from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
+from caramba.data.group_text import check_tokenizer, open_text, reads_text
 from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.sources import labels_as
-from caramba.experiment.text import check_tokenizer, open_text
 from caramba.layer import uses_split_keys_kernel
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.model.pretrained import refuse_not_finite
@@ -80,8 +80,7 @@ class Session:
         device = choose_device(manifest.device)
         check_gpu(device, manifest.settings.gpu)
         kernels.load(device, manifest.kernels)
-        reads_text = bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
-        text = open_text(manifest, group) if reads_text else None
+        text = open_text(manifest, group) if reads_text(manifest, group) else None
         if text is not None:
             check_accuracy(group.benchmarks, text.tokenizer)
             if is_main_process():

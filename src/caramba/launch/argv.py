@@ -29,7 +29,7 @@ NATIVE = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 
 @dataclass
 class Request:
-    """A command line, taken apart: overrides in order, and the flags."""
+    """A parsed command line: overrides in order, and the flags."""
 
     overrides: list[str] = field(default_factory=list)
     config_dirs: list[Path] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Request:
 
 
 def parse_argv(argv: list[str]) -> Request:
-    """Take a command line apart.
+    """Parse a command line.
 
     Raises:
         ConfigError: an unknown flag, or one that lacks its value.

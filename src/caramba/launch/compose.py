@@ -139,7 +139,7 @@ def default_groups() -> list[str]:
 
 @contextlib.contextmanager
 def hydra_ready() -> Iterator[None]:
-    """Hydra's global state, set up for caramba.conf and restored afterwards, its errors turned into ConfigError."""
+    """Hydra's global state, set up for caramba.conf and restored afterwards, its errors as ConfigError."""
     try:
         with initialize_config_module("caramba.conf", job_name="caramba", version_base="1.3"):
             yield

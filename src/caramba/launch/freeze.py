@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from caramba.config.composition import Composition
 from caramba.config.crosscheck import check_vocabulary, cross_check
-from caramba.config.later import Unbuilt, find_unbuilt, refuse_unbuilt
+from caramba.config.later import refuse_unbuilt
 from caramba.config.lower import Lowered, lower_file, lower_groups
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.config.parse import parse_as, parse_manifest
 from caramba.config.plugins import use_plugins
-from caramba.config.source import Path, placed, read_path, retrace
+from caramba.config.source import Path, placed, read_path
 from caramba.errors import ConfigError
 from caramba.launch.derive import derive_models
 from caramba.launch.groups import groups
@@ -48,15 +48,6 @@ class Frozen:
     def refuse_unbuilt(self) -> None:
         """Raise when the manifest asks for behaviour that is not built."""
         refuse_unbuilt(self.manifest, source=self.source, origins=self.origins)
-
-    def unbuilt(self) -> list[str]:
-        """Return one line per setting that a run would refuse."""
-        return list(
-            dict.fromkeys(
-                str(Unbuilt(retrace(item.path, self.origins), item.value, item.comes_with))
-                for item in find_unbuilt(self.manifest)
-            )
-        )
 
 
 def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen:

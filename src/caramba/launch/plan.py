@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import sys
 
-from caramba.errors import ConfigError
 from caramba.launch.argv import Request
-from caramba.launch.freeze import Frozen, freeze
+from caramba.launch.freeze import freeze
+from caramba.launch.preflight import check_startable
+from caramba.launch.run import check_launcher
 from caramba.runs.shell import join_words
 
 
 def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = True) -> int:
-    """Compose, validate and print the plan; what a run would still refuse is noted.
+    """Compose, check what a launch checks before it loads torch, and print the plan.
 
     With `prints_json` stdout has JSON alone, and `prints_plan` puts the plan for people on stderr.
+
+    Raises:
+        CarambaError: what a launch would refuse too, unless only a device can tell.
     """
     from caramba.cost import as_json, plan, render, render_text
     from caramba.cost.rendering import command_line
 
     frozen = freeze(request.overrides, request.config_dirs)
-    notes = _notes(frozen)
+    manifest, notes = check_startable(frozen, is_plan=True)
+    check_launcher(manifest, is_plan=True)
     folders = [word for folder in request.config_dirs for word in ("--config-dir", str(folder))]
     command = join_words(["python", "-m", "caramba.launch", *folders, *frozen.overrides])
     experiment = plan(frozen.manifest, command=command, fit=frozen.fit)
@@ -39,15 +44,3 @@ def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = Tru
     for line in notes:
         print(f"note: {line}")
     return 0
-
-
-def _notes(frozen: Frozen) -> list[str]:
-    """What a launch would still refuse. Data that nobody chose may not fit the model: a plan needs no data."""
-    notes = frozen.unbuilt()
-    try:
-        frozen.check_vocabulary()
-    except ConfigError as error:
-        if frozen.is_data_chosen:
-            raise
-        notes.append(f"a launch needs data for this model: {error}")
-    return notes

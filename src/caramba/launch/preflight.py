@@ -1,12 +1,17 @@
-"""Are the weights that a run starts from at hand? Answered before anything is written; a hub id is downloaded here."""
+"""Checks of a manifest that need neither torch nor a device: weights, data, libraries and the phases' settings.
+
+`caramba compile` and `caramba launch` run the same checks, before anything is written. A launch also downloads here the
+weights that a hub id names.
+"""
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from caramba.checkpoint.folder import weight_files
-from caramba.checkpoint.hub import HUB_ID, hub_cache, hub_folder
+from caramba.checkpoint.hub import HUB_ID, cached_folder, hub_cache, hub_folder
 from caramba.config.benchmark import AccuracyBenchmarkConfig
 from caramba.config.crosscheck import cross_check
 from caramba.config.extras import need_harness, need_library
@@ -17,28 +22,64 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.runs import MANIFEST, resolve_run
 from caramba.runs.shell import show_path
 
+if TYPE_CHECKING:
+    from caramba.launch.freeze import Frozen
+
 LOADED = "loaded.json"  # what caramba.model.hf_folder writes; importing that would load torch
 PLANS = ("auto", "refresh", "off")
 _PATH_HINT = "give a Hugging Face folder, or a hub id such as HuggingFaceTB/SmolLM-135M"
 
 
-def check_weights(manifest: Manifest) -> Manifest:
+def check_startable(frozen: Frozen, *, is_plan: bool = False) -> tuple[Manifest, list[str]]:
+    """Check all that a run needs and that can be answered without torch and without a device.
+
+    Args:
+        frozen: the composed manifest.
+        is_plan: whether it is only planned. A plan downloads nothing, and may lack data that nobody chose.
+
+    Returns:
+        The manifest with absolute paths of its weights, and what a launch needs that its plan does without.
+
+    Raises:
+        ConfigError: a setting that contradicts another, or asks for what is not here.
+        CheckpointError: weights that are not here.
+        DataError: data that is missing, damaged, or does not fit the model.
+    """
+    notes = [] if not is_plan else _downloads(frozen.manifest)
+    manifest = check_weights(frozen.manifest, downloads=not is_plan)
+    try:
+        frozen.check_vocabulary()
+    except ConfigError as error:
+        if frozen.is_data_chosen or not is_plan:
+            raise
+        notes.append(f"a launch needs data for this model: {error}")
+    else:
+        from caramba.data.group_text import check_text
+
+        check_text(manifest)
+    frozen.refuse_unbuilt()
+    check_extras(manifest)
+    return manifest, notes
+
+
+def check_weights(manifest: Manifest, *, downloads: bool = True) -> Manifest:
     """Check every checkpoint that a manifest names and return the manifest with their absolute paths.
 
-    A hub id becomes the folder of its snapshot, downloaded when it is not in the cache. A teacher of a Hugging Face
-    folder that the manifest does not describe is described here.
+    A hub id becomes the folder of its snapshot, downloaded when it is not in the cache; without `downloads` it is left
+    as it is. A teacher of a Hugging Face folder that the manifest does not describe is described here.
 
     Raises:
         CheckpointError: weights that are needed and are not here, with the ways on.
         ConfigError: the teacher that its folder describes does not go with the model.
     """
     model = manifest.model
+    absent = set[str]() if downloads else _absent_hub_ids(manifest)
     update: dict[str, object] = {}
     for key, text in (("path", model.path), ("checkpoint", model.checkpoint)):
-        if text is not None:
+        if text is not None and text not in absent:
             update[key] = str(find_checkpoint(text, f"model.{key}"))
     teacher = model.teacher
-    if teacher is not None and teacher.checkpoint is not None:
+    if teacher is not None and teacher.checkpoint is not None and teacher.checkpoint not in absent:
         path = find_checkpoint(teacher.checkpoint, "model.teacher.checkpoint")
         described = teacher.manifest
         if described is None and is_hf_folder(path) and not (path / MANIFEST).is_file():
@@ -49,7 +90,7 @@ def check_weights(manifest: Manifest) -> Manifest:
                 "give the folder or run directory that it is from, or add model.teacher.manifest"
             )
         update["teacher"] = teacher.model_copy(update={"checkpoint": str(path), "manifest": described})
-    elif teacher is not None:
+    elif teacher is not None and teacher.checkpoint is None:
         _check_teacher_is_trained(manifest)
     _check_student_has_weights(manifest)
     if not update:
@@ -59,8 +100,24 @@ def check_weights(manifest: Manifest) -> Manifest:
     return checked
 
 
+def _absent_hub_ids(manifest: Manifest) -> set[str]:
+    """Return the hub ids that a manifest names and that a launch would download."""
+    model = manifest.model
+    named = (model.path, model.checkpoint, model.teacher.checkpoint if model.teacher is not None else None)
+    ids = {text for text in named if text is not None and HUB_ID.match(text) and not text.startswith("runs/")}
+    return {
+        text
+        for text in ids
+        if not any(map(Path.exists, (Path(text), Path("runs") / text))) and not cached_folder(text)
+    }
+
+
+def _downloads(manifest: Manifest) -> list[str]:
+    return [f"a launch downloads {text} from the hub" for text in sorted(_absent_hub_ids(manifest))]
+
+
 def check_extras(manifest: Manifest) -> None:
-    """Check that what a manifest needs beside the model is here: the file of its plan, the libraries of its
+    """Check that what a manifest needs besides its model is here: the file of its plan, the libraries of its
     instruments, the programs, model, key and price of its paper, and the extra and folders of its accuracy benchmarks.
 
     Raises:

@@ -12,7 +12,7 @@ from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
-from caramba.launch.preflight import check_extras, check_weights
+from caramba.launch.preflight import check_extras, check_startable, check_weights
 from caramba.launch.slurm import check_slurm, submit_run
 from caramba.launch.torchrun import check_torchrun, ranks_per_node, run_torchrun
 from caramba.runs import (
@@ -55,12 +55,9 @@ def _launch_rank(request: Request) -> int:
 
 
 def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Frozen]:
-    """Return a manifest that can run as it stands: valid, with weights at hand, and nothing in it unbuilt."""
+    """Return a valid manifest whose weights and data are here, with nothing in it unbuilt."""
     frozen = freeze(overrides, config_dirs)
-    manifest = check_weights(frozen.manifest)
-    frozen.check_vocabulary()
-    frozen.refuse_unbuilt()
-    check_extras(manifest)
+    manifest, _ = check_startable(frozen)
     check_launcher(manifest)
     return manifest, frozen
 
@@ -165,8 +162,8 @@ def _copy(text: str) -> tuple[Path, Path, Manifest]:
     return folder, run_dir, manifest
 
 
-def check_launcher(manifest: Manifest) -> None:
-    """Check that what starts the worker is here.
+def check_launcher(manifest: Manifest, *, is_plan: bool = False) -> None:
+    """Check that what starts the worker is here; for a plan the number of GPUs does not count.
 
     Raises:
         ConfigError: naming the program that is missing, or the ranks that cannot be.
@@ -178,7 +175,7 @@ def check_launcher(manifest: Manifest) -> None:
             "use launcher=torchrun or slurm, or parallel=single"
         )
     if kind in ("inline", "torchrun"):
-        check_torchrun(manifest)
+        check_torchrun(manifest, is_plan=is_plan)
     elif manifest.launcher.is_slurm:
         check_slurm(manifest)
 

@@ -27,8 +27,8 @@ LOGS, FAILURE = "logs", "failure.json"
 _POLL_S = 0.2
 
 
-def check_torchrun(manifest: Manifest) -> None:
-    """Check that the ranks a manifest asks for can be started here.
+def check_torchrun(manifest: Manifest, *, is_plan: bool = False) -> None:
+    """Check that the ranks can be started here; a plan does not count GPUs.
 
     Raises:
         ConfigError: PyTorch without torch.distributed, more ranks than GPUs, or ranks that nothing joins.
@@ -41,7 +41,7 @@ def check_torchrun(manifest: Manifest) -> None:
         )
     ranks = ranks_per_node(manifest)
     # Ranks that have been started may be on many nodes: each looks for its GPU as it joins.
-    devices = [] if is_rank() else _devices(manifest)
+    devices = [] if is_plan or is_rank() else _devices(manifest)
     if devices and ranks > len(devices):
         raise ConfigError(
             f"launcher=torchrun: {ranks} ranks and {len(devices)} GPUs ({', '.join(devices)}); set "

@@ -1,4 +1,4 @@
-"""The text of a group, checked against everything in it that reads it before anything is trained."""
+"""The text of a group, checked against everything in it that reads it before anything is trained; loads no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
-from caramba.data import Corpus, load_tokenizer, open_benchmark_text, open_corpus
+from caramba.data.benchmark_text import open_benchmark_text
+from caramba.data.corpus import Corpus, is_built, open_corpus
+from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
+
+LEAST_STDLIB_BYTES = 8_000_000  # of any Python's library
 
 # Words, capitals, code, digits, white space and other scripts: two tokenizers that agree here have one vocabulary.
 PROBE = (
@@ -25,6 +29,44 @@ def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
         DataError: data that is missing or damaged, or does not fit them.
     """
     corpus = open_corpus(group.data, progress=logger.info)
+    vocab_size = manifest.model.embedder.vocab_size
+    corpus.check(vocab_size=vocab_size, block_size=_longest_block(group))
+    for bench in group.benchmarks:
+        if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset:
+            _check_dataset(bench.id, bench.config, group.data, corpus, vocab_size)
+    return corpus
+
+
+def check_text(manifest: Manifest) -> None:
+    """Check the data of every selected group, as `open_text` does, before anything is written or torch is loaded.
+
+    The standard library is not tokenised for this, which takes longer than all else, unless it may be too short.
+
+    Raises:
+        DataError: data that is missing or damaged, or does not fit the model, a phase or a benchmark.
+    """
+    for group in manifest.selected_groups():
+        if reads_text(manifest, group) and (is_built(group.data) or _may_be_short(group)):
+            open_text(manifest, group)
+
+
+def reads_text(manifest: Manifest, group: GroupConfig) -> bool:
+    """Whether a group opens its data: without runs, benchmarks and a teacher its model is only loaded."""
+    return bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
+
+
+def _may_be_short(group: GroupConfig) -> bool:
+    """Whether the standard library, at a generous 16 bytes a token, may hold less than a window of held-out text."""
+    n_bytes = min(group.data.max_bytes or LEAST_STDLIB_BYTES, LEAST_STDLIB_BYTES)
+    has_own_text = any(
+        isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset
+        for bench in group.benchmarks
+    )
+    return has_own_text or n_bytes * group.data.val_frac < 16 * (_longest_block(group) + 1)
+
+
+def _longest_block(group: GroupConfig) -> int:
+    """Return the longest window, in tokens, that a phase, check or benchmark reads of the group's data."""
     blocks = [run.train.block_size for run in group.runs if run.train]
     blocks += [
         check.block_size
@@ -38,12 +80,7 @@ def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
         if (isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset)
         or isinstance(bench.config, ControlsBenchmarkConfig)
     ]
-    vocab_size = manifest.model.embedder.vocab_size
-    corpus.check(vocab_size=vocab_size, block_size=max(blocks, default=1))
-    for bench in group.benchmarks:
-        if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset:
-            _check_dataset(bench.id, bench.config, group.data, corpus, vocab_size)
-    return corpus
+    return max(blocks, default=1)
 
 
 def _check_dataset(

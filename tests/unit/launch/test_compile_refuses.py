@@ -1,0 +1,80 @@
+"""`caramba compile` and `caramba launch` refuse the same manifests, before torch is loaded and anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from caramba.cli import main
+from caramba.data import train_bpe, write_token_folder
+
+TINY = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu", "resume=never")
+DATA = ("data=tokens", "data.path=corpus")
+
+
+@pytest.fixture
+def corpus(empty_folder: Path) -> Path:
+    """A token folder of 300 entries in the current folder."""
+    texts = [f"the {number} quick brown foxes jump over {number * 7} lazy dogs\n" * 6 for number in range(60)]
+    write_token_folder(
+        empty_folder / "corpus", {"train": texts[:50], "val": texts[50:]}, train_bpe(texts, 300), {}
+    )
+    (empty_folder / "short.tokens").write_text("1 2 3 4 " * 20)
+    (empty_folder / "bad.tokens").write_text("1 2 x 4")
+    (empty_folder / "large.tokens").write_text("1 2 9000 " * 400)
+    (empty_folder / "notes.txt").write_text("1 2 3")
+    return empty_folder
+
+
+REFUSED = [
+    (["model.embedder.vocab_size=200", *DATA], "tokens were made with bpe-300 of 300 entries"),
+    (["data=tokens", "data.path=nowhere"], "there is no such token file or folder"),
+    (["data=tokens", "data.path=bad.tokens"], "token 2 at byte 4 is 'x'"),
+    (["data=tokens", "data.path=large.tokens"], "largest train token id is 9000"),
+    (["data=tokens", "data.path=notes.txt"], "cannot tell what tokens these are"),
+    (["data=tokens", "data.path=short.tokens"], "one window needs 129"),
+    ([*DATA, "train.block_size=100000"], "one window needs 100001"),
+    ([*DATA, "data.val_path=nowhere.npy"], "there is no such token file or folder"),
+    ([*DATA, "data.tokenizer_hash=ab"], "made with tokenizer"),
+    (["model.embedder.vocab_size=512", "data=stdlib"], "model.embedder.vocab_size=512 does not fit"),
+    ([*DATA, "model.checkpoint=nowhere"], "model.checkpoint=nowhere: no run there"),
+    ([*DATA, "model.checkpoint=nowhere.safetensors"], "no such file"),
+    (["model=tiny_dba", "train=blockwise", *DATA], "needs the teacher's weights"),
+    ([*DATA, "plan=nowhere.json"], "plan=nowhere.json: no such file"),
+    ([*DATA, "launcher=process", "parallel=ddp"], "launcher=process: it starts one process"),
+    (["train=finetune", *DATA], "goes on from weights, and the model has none"),
+    (
+        [*DATA, "benchmark=quick", "benchmark.benchmarks.0.config.dataset=nowhere"],
+        "there is no such token file or folder",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), REFUSED, ids=[" ".join(words)[-60:] for words, _ in REFUSED])
+def test_compile_and_launch_refuse_alike_and_write_nothing(corpus, capsys, words, text):
+    """Trap: compile accepted vocab_size=500 on 1,024-entry tokens and a path that does not exist."""
+    errors = []
+    for command in ("compile", "launch"):
+        assert main([command, *TINY, *words]) == 2
+        shown = capsys.readouterr()
+        errors.append(shown.err)
+        assert "Plan of" not in shown.out
+    assert errors[0] == errors[1]
+    assert text in errors[0]
+    assert not (corpus / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [DATA, ("data=tokens", "data.path=large.tokens", "model.embedder.vocab_size=9001")]
+)
+def test_compile_of_data_that_fits_prints_the_plan(corpus, capsys, words):
+    assert main(["compile", *TINY, *words, "train.block_size=16"]) == 0
+    assert "Plan of" in capsys.readouterr().out
+
+
+def test_compile_of_a_hub_id_downloads_nothing_and_notes_it(corpus, capsys):
+    assert main(["compile", "model=llama32_dba", "train=blockwise", "benchmark=none"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert notes[0] == "note: a launch downloads meta-llama/Llama-3.2-1B from the hub"
+    assert notes[1].startswith("note: a launch needs data for this model: ")
