@@ -13,6 +13,7 @@ import torch
 from caramba.checkpoint.tensors import load_tensors, read_metadata, save_tensors
 from caramba.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
+from caramba.runs.checksums import check_tree
 from caramba.runs.files import write_json
 
 TORCH_SUFFIX = ".ckpt"
@@ -154,6 +155,7 @@ def read_index(path: Path) -> Any:
 
 
 def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
+    check_tree(folder)
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata

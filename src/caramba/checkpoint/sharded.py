@@ -13,6 +13,7 @@ import torch.distributed as dist
 from caramba.checkpoint.formats import DCP_LABELS, reason_of
 from caramba.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
+from caramba.runs.checksums import check_tree, find_root, record_files
 from caramba.runs.files import write_json
 
 MODEL, OPTIMIZER, LOOP = "model", "optimizer", "loop.pt"
@@ -53,6 +54,8 @@ def save_sharded_state(
         raise OSError(f"{place}: could not write the sharded state: {reason_of(error)}") from error
     if is_main:
         write_json(place / MODEL / DCP_LABELS, dict(labels))
+        if (root := find_root(place)) is not None:
+            record_files(root, (file for file in place.rglob("*") if file.is_file()))
         save_training_state(place / LOOP, dict(loop))
         for older in Path(folder).iterdir():
             if older != place:
@@ -87,6 +90,7 @@ def load_sharded_state(
     )
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    check_tree(place)
     loop = load_training_state(place / LOOP)
     weights: dict[str, Any] = get_model_state_dict(model)
     reader = _reader_of(FileSystemReader)

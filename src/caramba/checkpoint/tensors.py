@@ -13,6 +13,7 @@ import torch
 
 from caramba.checkpoint.refusal import refuse_pickle
 from caramba.errors import CheckpointError
+from caramba.runs.checksums import check_file
 from caramba.runs.files import whole_file
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -56,6 +57,7 @@ def save_tensors(
     with whole_file(path) as temporary:
         try:
             save_file(plain, temporary, metadata=dict(metadata) if metadata else None)
+            _sort_metadata(temporary)
         except SafetensorError as error:
             size = sum(tensor.nbytes for tensor in plain.values())
             raise OSError(f"{path}: could not write {size} bytes of tensors: {error}") from error
@@ -142,6 +144,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise CheckpointError(f"{path}: is a folder; expected a .safetensors file")
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such checkpoint file")
+    check_file(path)
     refuse_pickle(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -206,6 +209,21 @@ def _check_savable(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str
                     f"{path}: {name} and {other} share memory; drop tied weights with"
                     " without_aliases(state_dict), or clone() one of them"
                 )
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata of a header in place: the library writes its keys in another order in each process."""
+    with open(path, "rb+") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        if "__metadata__" not in header:
+            return
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) > length:
+            raise RuntimeError(f"{path}: the sorted header has {len(text)} bytes, expected at most {length}")
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:

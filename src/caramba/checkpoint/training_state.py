@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from caramba.errors import CheckpointError
+from caramba.runs.checksums import check_file
 from caramba.runs.files import whole_file
 
 _SCALARS = (str, int, float, bool, type(None), bytes, torch.dtype, torch.device, torch.Size)
@@ -61,6 +62,7 @@ def load_training_state(path: Path, device: str | torch.device = "cpu") -> dict[
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such training state; check resume=")
+    check_file(path)
     _check_archive(path)
     try:
         state = torch.load(path, map_location=device, weights_only=True)

@@ -21,6 +21,7 @@ from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter, index_name
 from caramba.data.stream import Tokens, TokenStream
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.errors import DataError
+from caramba.runs.checksums import RECORD, check_folder, has_record, record_files
 from caramba.runs.files import whole_file, write_json
 
 SCHEMA = 2
@@ -79,7 +80,9 @@ class TokenFolder:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of meta.json's content, which holds the hashes of both splits."""
-        return hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode()).hexdigest()
+        # Without the name of the record of sums: a folder that was made before it has the same tokens.
+        facts = {key: value for key, value in self.meta.items() if key != "checksums"}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def write_token_folder(
@@ -154,8 +157,12 @@ def write_meta(
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "splits": {split: facts for split, facts in splits.items() if facts is not None},
         "source": dict(source),
+        "checksums": RECORD,
     }
     write_json(folder / "meta.json", meta)
+    known = {shard["file"]: shard["sha256"] for facts in meta["splits"].values() for shard in facts["shards"]}
+    (folder / RECORD).unlink(missing_ok=True)  # of a preparation that was interrupted at this point
+    record_files(folder, sorted(file for file in folder.iterdir() if not file.name.startswith(".")), known)
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
@@ -190,10 +197,12 @@ def open_token_folder(folder: Path) -> TokenFolder:
     """Open a token folder without reading its tokens.
 
     Raises:
-        DataError: a file is missing, damaged, or does not agree with meta.json.
+        DataError: a file is missing, damaged, differs from its recorded SHA-256, or does not agree with meta.json.
     """
     folder = Path(folder)
     meta = _read_meta(folder)
+    if "checksums" in meta and not has_record(folder):
+        raise DataError(f"{folder / RECORD}: missing, and meta.json names it; prepare the folder again")
     stated = meta["tokenizer"]
     tokenizer_path = folder / "tokenizer.json"
     if not tokenizer_path.is_file():
@@ -222,7 +231,9 @@ def open_token_folder(folder: Path) -> TokenFolder:
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
-    if not path.is_file():
+    if path.is_file():
+        check_folder(folder, DataError)
+    else:
         raise DataError(
             f"{folder}: no meta.json in this folder, so it is not a token folder;"
             " expected meta.json, tokenizer.json and train-00000.npy. If it is a cache, delete it"
@@ -241,7 +252,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             meta["tokenizer"]["vocab_size"],
             meta["tokenizer"]["eos_id"],
         ]
-        strings = [meta["tokenizer"]["name"], meta["tokenizer"]["hash"], meta["dtype"]]
+        names = [shard["file"] for facts in meta["splits"].values() for shard in facts["shards"]]
+        strings = [meta["tokenizer"]["name"], meta["tokenizer"]["hash"], meta["dtype"], *names]
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -251,6 +263,11 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not all(isinstance(s, int) for s in sizes) or not all(isinstance(s, str) for s in strings):
         raise DataError(
             f"{path}: sizes {sizes} must be integers and {strings} strings; prepare the folder again"
+        )
+    outside = next((name for name in names if name in ("", ".", "..") or Path(name).name != name), None)
+    if outside is not None:
+        raise DataError(
+            f"{path}: names the shard {outside[:200]!r}, expected a file of the same folder; prepare the folder again"
         )
     return meta
 

@@ -21,6 +21,7 @@ from caramba.data.sources import Source
 from caramba.data.tokenizer import Tokenizer
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
+from caramba.runs.checksums import RECORD, record_files
 from caramba.runs.files import whole_file, write_json
 
 SPLIT_RULE = (
@@ -243,6 +244,8 @@ def flatten(part: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, outp
     folder = output.with_suffix(".tokenizer")
     folder.mkdir(exist_ok=True)
     tokenizer.save(folder / "tokenizer.json")
+    (folder / RECORD).unlink(missing_ok=True)
+    record_files(folder, [*sorted(folder.iterdir()), output])
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 
 from caramba.data.npy import NpyWriter, open_npy
 from caramba.errors import DataError
+from caramba.runs.checksums import check_folder
 from caramba.runs.files import home, whole_file, write_json
 
 Progress = Callable[[str], None]
@@ -44,6 +45,9 @@ def open_token_file(path: Path, *, progress: Progress | None = None) -> TokenFil
             f"{path}: cannot tell what tokens these are from {path.suffix or 'no suffix'!r};"
             " expected .npy, .tokens (integers in text) or a token folder with meta.json"
         )
+    check_folder(
+        path.with_suffix(".tokenizer"), DataError
+    )  # `caramba prepare` records the sum of the array there
     key = _file_key(path)
     array_path = path
     if path.suffix == ".tokens":

@@ -10,6 +10,7 @@ from caramba.data.library import LibraryTokenizer
 from caramba.data.tiktoken_file import tiktoken_definition
 from caramba.data.tokenizer import EOS, ByteTokenizer, Tokenizer
 from caramba.errors import DataError
+from caramba.runs.checksums import check_file
 
 # The end marks of tokenizers in wide use, for a tokenizer.json with no file beside it that names its own.
 _END_MARKS = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -48,6 +49,7 @@ def load_tokenizer(spec: str | Path, *, name: str | None = None) -> Tokenizer:
 
 
 def _from_json(path: Path, name: str | None) -> Tokenizer:
+    check_file(path, DataError)
     definition = path.read_text(encoding="utf-8")
     if definition.startswith("{") and _parse(path, definition).get("type") == "byte":
         return ByteTokenizer()

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from caramba.errors import CheckpointError
 from caramba.result import BenchmarkResult, PhaseResult, TransplantReport, Verdict, to_plain
+from caramba.runs.checksums import check_file
 from caramba.runs.files import write_json
 
 
@@ -29,10 +31,7 @@ class Ledger:
         self.folder = run_dir / "stages"
         adapter = TypeAdapter(StageRecord)
         files = sorted(self.folder.glob("*.json"), key=_number) if self.folder.is_dir() else []
-        self._records = {
-            file.stem.split("-", 1)[1]: adapter.validate_python(json.loads(file.read_text()))
-            for file in files
-        }
+        self._records = {file.stem.split("-", 1)[1]: _read(file, adapter) for file in files}
 
     def __contains__(self, stage: str) -> bool:
         return stage in self._records
@@ -71,6 +70,16 @@ class Ledger:
 
     def _file(self, stage: str) -> Path:
         return next(file for file in self.folder.glob("*.json") if file.stem.split("-", 1)[1] == stage)
+
+
+def _read(file: Path, adapter: TypeAdapter[StageRecord]) -> StageRecord:
+    check_file(file)
+    try:
+        return adapter.validate_python(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: cannot be read as the record of a stage ({type(error).__name__}); restore it, or delete the run"
+        ) from error
 
 
 def _number(file: Path) -> int:

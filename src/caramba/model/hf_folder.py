@@ -16,6 +16,7 @@ from caramba.config.model import ModelSpec
 from caramba.errors import CheckpointError
 from caramba.model.build import build_model
 from caramba.model.model import Model
+from caramba.runs.checksums import check_file
 from caramba.runs.files import write_json
 
 LOADED = "loaded.json"
@@ -137,4 +138,15 @@ def loaded_folder(run_dir: Path, role: str | None = None) -> Path | None:
 
 def _references(run_dir: Path) -> dict[str, dict[str, str]]:
     file = run_dir / "checkpoints" / LOADED
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    check_file(file)
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            role: {key: str(entry[key]) for key in ("path", "signature")} for role, entry in found.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: cannot be read as the record of folders ({type(error).__name__}); restore it"
+        ) from error

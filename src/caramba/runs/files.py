@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from caramba.runs.checksums import recorded
+
 
 def home() -> Path:
     """Return the folder of caches, which can be deleted at any time: `CARAMBA_HOME`, else `./.caramba`."""
@@ -30,8 +32,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with recorded(path, temporary):
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caramba.errors import CheckpointError
+from caramba.runs.checksums import check_file
 
 STAGES = "stages"
 
@@ -24,10 +25,11 @@ def finished_stages(folder: Path) -> list[FinishedStage]:
     """Return the stages of a run, or of a group of one, that saved weights, in the order of the record.
 
     Raises:
-        CheckpointError: a record that cannot be read, or that names a file outside the run.
+        CheckpointError: a record that cannot be read, differs from what was written, or names a file outside the run.
     """
     found: list[FinishedStage] = []
     for file in sorted((folder / STAGES).glob("*.json"), key=_number):
+        check_file(file)
         try:
             phase = json.loads(file.read_text(encoding="utf-8"))["phase"]
             checkpoint, stage, role = phase["checkpoint"], phase["id"], phase["trains"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,3 +13,17 @@ import pytest
 def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CARAMBA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture
+def forget_sums() -> Callable[[Path], Path]:
+    """Return a function that makes a token folder one of a version that recorded no sums, and returns it."""
+
+    def forget(folder: Path) -> Path:
+        meta = json.loads((folder / "meta.json").read_text())
+        del meta["checksums"]
+        (folder / "meta.json").write_text(json.dumps(meta))
+        (folder / "checksums.json").unlink()
+        return folder
+
+    return forget

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,8 @@ def test_a_token_folder(folder: Path, tmp_path: Path) -> None:
     assert other.fingerprint != corpus.fingerprint
 
 
-def test_a_folder_without_val_holds_out_its_end(folder: Path) -> None:
+def test_a_folder_without_val_holds_out_its_end(folder: Path, forget_sums: Callable[[Path], Path]) -> None:
+    forget_sums(folder)
     meta = json.loads((folder / "meta.json").read_text())
     del meta["splits"]["val"]
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -176,7 +178,10 @@ def test_a_folder_without_val_holds_out_its_end(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_only_documents_kept_apart_need_the_document_index(folder: Path, split: str) -> None:
+def test_only_documents_kept_apart_need_the_document_index(
+    folder: Path, split: str, forget_sums: Callable[[Path], Path]
+) -> None:
+    forget_sums(folder)
     (folder / f"{split}-documents.npy").unlink()
     corpus = open_corpus(config(path=str(folder)))
     assert corpus.index is None
@@ -185,7 +190,10 @@ def test_only_documents_kept_apart_need_the_document_index(folder: Path, split: 
         open_corpus(config(path=str(folder), document_mask=True))
 
 
-def test_a_damaged_document_index_is_told_when_it_is_read(folder: Path) -> None:
+def test_a_damaged_document_index_is_told_when_it_is_read(
+    folder: Path, forget_sums: Callable[[Path], Path]
+) -> None:
+    forget_sums(folder)
     np.save(folder / "train-documents.npy", np.arange(3))
     corpus = open_corpus(config(path=str(folder)))
     with pytest.raises(DataError, match=r"train-documents\.npy: 3 documents, but meta\.json says 1"):
