@@ -59,7 +59,7 @@ def recorded(path: Path, written: Path) -> Iterator[None]:
 
 
 def record_files(root: Path, files: Iterable[Path], known: Mapping[str, str] | None = None) -> None:
-    """Record `files` in the folder `root`, beside what its record has already.
+    """Record `files` in the folder `root`, and keep what its record has of others.
 
     Args:
         known: SHA-256 by name within `root`, of files that need no other reading.
@@ -96,7 +96,7 @@ def check_folder(root: Path, error: type[CarambaError] = CheckpointError) -> Non
 
 
 def check_tree(folder: Path, error: type[CarambaError] = CheckpointError) -> None:
-    """Check every file on record below `folder`, which lies in a run.
+    """Check every file on record below `folder`, which is part of a run.
 
     Raises:
         CarambaError: of type `error`; a file is missing or differs, or the record is damaged.
