@@ -10,6 +10,7 @@ from caramba.config.attention_cost import attention_cost
 from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.attention_weights import attention_shapes
 from caramba.config.cost import Cost, Width
+from caramba.config.kvcache import CacheFormat
 from caramba.config.leaf import LayerConfig, Positive, Probability, Shapes
 from caramba.config.names import member
 from caramba.config.rope import RopeScalingConfig
@@ -53,6 +54,11 @@ class AttentionLayerConfig(LayerConfig):
     decoupled_gate_dynamic: bool = False
     tie_qk: bool = False
     exact_first_tokens: Annotated[int, Field(ge=0)] = 0
+    cache_format: CacheFormat | None = Field(
+        default=None,
+        description="quantised format that keys and values are rounded to as a cache stores them: q8_0, q4_0, nf4 or "
+        "mixed (q8_0 for k_geo, q4_0 else); null rounds nothing",
+    )
     null_attn: bool = False
     learned_temperature: bool = False
     local_window: Positive | None = None

@@ -7,7 +7,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from caramba.config.names import member
 
@@ -73,6 +73,16 @@ def parse_kind(value: Any) -> Any:
 
 
 CacheKind = Annotated[KVCacheKind, BeforeValidator(parse_kind)]
+
+
+def _quantised(kind: KVCacheKind) -> KVCacheKind:
+    if kind not in BLOCKS and kind is not KVCacheKind.MIXED:
+        raise ValueError(f"{kind} rounds to no blocks; use one of: {', '.join(BLOCKS)}, mixed, or null")
+    return kind
+
+
+CacheFormat = Annotated[CacheKind, AfterValidator(_quantised)]
+"""A format that rounds: blocks of codes with a scale."""
 
 
 def kind_of_stream(kind: KVCacheKind, stream: str) -> KVCacheKind:

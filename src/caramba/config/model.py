@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from caramba.config.base import Config
+from caramba.config.kvcache import CacheFormat
 from caramba.config.layer import Positive
 from caramba.config.node import parse_node
 from caramba.config.topology import TopologyConfig
@@ -102,6 +103,10 @@ class SurgeryConfig(Config):
     exact_first_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
         description="first tokens of a sequence whose keys and values stay the teacher's, under layout: latent",
+    )
+    cache_format: CacheFormat | None = Field(
+        default=None,
+        description="quantised cache format that the student is trained for: q8_0, q4_0, nf4 or mixed; null is 16 bits",
     )
 
 

@@ -224,9 +224,9 @@ def _check_copy(where: str, teacher: AttentionLayerConfig, student: AttentionLay
 
 def _check_stated_widths(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:
     """The widths that `surgery` states are those of the attention; a budget chooses its own."""
-    names = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens")
+    names = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens", "cache_format")
     for config in ours:
-        for name in names if surgery.kv_budget_bytes is None else names[-1:]:
+        for name in names if surgery.kv_budget_bytes is None else names[-2:]:
             stated, found = getattr(surgery, name), getattr(config, name)
             if config.mode is AttentionMode.DECOUPLED and stated is not None and stated != found:
                 raise ConfigError(

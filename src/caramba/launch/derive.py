@@ -92,7 +92,7 @@ def _student(
             f"{placed(('model', 'surgery', 'layout'), source)}; set them, to multiples of the "
             f"{attention['n_kv_heads']} key/value heads, or use layout=latent"
         )
-    keys = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens")
+    keys = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens", "cache_format")
     own = {"mode": "decoupled"} | {key: surgery.get(key) for key in keys}
     return {
         **model,

@@ -12,6 +12,7 @@ from caramba.cache import Context, DeviceContext, LayerCache
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.layer.cache_rounding import CacheRounding
 from caramba.layer.cache_view import CacheView
 from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
@@ -82,6 +83,9 @@ class AttentionLayer(nn.Module):
         self.config = config
         self.dims = config.dims()
         self.projection = build_projection(config)
+        self.cache_rounding = (
+            None if config.cache_format is None else CacheRounding(config.cache_format, self.dims.streams)
+        )
         self.score = CausalScore(config.local_window, config.dropout, config.q_chunk)
         self.out = nn.Linear(
             self.dims.n_heads * config.value_dim, config.d_model, bias=config.bias is True or config.is_latent
@@ -124,9 +128,10 @@ class AttentionLayer(nn.Module):
             return self._step(x, ctx, norm)
         if isinstance(ctx, Documents):
             q, streams = self.projection(x, ctx.positions)
-            streams = ctx.kept(streams)
+            streams = ctx.kept(self._stored(streams))
         else:
             q, streams = self.projection(x, 0 if ctx is None else ctx.position, norm=norm)
+            streams = self._stored(streams)
             if ctx is not None:
                 cache = ctx.next_cache()
                 if self._is_fused(cache, q):
@@ -139,6 +144,10 @@ class AttentionLayer(nn.Module):
         first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
         heads = self.projection.attend(q, streams, self.score, self.null(), first, starts)
         return heads.transpose(1, 2).flatten(2)
+
+    def _stored(self, streams: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the streams as a cache of the layer's `cache_format` gives them back."""
+        return streams if self.cache_rounding is None else self.cache_rounding(streams)
 
     def _step(self, x: Tensor, ctx: DeviceContext, norm: RMSNorm | None) -> Tensor:
         """Attend from the step's tokens, at the positions and to the lengths that the device knows."""

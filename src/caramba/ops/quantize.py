@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
-from caramba.ops.formats import StoredFormat, get_block_format, nf4_levels, pack_nibbles
+from caramba.ops.block_codes import block_codes, split_blocks
+from caramba.ops.formats import StoredFormat, get_block_format, pack_nibbles
 
 torch.library.define("caramba::quantize", "(Tensor x, str kind) -> (Tensor, Tensor)")
 
@@ -45,20 +45,8 @@ def reference_quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Compute `quantize` in plain PyTorch, in float32."""
     stored = _checked(x, kind)
     elements = stored.block.elements
-    blocks = _blocks(x.float(), elements)
-    if stored.kind is KVCacheKind.NF4:
-        scales = blocks.abs().amax(dim=-1)
-        levels = nf4_levels(x.device)
-        codes = torch.bucketize(_divide(blocks, scales), (levels[1:] + levels[:-1]) / 2)
-        return pack_nibbles(codes), scales
-    largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
-    if stored.kind is KVCacheKind.Q8_0:
-        scales = (largest.abs() / 127).half()
-        codes = torch.floor(_divide(blocks, scales.float()) + 0.5).clamp(-127, 127)
-        return codes.to(torch.int8), scales
-    scales = (largest / -8).half()
-    codes = torch.floor(_divide(blocks, scales.float()) + 8.5).clamp(0, 15)
-    return pack_nibbles(codes), scales
+    codes, scales = block_codes(split_blocks(x.float(), elements), stored.kind)
+    return codes.to(torch.int8) if stored.kind is KVCacheKind.Q8_0 else pack_nibbles(codes), scales
 
 
 def _checked(x: Tensor, kind: str) -> StoredFormat:
@@ -68,18 +56,6 @@ def _checked(x: Tensor, kind: str) -> StoredFormat:
             f"quantise: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating dtype and one axis at least"
         )
     return stored
-
-
-def _blocks(x: Tensor, elements: int) -> Tensor:
-    n_blocks = -(-x.shape[-1] // elements)
-    padded = F.pad(x, (0, n_blocks * elements - x.shape[-1]))
-    return padded.contiguous().view(*x.shape[:-1], n_blocks, elements)
-
-
-def _divide(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return x / s, 0 where s is 0 or either is not finite (the scale then makes the value not finite)."""
-    safe = torch.where(scales == 0, torch.ones_like(scales), scales)
-    return torch.nan_to_num(blocks / safe[..., None], nan=0.0, posinf=0.0, neginf=0.0)
 
 
 torch.library.impl("caramba::quantize", "CompositeExplicitAutograd", reference_quantize)
