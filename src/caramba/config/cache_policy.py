@@ -23,7 +23,10 @@ class CacheKeys(Config):
     text, each against the same model without a cache; where nothing can be measured or passes, a 16-bit format.
     """
 
-    cache_kind: CacheKind | None = Field(default=None, description="where unset the model's own precision")
+    cache_kind: CacheKind | None = Field(
+        default=None,
+        description="format of the cache; unset, the one that the model was trained for (cache_format), else its dtype",
+    )
     cache_budget_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="of cache_kind=auto: most megabytes (1e6 bytes) of the whole batch's cache"
     )

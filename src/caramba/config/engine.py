@@ -26,7 +26,10 @@ class EngineConfig(Config):
     max_len: Positive = Field(
         default=2048, description="most tokens of a request's prompt and new text together"
     )
-    cache_kind: CacheKind | None = Field(default=None, description="where unset the model's own precision")
+    cache_kind: CacheKind | None = Field(
+        default=None,
+        description="format of the cache; unset, the one that the model was trained for (cache_format), else its dtype",
+    )
     prefill_chunk: Positive = Field(
         default=512,
         description="prompt tokens per step, padding included, so that long prompts do not hold up the decoding rows; "

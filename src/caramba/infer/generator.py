@@ -32,7 +32,7 @@ from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_probe import CacheProbe, fed_tokens
 from caramba.infer.prompts import Prompt, encode_prompts, grouped, refuse_prompts
 from caramba.infer.row import OnText, Row
-from caramba.infer.scoring import KINDS
+from caramba.infer.scoring import default_kind
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import StepPool
 from caramba.infer.threads import step_threads
@@ -245,7 +245,7 @@ class Generator:
 
     def _kind(self, batch_size: int, n_tokens: int) -> KVCacheKind:
         """Return the format of a generation's cache, by measurement under `cache_kind=auto`."""
-        kind = self.config.cache_kind or KINDS.get(self.model.embedder.token.weight.dtype, KVCacheKind.FP32)
+        kind = self.config.cache_kind or default_kind(self.model)
         if self.policy is not None:
             self.cache_decision = self.policy.decide(batch_size, n_tokens)
             kind = self.cache_decision.kind

@@ -21,6 +21,13 @@ KINDS = {
 }
 
 
+def default_kind(model: Model) -> KVCacheKind:
+    """Return the `cache_format` that all attention layers share, else the format of the weights' dtype."""
+    formats = {layer.config.cache_format for _, layer in model.attention_layers()}
+    trained = formats.pop() if len(formats) == 1 else None
+    return trained or KINDS.get(model.embedder.token.weight.dtype, KVCacheKind.FP32)
+
+
 @dataclass(frozen=True)
 class Scored:
     """Log-probability (nats) of a continuation's `n_tokens` tokens, and whether each was the most likely one."""

@@ -70,6 +70,9 @@ REMOTE = {
         *block(LATENT),
         *block({**LATENT, "sem_dim": 6, "null_attn": True, "decoupled_gate": True, "bias": True}),
     ),
+    "cache format": spec(
+        *block({**LATENT, "cache_format": "mixed"}), *block({**GQA, "cache_format": "q8_0"})
+    ),
     "first tokens": spec(*block(FIRST), *block({**FIRST, "sem_dim": 6, "bias": True})),
     "gates": transformer(
         {**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False

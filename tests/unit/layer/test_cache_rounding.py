@@ -9,7 +9,10 @@ from torch import Tensor
 from caramba.cache import Context, new_layer_cache
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
+from caramba.config.model import ModelSpec
+from caramba.infer import Generator
 from caramba.layer import AttentionLayer
+from caramba.model import build_model
 from caramba.ops import dequantize, quantize
 from caramba.ops.block_codes import round_to_blocks
 
@@ -88,3 +91,27 @@ def test_prefill_in_pieces_equals_one_forward(chunks: tuple[int, ...]) -> None:
 def test_format_without_blocks_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="bf16 rounds to no blocks; use one of: q8_0, q4_0, nf4, mixed"):
         AttentionLayerConfig(d_model=64, n_heads=4, cache_format="bf16")  # type: ignore[arg-type]
+
+
+def test_generation_stores_its_cache_in_the_trained_format() -> None:
+    options = {
+        "d_model": 64,
+        "n_heads": 4,
+        "mode": "decoupled",
+        "layout": "latent",
+        "sem_dim": 32,
+        "geo_dim": 32,
+    }
+    layer = {"type": "AttentionLayer", **options, "cache_format": "mixed"}
+    node = {"type": "ResidualTopology", "layers": [{"type": "RMSNormLayer", "d_model": 64}, layer]}
+    spec = ModelSpec.model_validate(
+        {
+            "embedder": {"vocab_size": 97, "d_model": 64},
+            "topology": {"type": "StackedTopology", "layers": [node]},
+        }
+    )
+    model = build_model(spec, seed=0)
+    generator = Generator(model, max_new_tokens=8)
+    generator.generate([[1, 2, 3]])
+    assert generator.stats.cache_kind == "mixed"
+    assert Generator(model, max_new_tokens=2, cache_kind="bf16").config.cache_kind is KVCacheKind.BF16

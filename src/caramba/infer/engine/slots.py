@@ -29,7 +29,7 @@ from caramba.infer.device_steps import (
 from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, packed, sizes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.engine.upload import uploaded
-from caramba.infer.scoring import KINDS
+from caramba.infer.scoring import default_kind
 from caramba.infer.step_pool import addresses
 from caramba.infer.threads import n_weights_of
 from caramba.layer import unplanned_attention
@@ -57,7 +57,7 @@ class Slots:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         weight = model.embedder.token.weight
         self.model, self.device = model, weight.device
-        self.kind = config.cache_kind or KINDS.get(weight.dtype, KVCacheKind.FP32)
+        self.kind = config.cache_kind or default_kind(model)
         if self.kind is KVCacheKind.AUTO:
             raise ConfigError(
                 "engine: cache_kind=auto is chosen for one generation by measuring it; name a kind, as "
