@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -51,6 +51,8 @@ class CacheRow:
 class StagePlan:
     """One run of a group: what it trains, how long, and what that takes.
 
+    A stage that a launch skips or has finished takes 0 steps, tokens and FLOPs, and has no estimate.
+
     `tokens` and `total_flops` are None while the batch size is `auto`, the latter too where a layer does not declare
     its work; `estimate` then holds for a batch of one, and is None when the trained model is not described by the
     manifest. Of several ranks `tokens` are those of all, and the memory of `estimate` is one rank's.
@@ -94,13 +96,19 @@ class ExperimentPlan:
         return self.teacher is not None or self.teacher_source is not None
 
 
-def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) -> ExperimentPlan:
+def plan(
+    manifest: Manifest,
+    command: str = "",
+    fit: FitResult | None = None,
+    finished: Mapping[tuple[str, str], str] | None = None,
+) -> ExperimentPlan:
     """Work out the plan of the groups that a manifest selects.
 
     Args:
         manifest: the validated experiment.
         command: what a user types to run it.
         fit: the derivation, where the manifest's model was scaled from a preset.
+        finished: (group, run id) of the stages that a launch would not repeat, and where they were trained.
 
     Raises:
         ConfigError: widths that do not fit, in the model or in its teacher.
@@ -134,7 +142,9 @@ def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) ->
         teacher_source=source,
         cache=tuple(_cache_row(kind, student, teacher) for kind in kinds),
         stages=tuple(
-            _stage(manifest, group, run, run.train, student, teacher)
+            _stage(
+                manifest, group, run, run.train, student, teacher, (finished or {}).get((group.name, run.id))
+            )
             for group in groups
             for run in group.runs
             if run.train is not None
@@ -186,8 +196,27 @@ def _stage(
     phase: PhaseConfig,
     student: ModelCost,
     teacher: ModelCost | None,
+    finished_in: str | None = None,
 ) -> StagePlan:
     trains = phase.trains or "student"
+    skipped = _skip_note(manifest, phase, trains) if finished_in is None else f"finished in {finished_in}"
+    if skipped is not None:
+        return StagePlan(
+            group=group.name,
+            id=run.id,
+            phase=phase.phase,
+            trains=trains,
+            objective=phase.objective,
+            steps=0,
+            batch_size=phase.batch_size,
+            accumulation=phase.gradient_accumulation_steps,
+            block_size=phase.block_size,
+            lr=phase.learning_rate_at(manifest.model.embedder.d_model),
+            tokens=0,
+            total_flops=0.0,
+            estimate=None,
+            note=skipped,
+        )
     trained = teacher if trains == "teacher" else student
     if run.exp is not None:
         trained = model_cost(variant(manifest.model, run.exp))
@@ -247,13 +276,18 @@ def _variant_note(model: ModelSpec, exp: ExperimentName) -> str:
     )
 
 
+def _skip_note(manifest: Manifest, phase: PhaseConfig, trains: str) -> str | None:
+    """Return why a phase is skipped: the teacher that it would train has a checkpoint. A control trains on from it."""
+    teacher = manifest.model.teacher
+    if trains != "teacher" or phase.control or teacher is None or teacher.checkpoint is None:
+        return None
+    return f"skipped: the teacher comes from {teacher.checkpoint}"
+
+
 def _stage_note(
     manifest: Manifest, phase: PhaseConfig, trains: str, teacher: ModelCost | None, *, in_parts: bool
 ) -> str:
-    config, notes = manifest.model.teacher, list[str]()
-    is_skipped = trains == "teacher" and not phase.control  # a control trains on from the given weights
-    if is_skipped and config is not None and config.checkpoint is not None:
-        notes.append(f"skipped: the teacher comes from {config.checkpoint}")
+    notes = list[str]()
     if trains == "student" and runs_teacher(phase) and teacher is None:
         notes.append("the teacher is not counted: it is not described here")
     if phase.batch_size == "auto":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 
+from caramba.config.manifest import Manifest
 from caramba.launch.argv import Request
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_startable
-from caramba.launch.run import check_launcher
-from caramba.runs.shell import join_words
+from caramba.launch.run import check_launcher, run_to_resume
+from caramba.runs.shell import join_words, show_path
 
 
 def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = True) -> int:
@@ -28,7 +29,7 @@ def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = Tru
     check_launcher(manifest, is_plan=True)
     folders = [word for folder in request.config_dirs for word in ("--config-dir", str(folder))]
     command = join_words(["python", "-m", "caramba.launch", *folders, *frozen.overrides])
-    experiment = plan(frozen.manifest, command=command, fit=frozen.fit)
+    experiment = plan(frozen.manifest, command=command, fit=frozen.fit, finished=_finished(manifest))
     if prints_json:
         if prints_plan:
             print(render_text(experiment), end="", file=sys.stderr)
@@ -44,3 +45,19 @@ def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = Tru
     for line in notes:
         print(f"note: {line}")
     return 0
+
+
+def _finished(manifest: Manifest) -> dict[tuple[str, str], str]:
+    """Return the stages on record in the run that a launch would resume, as (group, run id), and that run's path."""
+    run_dir = run_to_resume(manifest)
+    if run_dir is None:
+        return {}
+    groups = manifest.selected_groups()
+    folders = {
+        group.name: run_dir if len(groups) == 1 else run_dir / "groups" / group.name for group in groups
+    }
+    return {
+        (name, file.stem.split("-", 1)[1]): show_path(run_dir)
+        for name, folder in folders.items()
+        for file in (folder / "stages").glob("*-*.json")
+    }

@@ -84,7 +84,9 @@ def flags_of(request: Request) -> list[str]:
 def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path, bool]:
     """Return where a manifest runs, and whether that is new."""
     if manifest.resume not in ("auto", "never"):
-        return _matching_run(manifest), False
+        run_dir = _matching_run(manifest)
+        print(f"resuming {run_dir}", file=sys.stderr)
+        return run_dir, False
     if manifest.resume == "auto" and (unfinished := unfinished_run(manifest)) is not None:
         print(f"going on with {unfinished}, which did not finish (resume=never starts anew)", file=sys.stderr)
         return unfinished, False
@@ -94,6 +96,22 @@ def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path
         print(f"going on with {run_dir}, where {what} failed (resume=never starts anew)", file=sys.stderr)
         return run_dir, False
     return mint(manifest, overrides), True
+
+
+def run_to_resume(manifest: Manifest) -> Path | None:
+    """Return the run that a launch of this manifest would resume, None where it would start a new one.
+
+    Raises:
+        ConfigError: `resume=PATH` names no run, or one of another manifest.
+    """
+    if manifest.resume == "never":
+        return None
+    if manifest.resume != "auto":
+        return _matching_run(manifest)
+    found = unfinished_run(manifest)
+    if found is None and (unmeasured := unmeasured_run(manifest)) is not None:
+        return unmeasured[0]
+    return found
 
 
 def _drop_if_nothing_began(run_dir: Path, status: int) -> bool:
@@ -218,5 +236,4 @@ def _matching_run(manifest: Manifest) -> Path:
             f"resume={manifest.resume}: that run was started from another manifest:\n  {shown}{more}\n"
             f"Go on with it unchanged (caramba resume {show_path(run_dir)}), or leave out resume= to start a new run"
         )
-    print(f"resuming {run_dir}", file=sys.stderr)
     return run_dir

@@ -244,6 +244,10 @@ class TestStages:
             )
         )
         assert made.stages[0].note == "skipped: the teacher comes from meta-llama/Llama-3.2-1B"
+        first = made.stages[0]
+        assert (first.steps, first.tokens, first.total_flops, first.estimate) == (0, 0, 0.0, None), (
+            "not priced"
+        )
         assert made.stages[1].tokens is None
         assert "memory is for a batch of 1" in made.stages[1].note
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from caramba.cli import main
 from caramba.data import train_bpe, write_token_folder
+from caramba.launch.freeze import freeze
+from caramba.runs import mint
 
 TINY = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu", "resume=never")
 DATA = ("data=tokens", "data.path=corpus")
@@ -71,6 +74,32 @@ def test_compile_and_launch_refuse_alike_and_write_nothing(corpus, capsys, words
 def test_compile_of_data_that_fits_prints_the_plan(corpus, capsys, words):
     assert main(["compile", *TINY, *words, "train.block_size=16"]) == 0
     assert "Plan of" in capsys.readouterr().out
+
+
+def test_compile_prices_no_stage_that_a_launch_would_not_repeat(corpus, capsys):
+    words = ["model=tiny_dba", "train=upcycle", "benchmark=none", "device=cpu", *DATA, "train.block_size=16"]
+    manifest = freeze(words).manifest
+    assert main(["compile", *words, "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)["stages"]
+    assert all(stage["total_flops"] > 0 for stage in before)
+    run = mint(manifest, words, corpus / "runs")
+    (run / "plan.json").write_text("{}")
+    (run / "stages").mkdir()
+    for number, name in enumerate(("pretrain", "transplant", "blockwise")):
+        (run / "stages" / f"{number:02d}-{name}.json").write_text("{}")
+    for resume in ("auto", str(run)):
+        assert main(["compile", *words, f"resume={resume}", "--json"]) == 0
+        stages = json.loads(capsys.readouterr().out)["stages"]
+        assert [(stage["id"], stage["steps"], stage["total_flops"]) for stage in stages[:2]] == [
+            ("pretrain", 0, 0.0),
+            ("blockwise", 0, 0.0),
+        ]
+        assert stages[0]["note"].startswith("finished in runs/tiny_dba_upcycle/")
+        assert stages[2:] == before[2:]
+    assert main(["compile", *words, "resume=never", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == before
+    assert main(["compile", *words, f"resume={run}", "seed=3"]) == 2, "launch refuses another manifest too"
+    assert "seed: 1337 -> 3" in capsys.readouterr().err
 
 
 def test_compile_of_a_hub_id_downloads_nothing_and_notes_it(corpus, capsys):
