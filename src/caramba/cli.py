@@ -41,7 +41,7 @@ def _dispatch(argv: list[str]) -> int:
         raise ConfigError(
             f"caramba: unknown command {command!r}{nearest(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}"
         )
-    if command not in ("launch", "prepare") and ("--help" in rest or "-h" in rest):
+    if command != "launch" and ("--help" in rest or "-h" in rest):
         print(command_help(command))
         return 0
     return {

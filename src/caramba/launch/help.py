@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from caramba.launch.flags import FLAGS_OF
 from caramba.launch.groups import description, groups
 
 USAGE = """\
@@ -140,10 +141,11 @@ def help_text(config_dirs: Iterable[Path] = ()) -> str:
 
 
 def command_help(command: str) -> str:
-    """Return the help of one command."""
+    """Return the help of one command: usage, what it does, and a sentence for every flag."""
     arguments, text = COMMANDS[command]
     usage = f"usage: caramba {command} {arguments}".rstrip()
-    return f"{_wrapped(usage, ' ' * 7)}\n\n{text}"
+    rows = [_row(flag, sentence, 33) for flag, sentence in FLAGS_OF[command].items()]
+    return "\n".join([_wrapped(usage, " " * 7), "", *textwrap.wrap(text, 102), "", "flags:", *rows])
 
 
 def _brief(name: str, arguments: str) -> str:
@@ -166,4 +168,6 @@ def _wrapped(words: str, indent: str) -> str:
 def _row(name: str, text: str, width: int) -> str:
     shown = _wrapped(f"  {name}", " " * 6)
     head = f"  {name:<{width}}" if len(name) < width else f"{shown}\n{'':{width + 2}}"
-    return head + ("\n" + " " * (width + 2)).join(textwrap.wrap(text, 100 - width) or [""])
+    return head + ("\n" + " " * (width + 2)).join(
+        textwrap.wrap(text, 100 - width, break_on_hyphens=False) or [""]
+    )
