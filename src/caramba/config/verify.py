@@ -35,7 +35,10 @@ class CompareVerifyConfig(Config):
 
 
 class FidelityVerifyConfig(Config):
-    """Held-out loss: delta = student NLL - teacher NLL, ratio = student perplexity / teacher perplexity."""
+    """Held-out loss and agreement: delta = student NLL - teacher NLL, ratio = student over teacher perplexity.
+
+    Ratio, KL(teacher || student) and the share of equal likeliest tokens are recorded by position in the window too.
+    """
 
     type: Literal["fidelity"]
     batches: Positive = 5
@@ -44,6 +47,12 @@ class FidelityVerifyConfig(Config):
     split: Literal["auto", "train", "val"] = "auto"
     max_delta_nll: float | None = None
     max_ppl_ratio: Annotated[float, Field(gt=0)] | None = None
+    max_kl: Bound | None = Field(
+        default=None, description="largest KL(teacher || student) that passes, in nats per token"
+    )
+    min_top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="least share of tokens whose likeliest next token is the teacher's"
+    )
     fail_fast: bool = False
 
 

@@ -21,15 +21,36 @@ CHUNK = 1024  # tokens whose logits exist at one time
 NORMAL_95 = 1.96
 
 
+EDGES = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of the bins of positions in a window
+
+
+@dataclass(frozen=True)
+class PositionBin:
+    """Agreement of the predictions at positions `start` to `end` of their windows, `end` included."""
+
+    start: int
+    end: int
+    ppl_ratio: float
+    kl: float
+    top1: float
+
+
 @dataclass(frozen=True)
 class Agreement:
-    """A model beside its teacher on the same windows: NLL of both in nats, KL(teacher || model) in nats per token, and
-    the share of tokens whose likeliest next token is the teacher's."""
+    """NLL of a model and its teacher on the same windows, and how near their predictions are.
+
+    Attributes:
+        teacher, model: NLL in nats.
+        kl: KL(teacher || model) in nats per token.
+        top1: share of tokens whose likeliest next token is the teacher's.
+        by_position: the same by position in the window, in bins of `EDGES` that hold a counted token.
+    """
 
     teacher: WindowedNLL
     model: WindowedNLL
     kl: float
     top1: float
+    by_position: tuple[PositionBin, ...] = ()
 
     @property
     def delta_nll(self) -> float:
@@ -89,6 +110,7 @@ def agreement(
     teacher.eval()
     model.eval()
     columns: list[Tensor] = []
+    positions: list[Tensor] = []
     counts: list[Tensor] = []
     for batch in batches(dataset, indices, batch_size):
         x, y = batch[0].to(device), batch[1].to(device)
@@ -105,9 +127,12 @@ def agreement(
             else cached_hidden(model, x, kind, tail_tokens)
         )
         pair = teacher.hidden(x, documents=documents), ours
-        columns.append(_scores((teacher, model), pair, y))
-        counts.append((y != IGNORED).sum(dim=1).cpu())
-    totals, tokens = torch.cat(columns, 1), torch.cat(counts)
+        scores = _scores((teacher, model), pair, y)
+        columns.append(scores.sum(-1))
+        positions.append(scores.sum(1))
+        counts.append((y != IGNORED).cpu())
+    totals, counted = torch.cat(columns, 1), torch.cat(counts)
+    tokens = counted.sum(1)
     sums = totals.sum(1) / tokens.sum()
     if not bool(sums.isfinite().all()):
         raise CarambaError(f"held-out NLL {sums[1]:.4g} and KL {sums[2]:.4g} are not finite; lower lr")
@@ -118,7 +143,19 @@ def agreement(
         model=WindowedNLL(float(totals[1].sum()), n, tuple(means[1].tolist())),
         kl=float(sums[2]),
         top1=float(sums[3]),
+        by_position=_bins(torch.stack(positions).sum(0), counted.sum(0)),
     )
+
+
+def _bins(totals: Tensor, counts: Tensor) -> tuple[PositionBin, ...]:
+    """Average sums over all windows, float64 [4, T], by bins of positions. Shape: counts int64 [T]."""
+    found = []
+    for start, end in zip(EDGES, (*EDGES[1:], len(counts)), strict=True):
+        if n := int(counts[start:end].sum()):
+            nll, ours, kl, top1 = (totals[:, start:end].sum(1) / n).tolist()
+            last = min(end, len(counts)) - 1
+            found.append(PositionBin(start, last, math.exp(ours - nll), kl, top1))
+    return tuple(found)
 
 
 def cached_hidden(model: Model, tokens: Tensor, kind: KVCacheKind, tail_tokens: int) -> Tensor:
@@ -131,7 +168,7 @@ def cached_hidden(model: Model, tokens: Tensor, kind: KVCacheKind, tail_tokens: 
 
 
 def _scores(models: tuple[Model, Model], hidden: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Return sums per window, float64 [4, B]: NLL of teacher and model, KL, and how many likeliest tokens agree."""
+    """Return, float64 [4, B, T] on the CPU: NLL of teacher and model, KL, and whether their likeliest tokens agree."""
     flat, chunks = targets.flatten(), []
     for start in range(0, len(flat), CHUNK):
         part = flat[start : start + CHUNK]
@@ -143,4 +180,4 @@ def _scores(models: tuple[Model, Model], hidden: tuple[Tensor, Tensor], targets:
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         agrees = (log_p.argmax(-1) == log_q.argmax(-1)).to(kl.dtype)
         chunks.append(torch.stack((*nll, kl, agrees)) * (part != IGNORED))
-    return torch.cat(chunks, 1).cpu().double().unflatten(1, targets.shape).sum(-1)
+    return torch.cat(chunks, 1).cpu().double().unflatten(1, targets.shape)

@@ -50,6 +50,23 @@ def test_losses_divergence_and_agreement_are_the_formulas_over_the_targets_that_
     nll = [F.nll_loss(scores.transpose(1, 2), y, reduction="none") for scores in (log_p, log_q)]
     assert found.delta_nll == pytest.approx((nll[1] - nll[0])[counts].mean().item(), rel=1e-11)
     assert found.model.tokens == int(counts.sum()) == 5 * LENGTH - 40
+    assert [(one.start, one.end) for one in found.by_position] == [
+        (0, 15),
+        (16, 63),
+        (64, 127),
+        (128, 255),
+        (256, 299),
+    ]
+    for one in found.by_position:
+        part = slice(one.start, one.end + 1)
+        kept = counts[:, part]
+        assert math.log(one.ppl_ratio) == pytest.approx(
+            (nll[1] - nll[0])[:, part][kept].mean().item(), rel=1e-9
+        )
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)[:, part][kept]
+        assert one.kl == pytest.approx(divergence.mean().item(), rel=1e-9)
+        agrees = (log_p.argmax(-1) == log_q.argmax(-1))[:, part][kept]
+        assert one.top1 == pytest.approx(agrees.double().mean().item(), rel=1e-12)
     means = torch.stack([((nll[1] - nll[0])[i][counts[i]]).mean() for i in range(5)])
     assert found.delta_standard_error == pytest.approx(means.std().item() / math.sqrt(5), rel=1e-9)
     low, high = found.interval or (0.0, 0.0)
