@@ -161,6 +161,9 @@ def test_the_document_is_true(client: httpx.Client) -> None:
         if "chat" in path and body.get("max_tokens") and body.get("max_completion_tokens"):
             assert refused_by_document(body, asked["requestBody"])
             del body["max_tokens"]  # the document's `not`, which the strategy does not know
+        if "chat" in path and body.get("top_logprobs") and not body.get("logprobs"):
+            assert refused_by_document(body, asked["requestBody"])
+            body["logprobs"] = True
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
             body["max_tokens"] = 3  # else all that the context holds
         assert not refused_by_document(body, asked["requestBody"])
@@ -241,6 +244,9 @@ def test_a_value_that_a_schema_does_not_allow_is_seen(client: httpx.Client) -> N
     for keys, status in (
         ({"max_completion_tokens": None}, 200),
         ({"max_completion_tokens": 3, "user": "a"}, 400),
+        ({"logprobs": True, "top_logprobs": 2}, 200),
+        ({"logprobs": False, "top_logprobs": 0}, 200),
+        ({"top_logprobs": 2, "user": "a"}, 400),
     ):
         found = faults(talk | keys, schemas["ChatRequest"], document)
         response = client.post("/v1/chat/completions", json=talk | keys)

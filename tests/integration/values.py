@@ -21,6 +21,9 @@ def values_of(node: dict[str, Any], document: dict[str, Any]) -> st.SearchStrate
     low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum")
     match node["type"]:
         case "object":
+            if "properties" not in node:
+                keys = st.text(st.characters(codec="utf-8"), max_size=MOST)
+                return st.dictionaries(keys, values_of(node["additionalProperties"], document), max_size=3)
             assert node["additionalProperties"] is False
             parts = {key: values_of(value, document) for key, value in node["properties"].items()}
             needed = {key: parts.pop(key) for key in node.get("required", ())}

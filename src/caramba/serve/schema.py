@@ -60,10 +60,17 @@ class StreamOptions(Config):
     include_usage: bool = Field(
         default=False, description="send a last chunk without choices, with the usage"
     )
+    include_obfuscation: Literal[False] = Field(default=False, description="false alone: not supported")
 
 
 class NoKeys(Config):
     """An object without keys, of an option that is accepted only where it has no effect."""
+
+
+class TextFormat(Config):
+    """The form of an answer: text."""
+
+    type: Literal["text"]
 
 
 class SamplingRequest(Config):
@@ -115,6 +122,9 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompt
     max_tokens: Positive = 16
+    best_of: Annotated[int, Field(ge=1, le=1)] = Field(default=1, description="1 alone: not supported")
+    echo: Literal[False] = Field(default=False, description="false alone: not supported")
+    suffix: Literal[""] = Field(default="", description="empty alone: not supported")
     logprobs: Annotated[int, Field(ge=0, le=MOST_TEXT_LOGPROBS)] | None = Field(
         default=None,
         description="the log-probability of each new token, in nats, and of so many most likely tokens",
@@ -153,17 +163,25 @@ class ChatRequest(SamplingRequest):
     model_config = ConfigDict(
         json_schema_extra={
             "not": {
-                "properties": {
-                    "max_tokens": {"type": "integer"},
-                    "max_completion_tokens": {"type": "integer"},
-                },
-                "required": ["max_tokens", "max_completion_tokens"],
-            },
-            "if": {
-                "properties": {"top_logprobs": {"type": "number", "minimum": 1}},
-                "required": ["top_logprobs"],
-            },
-            "then": {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
+                "anyOf": [
+                    {
+                        "properties": {
+                            "max_tokens": {"type": "integer"},
+                            "max_completion_tokens": {"type": "integer"},
+                        },
+                        "required": ["max_tokens", "max_completion_tokens"],
+                        "additionalProperties": True,
+                    },
+                    {
+                        "properties": {
+                            "top_logprobs": {"type": "integer", "minimum": 1},
+                            "logprobs": {"enum": [False, None]},
+                        },
+                        "required": ["top_logprobs"],
+                        "additionalProperties": True,
+                    },
+                ]
+            }
         }
     )
 
@@ -171,6 +189,27 @@ class ChatRequest(SamplingRequest):
     tools: Annotated[tuple[NoKeys, ...], Field(max_length=0)] = Field(
         default=(), description="empty alone: not supported"
     )
+    tool_choice: Literal["none", "auto"] = Field(default="none", description="there are no tools to choose")
+    parallel_tool_calls: bool = Field(default=True, description="there are no tools to call")
+    functions: Annotated[tuple[NoKeys, ...], Field(max_length=0)] = Field(
+        default=(), description="empty alone: not supported"
+    )
+    function_call: Literal["none", "auto"] = Field(
+        default="none", description="there are no functions to call"
+    )
+    response_format: TextFormat = Field(
+        default=TextFormat(type="text"), description="text alone: others are not supported"
+    )
+    modalities: Annotated[tuple[Literal["text"], ...], Field(min_length=1, max_length=1)] = Field(
+        default=("text",), description="text alone: others are not supported"
+    )
+    reasoning_effort: Literal["none"] = Field(default="none", description="none alone: not supported")
+    verbosity: Literal["medium"] = Field(default="medium", description="medium alone: not supported")
+    service_tier: Literal["auto", "default"] = Field(default="auto", description="there is one tier")
+    store: Literal[False] = Field(default=False, description="false alone: answers are not stored")
+    metadata: dict[str, str] = Field(default={}, description="for the caller's own records; not used")
+    prompt_cache_key: str | None = Field(default=None, description="not used")
+    safety_identifier: str | None = Field(default=None, description="for the caller's own records; not used")
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = Field(default=None, description="older name of max_completion_tokens")
     logprobs: bool = Field(default=False, description="the log-probability of each new token, in nats")
@@ -359,8 +398,9 @@ def parse_request(schema: type[Schema], data: object) -> Schema:
     """
     refuse_many_values(data)
     data = _whole_numbers(data)
-    if isinstance(data, dict):  # clients write null for what they do not set
-        data = {key: value for key, value in data.items() if value is not None or _is_required(schema, key)}
+    data = _without_nulls(schema, data)
+    if isinstance(data, dict) and isinstance(turns := data.get("messages"), list):
+        data["messages"] = [_without_nulls(Message, turn) for turn in turns]
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -401,7 +441,14 @@ def _is_numbers(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int or type(item) is float for item in value)
 
 
-def _is_required(schema: type[Schema], key: str) -> bool:
+def _without_nulls(schema: type[Config], value: Any) -> Any:
+    """Return an object without keys of null: clients write null for what they do not set."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if item is not None or _is_required(schema, key)}
+
+
+def _is_required(schema: type[Config], key: str) -> bool:
     field = schema.model_fields.get(key)
     return field is not None and field.is_required()
 
