@@ -35,40 +35,88 @@ class AttentionLayerConfig(LayerConfig):
 
     target = "caramba.layer.attention:AttentionLayer"
 
-    type: Literal["AttentionLayer"] = "AttentionLayer"
-    d_model: Positive
-    n_heads: Positive
-    n_kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    mode: Annotated[AttentionMode, BeforeValidator(_mode)] = AttentionMode.STANDARD
-    layout: Literal["per_head", "latent"] = "per_head"
-    sem_dim: Positive | None = None
-    geo_dim: Positive | None = None
-    v_dim: Positive | None = None
-    attn_dim: Positive | None = None
-    rope_enabled: bool = True
-    rope_base: Annotated[float, Field(gt=0)] = 10000.0
-    rope_scaling: RopeScalingConfig | None = None
-    rope_semantic: bool = False
-    decoupled_gate: bool = False
-    decoupled_gate_dynamic: bool = False
-    tie_qk: bool = False
-    exact_first_tokens: Annotated[int, Field(ge=0)] = 0
+    type: Literal["AttentionLayer"] = Field(
+        default="AttentionLayer", description="name of the class of this node"
+    )
+    d_model: Positive = Field(description="width of the residual stream")
+    n_heads: Positive = Field(description="number of query heads")
+    n_kv_heads: Positive | None = Field(default=None, description="number of key/value heads; unset: n_heads")
+    head_dim: Positive | None = Field(default=None, description="width of a head; unset: d_model / n_heads")
+    mode: Annotated[AttentionMode, BeforeValidator(_mode)] = Field(
+        default=AttentionMode.STANDARD,
+        description="standard, gqa (fewer key/value heads), decoupled (semantic and geometric keys) or "
+        "bottleneck (one narrow width)",
+    )
+    layout: Literal["per_head", "latent"] = Field(
+        default="per_head",
+        description="mode=decoupled: per_head caches keys and values of each head, latent one shared latent",
+    )
+    sem_dim: Positive | None = Field(
+        default=None, description="mode=decoupled: cached width of the semantic keys, all heads together"
+    )
+    geo_dim: Positive | None = Field(
+        default=None, description="mode=decoupled: cached width of the geometric keys, all heads together"
+    )
+    v_dim: Positive | None = Field(
+        default=None,
+        description="mode=decoupled: cached width of the values, all heads together; unset: head_dim per head",
+    )
+    attn_dim: Positive | None = Field(
+        default=None, description="mode=bottleneck: width of queries, keys and values, all heads together"
+    )
+    rope_enabled: bool = Field(default=True, description="whether rotary position embeddings are applied")
+    rope_base: Annotated[float, Field(gt=0)] = Field(
+        default=10000.0, description="base of the rotary frequencies"
+    )
+    rope_scaling: RopeScalingConfig | None = Field(
+        default=None, description="rescaling of the rotary frequencies for longer contexts; unset: none"
+    )
+    rope_semantic: bool = Field(
+        default=False, description="mode=decoupled: whether the semantic path is rotated as well"
+    )
+    decoupled_gate: bool = Field(
+        default=False,
+        description="mode=decoupled: whether a learned gate per head weighs the semantic against the geometric "
+        "scores",
+    )
+    decoupled_gate_dynamic: bool = Field(
+        default=False,
+        description="mode=decoupled: whether the gate also depends on the input; needs decoupled_gate",
+    )
+    tie_qk: bool = Field(
+        default=False,
+        description="mode=decoupled: whether semantic keys use the weights of the queries; needs n_kv_heads = "
+        "n_heads",
+    )
+    exact_first_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="layout=latent: number of first tokens with full keys and values at full precision",
+    )
     cache_format: CacheFormat | None = Field(
         default=None,
         description="quantised format that keys and values are rounded to as a cache stores them: q8_0, q4_0, nf4 or "
         "mixed (q8_0 for k_geo, q4_0 else); null rounds nothing",
     )
-    null_attn: bool = False
-    learned_temperature: bool = False
-    local_window: Positive | None = None
-    q_chunk: Positive | None = None
+    null_attn: bool = Field(
+        default=False, description="whether a learned key and value are added that every query may attend to"
+    )
+    learned_temperature: bool = Field(
+        default=False, description="whether the scale of the attention scores is learned per head"
+    )
+    local_window: Positive | None = Field(
+        default=None, description="number of last tokens that a query attends to; unset: all"
+    )
+    q_chunk: Positive | None = Field(
+        default=None, description="number of queries that attend in one step; the result is equal; unset: all"
+    )
     bias: bool | Literal["qkv"] = Field(
         default=False, description="true: all projections; qkv: queries, keys and values, not the output"
     )
-    qk_norm: bool = False
-    qk_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    dropout: Probability = 0.0
+    qk_norm: bool = Field(
+        default=False, description="whether RMS normalisation is applied to queries and keys"
+    )
+    qk_norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-6, description="epsilon of qk_norm")
+    dropout: Probability = Field(default=0.0, description="dropout probability of the attention weights")
 
     _decoupled_only: ClassVar[tuple[str, ...]] = (
         "sem_dim",

@@ -30,14 +30,22 @@ class PerplexityBenchmarkConfig(Config):
     the chunk's own in 16 bits. `cache_hadamard` rotates keys and latents before 4 bits.
     """
 
-    type: Literal["perplexity"]
-    dataset: str | None = None
-    block_size: Positive = 256
-    batch_size: Positive = 8
-    num_batches: Positive = 32
-    cache_kind: OneCacheKind = None
-    cache_tail_tokens: Positive = 64
-    cache_hadamard: bool = False
+    type: Literal["perplexity"] = Field(description="kind of the benchmark")
+    dataset: str | None = Field(
+        default=None,
+        description="tokens to measure on: a token folder, .npy or .tokens; unset: the held-out split of the "
+        "run",
+    )
+    block_size: Positive = Field(default=256, description="tokens of a window")
+    batch_size: Positive = Field(default=8, description="windows of a forward pass")
+    num_batches: Positive = Field(default=32, description="number of batches")
+    cache_kind: OneCacheKind = Field(
+        default=None, description="format of the KV cache that windows are read through; unset: no cache"
+    )
+    cache_tail_tokens: Positive = Field(default=64, description="tokens of a chunk, which stay in 16 bits")
+    cache_hadamard: bool = Field(
+        default=False, description="whether keys and latents are rotated before 4-bit quantisation"
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> PerplexityBenchmarkConfig:
@@ -61,23 +69,23 @@ class LatencyBenchmarkConfig(Config):
     `cache_kind` names the format of the cache; without it fp32.
     """
 
-    type: Literal["latency"]
-    prompt_lengths: Lengths = (128,)
-    generation_lengths: Lengths = (32,)
-    batch_sizes: Lengths = (1,)
-    warmup_runs: Annotated[int, Field(ge=0)] = 2
-    timed_runs: Positive = 5
-    cache_kind: OneCacheKind = None
+    type: Literal["latency"] = Field(description="kind of the benchmark")
+    prompt_lengths: Lengths = Field(default=(128,), description="prompt lengths to measure, in tokens")
+    generation_lengths: Lengths = Field(default=(32,), description="numbers of new tokens to measure")
+    batch_sizes: Lengths = Field(default=(1,), description="batch sizes to measure, in sequences")
+    warmup_runs: Annotated[int, Field(ge=0)] = Field(default=2, description="runs before the timing starts")
+    timed_runs: Positive = Field(default=5, description="runs that are timed")
+    cache_kind: OneCacheKind = Field(default=None, description="format of the KV cache; unset: fp32")
 
 
 class MemoryBenchmarkConfig(Config):
     """Cache bytes summed from allocated tensors, model bytes and peak, per sequence length and cache format."""
 
-    type: Literal["memory"]
-    sequence_lengths: Lengths = (256,)
-    batch_size: Positive = 1
-    quantization_modes: Annotated[tuple[CacheKind, ...], Field(min_length=1), NOBODYS_CHOICE] = (
-        KVCacheKind.FP16,
+    type: Literal["memory"] = Field(description="kind of the benchmark")
+    sequence_lengths: Lengths = Field(default=(256,), description="sequence lengths to measure, in tokens")
+    batch_size: Positive = Field(default=1, description="number of sequences")
+    quantization_modes: Annotated[tuple[CacheKind, ...], Field(min_length=1), NOBODYS_CHOICE] = Field(
+        default=(KVCacheKind.FP16,), description="formats of the KV cache to measure"
     )
 
 
@@ -89,14 +97,22 @@ class AccuracyBenchmarkConfig(Config):
     folder, `NAME.jsonl` or `NAME.txt`, and no harness is needed; `limit` then keeps evenly spaced items.
     """
 
-    type: Literal["accuracy"]
-    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
-    limit: Positive | None = None
-    num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    include_path: str | None = None
-    eval_data: str | None = None
-    batch_size: Positive = 8
-    max_length: Positive | None = None
+    type: Literal["accuracy"] = Field(description="kind of the benchmark")
+    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
+        description="names, groups or patterns of tasks"
+    )
+    limit: Positive | None = Field(default=None, description="items of each task; unset: all")
+    num_fewshot: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="examples in front of each item; unset: the number of the task"
+    )
+    include_path: str | None = Field(
+        default=None, description="folder of more task files for lm-evaluation-harness"
+    )
+    eval_data: str | None = Field(default=None, description="folder of local tasks, which need no harness")
+    batch_size: Positive = Field(default=8, description="sequences of a forward pass")
+    max_length: Positive | None = Field(
+        default=None, description="longest sequence, in tokens; unset: the length of training"
+    )
 
     @model_validator(mode="after")
     def _check_eval_data(self) -> AccuracyBenchmarkConfig:
@@ -119,14 +135,21 @@ class ControlsBenchmarkConfig(Config):
     the students among them also go through the student's phases: the same tokens in the same order, the same seed.
     """
 
-    type: Literal["controls"]
-    controls: tuple[ControlName, ...] = ("copy", "weight_svd", "random", "teacher_continued")
-    cache_kinds: Annotated[tuple[CacheKind, ...], NOBODYS_CHOICE] = ()
-    cache_tail_tokens: Positive = 16
-    distil: bool = False
-    block_size: Positive = 256
-    batch_size: Positive = 8
-    num_batches: Positive = 32
+    type: Literal["controls"] = Field(description="kind of the benchmark")
+    controls: tuple[ControlName, ...] = Field(
+        default=("copy", "weight_svd", "random", "teacher_continued"),
+        description="controls to build: copy, weight_svd, random, teacher_continued",
+    )
+    cache_kinds: Annotated[tuple[CacheKind, ...], NOBODYS_CHOICE] = Field(
+        default=(), description="formats of the KV cache that the teacher is read through"
+    )
+    cache_tail_tokens: Positive = Field(default=16, description="tokens of a chunk, which stay in 16 bits")
+    distil: bool = Field(
+        default=False, description="whether controls are trained in the phases of the student"
+    )
+    block_size: Positive = Field(default=256, description="tokens of a window")
+    batch_size: Positive = Field(default=8, description="windows of a forward pass")
+    num_batches: Positive = Field(default=32, description="number of batches")
 
     @model_validator(mode="after")
     def _caches_store_something(self) -> ControlsBenchmarkConfig:
@@ -145,18 +168,25 @@ class WeightsBenchmarkConfig(Config):
     `head` quantises the head as well; `calibration` takes the ranges of `int8_dynamic` from training text.
     """
 
-    type: Literal["weights"]
-    formats: Annotated[tuple[Literal["int8", "int4", "int8_dynamic"], ...], Field(min_length=1)] = (
-        "int8",
-        "int4",
-        "int8_dynamic",
+    type: Literal["weights"] = Field(description="kind of the benchmark")
+    formats: Annotated[tuple[Literal["int8", "int4", "int8_dynamic"], ...], Field(min_length=1)] = Field(
+        default=(
+            "int8",
+            "int4",
+            "int8_dynamic",
+        ),
+        description="formats of the weights: int8, int4, int8_dynamic",
     )
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    head: bool = False
-    calibration: CalibrationConfig = CalibrationConfig()
-    block_size: Positive = 256
-    batch_size: Positive = 8
-    num_batches: Positive = 32
+    dtype: Literal["bf16", "fp16"] = Field(
+        default="bf16", description="16-bit format to compare with: bf16 or fp16"
+    )
+    head: bool = Field(default=False, description="whether the output head is quantised too")
+    calibration: CalibrationConfig = Field(
+        default=CalibrationConfig(), description="how int8_dynamic finds activation ranges"
+    )
+    block_size: Positive = Field(default=256, description="tokens of a window")
+    batch_size: Positive = Field(default=8, description="windows of a forward pass")
+    num_batches: Positive = Field(default=32, description="number of batches")
 
 
 RungName = Literal["eager_math", "flash", "graphs", "int8", "tp2"]
@@ -174,19 +204,22 @@ class InferenceLadderConfig(Config):
     device has not is a row with the reason, and the next rung does without it.
     """
 
-    type: Literal["inference_ladder"]
-    rungs: Annotated[tuple[RungName, ...], Field(min_length=1)] = (
-        "eager_math",
-        "flash",
-        "graphs",
-        "int8",
-        "tp2",
+    type: Literal["inference_ladder"] = Field(description="kind of the benchmark")
+    rungs: Annotated[tuple[RungName, ...], Field(min_length=1)] = Field(
+        default=(
+            "eager_math",
+            "flash",
+            "graphs",
+            "int8",
+            "tp2",
+        ),
+        description="means of speed, added in order",
     )
-    prompt_length: Positive = 128
-    new_tokens: Annotated[int, Field(ge=2)] = 64
-    batch_size: Positive = 1
-    warmup_runs: Positive = 1
-    timed_runs: Positive = 7
+    prompt_length: Positive = Field(default=128, description="tokens of the prompt")
+    new_tokens: Annotated[int, Field(ge=2)] = Field(default=64, description="tokens to generate, at least 2")
+    batch_size: Positive = Field(default=1, description="number of sequences")
+    warmup_runs: Positive = Field(default=1, description="runs before the timing starts")
+    timed_runs: Positive = Field(default=7, description="runs that are timed")
 
     @model_validator(mode="after")
     def _once(self) -> InferenceLadderConfig:
@@ -198,7 +231,7 @@ class InferenceLadderConfig(Config):
 class PendingBenchmarkConfig(Config):
     """`generation` is a known name whose benchmark comes with later work."""
 
-    type: Literal["generation"]
+    type: Literal["generation"] = Field(description="kind of the benchmark")
 
 
 BenchmarkKind = Annotated[
@@ -218,7 +251,9 @@ BenchmarkKind = Annotated[
 class BenchmarkConfig(Config):
     """One benchmark of a suite: what to measure, on which models, how often."""
 
-    id: str
-    config: BenchmarkKind
-    models: Annotated[tuple[ModelName, ...], Field(min_length=1)] = ("teacher", "student")
-    repeats: Positive = 1
+    id: str = Field(description="name of the benchmark in tables and files")
+    config: BenchmarkKind = Field(description="what is measured")
+    models: Annotated[tuple[ModelName, ...], Field(min_length=1)] = Field(
+        default=("teacher", "student"), description="models to measure: teacher, student or both"
+    )
+    repeats: Positive = Field(default=1, description="number of repeats of the measurement")

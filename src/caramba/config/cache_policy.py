@@ -30,8 +30,12 @@ class CacheKeys(Config):
     cache_budget_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="of cache_kind=auto: most megabytes (1e6 bytes) of the whole batch's cache"
     )
-    cache_quality_max_delta_nll: Limit = 0.05
-    cache_quality_max_ppl_ratio: Limit = 1.05
+    cache_quality_max_delta_nll: Limit = Field(
+        default=0.05, description="highest rise of the loss that passes, in nats per token"
+    )
+    cache_quality_max_ppl_ratio: Limit = Field(
+        default=1.05, description="highest ratio of perplexities that passes"
+    )
     cache_quality_max_mean_kl: Limit = Field(
         default=0.05, description="nats per token, of held-out text and of the needle's answers alike"
     )
@@ -48,7 +52,7 @@ class CacheKeys(Config):
         default=True,
         description="time decoding with every kind that passes; without it the smallest is taken",
     )
-    cache_auto_bench_steps: Positive = 16
+    cache_auto_bench_steps: Positive = Field(default=16, description="decode steps of one timing")
     cache_plan: Literal["reuse", "refresh"] = Field(
         default="reuse", description="refresh measures again what an earlier call has written down"
     )
@@ -60,7 +64,9 @@ class CacheKeys(Config):
         default=False,
         description="while generating compare with 16 bits, and go on with those if the KL is too high",
     )
-    cache_plan_probe_interval_sec: Limit = 60.0
+    cache_plan_probe_interval_sec: Limit = Field(
+        default=60.0, description="seconds between two probes of cache_plan_probe"
+    )
     decode_plan: Literal["auto", "fixed", "none"] = Field(
         default="auto",
         description="auto: q_chunk by length, only where attention needs a mask; none: the model's own",

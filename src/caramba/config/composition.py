@@ -32,7 +32,10 @@ class PartialPhaseBase(Config):
 
 
 _PHASE_TYPES = get_type_hints(PhaseConfig, include_extras=True)
-_OPTIONAL: dict[str, Any] = {name: (_PHASE_TYPES[name] | None, None) for name in PhaseConfig.model_fields}
+_OPTIONAL: dict[str, Any] = {
+    name: (_PHASE_TYPES[name] | None, Field(default=None, description=field.description))
+    for name, field in PhaseConfig.model_fields.items()
+}
 PartialPhase = create_model("PartialPhase", __base__=PartialPhaseBase, **_OPTIONAL)
 _GROUP: dict[str, Any] = {"phases": (dict[Slug, PartialPhase], Field(default_factory=dict[str, Any]))}
 TrainGroup = create_model("TrainGroup", __base__=PartialPhase, **_GROUP)

@@ -22,18 +22,43 @@ class DataConfig(Config):
     first token predicted from the document before.
     """
 
-    type: Literal["stdlib", "tokens"] = "stdlib"
-    name: str | None = None
-    tokenizer: Literal["bpe", "byte", "model", "auto"] = "bpe"
-    tokenizer_path: str | None = None
-    vocab_size: Positive | None = None
-    tokenizer_hash: str | None = None
-    path: str | None = None
-    val_path: str | None = None
-    val_frac: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    max_bytes: Positive | None = None
-    packing: Literal["concat", "best_fit"] = "concat"
-    document_mask: bool | None = None
+    type: Literal["stdlib", "tokens"] = Field(
+        default="stdlib",
+        description="stdlib: the source of Python's standard library; tokens: prepared tokens from path",
+    )
+    name: str | None = Field(default=None, description="name in reports; unset: by type and path")
+    tokenizer: Literal["bpe", "byte", "model", "auto"] = Field(
+        default="bpe",
+        description="bpe (trained on the corpus), byte, model (the folder of the model), or auto",
+    )
+    tokenizer_path: str | None = Field(
+        default=None, description="folder of tokenizer=model, which a launch fills in"
+    )
+    vocab_size: Positive | None = Field(
+        default=None,
+        description="entries of the vocabulary, at least 257 for bpe; of tokens: what they must have been made "
+        "with",
+    )
+    tokenizer_hash: str | None = Field(
+        default=None,
+        description="hash of the tokenizer that the tokens must have been made with; unset: not checked",
+    )
+    path: str | None = Field(default=None, description="token folder, .npy or .tokens file of type=tokens")
+    val_path: str | None = Field(default=None, description="held-out tokens; unset: the end of the data")
+    val_frac: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.05, description="share of the data that is held out for validation"
+    )
+    max_bytes: Positive | None = Field(
+        default=None, description="most bytes of type=stdlib to read; unset: all"
+    )
+    packing: Literal["concat", "best_fit"] = Field(
+        default="concat",
+        description="concat: windows of one long stream; best_fit: windows of whole documents",
+    )
+    document_mask: bool | None = Field(
+        default=None,
+        description="whether attention stops at document borders; unset: only with packing=best_fit",
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> DataConfig:

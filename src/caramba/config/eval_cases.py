@@ -13,16 +13,19 @@ from caramba.errors import quote
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 CaseId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+FAIL_FAST = "whether a failed check makes the whole run fail, once all artifacts are written"
 KINDS = ("int_greedy", "choice_logprob")
 
 
 class IntGreedyCase(Config):
     """A prompt that is continued greedily; the first integer of the new text is the answer."""
 
-    kind: Literal["int_greedy"]
-    id: CaseId
-    prompt: str
-    answer: int
+    kind: Literal["int_greedy"] = Field(
+        description="kind of the case: the first integer of a greedy continuation counts"
+    )
+    id: CaseId = Field(description="name of the case in reports")
+    prompt: str = Field(description="text to continue")
+    answer: int = Field(description="the correct integer")
 
     @property
     def expected(self) -> str:
@@ -37,12 +40,18 @@ class ChoiceLogprobCase(Config):
     not the sum; both are recorded.
     """
 
-    kind: Literal["choice_logprob"]
-    id: CaseId
-    prompt: str
-    choices: Annotated[tuple[Text, ...], Field(min_length=2)]
-    answer: int | str
-    length_normalized: bool = False
+    kind: Literal["choice_logprob"] = Field(
+        description="kind of the case: the choice of highest log-probability counts"
+    )
+    id: CaseId = Field(description="name of the case in reports")
+    prompt: str = Field(description="text in front of the choices")
+    choices: Annotated[tuple[Text, ...], Field(min_length=2)] = Field(
+        description="possible continuations, at least two"
+    )
+    answer: int | str = Field(description="the correct choice: its index, or its text")
+    length_normalized: bool = Field(
+        default=False, description="whether the mean log-probability per token decides; default: the sum"
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> ChoiceLogprobCase:
@@ -73,7 +82,9 @@ EvalCase = Annotated[IntGreedyCase | ChoiceLogprobCase, Field(discriminator="kin
 class AccuracyBounds(Config):
     """Share of cases that the student has to answer, and how much less than its teacher it may."""
 
-    min_student_accuracy: Share | None = None
+    min_student_accuracy: Share | None = Field(
+        default=None, description="lowest share of correct answers that passes, from 0 to 1; unset: no bound"
+    )
     max_accuracy_drop: Annotated[float, Field(ge=-1, le=1)] | None = Field(
         default=None, description="of teacher accuracy - student accuracy"
     )
@@ -87,8 +98,12 @@ class AccuracyBounds(Config):
 class EvalThresholds(AccuracyBounds):
     """Bounds over all cases, and over those of one kind."""
 
-    int_greedy: AccuracyBounds = AccuracyBounds()
-    choice_logprob: AccuracyBounds = AccuracyBounds()
+    int_greedy: AccuracyBounds = Field(
+        default=AccuracyBounds(), description="bounds over the cases of this kind"
+    )
+    choice_logprob: AccuracyBounds = Field(
+        default=AccuracyBounds(), description="bounds over the cases of this kind"
+    )
 
 
 class EvalVerifyConfig(Config):
@@ -99,13 +114,22 @@ class EvalVerifyConfig(Config):
     limit, if it has one.
     """
 
-    type: Literal["eval"]
-    tokenizer: str | None = None
-    max_new_tokens: Positive = 16
-    context_window: Positive | None = None
-    cases: Annotated[tuple[EvalCase, ...], Field(min_length=1)]
-    thresholds: EvalThresholds = EvalThresholds()
-    fail_fast: bool = False
+    type: Literal["eval"] = Field(description="kind of the check")
+    tokenizer: str | None = Field(
+        default=None, description="byte, a folder or a tokenizer file; unset: the one of the data"
+    )
+    max_new_tokens: Positive = Field(default=16, description="most new tokens of an answer")
+    context_window: Positive | None = Field(
+        default=None,
+        description="most tokens that a model reads, new ones included; unset: the limit of the model",
+    )
+    cases: Annotated[tuple[EvalCase, ...], Field(min_length=1)] = Field(
+        description="questions with known answers"
+    )
+    thresholds: EvalThresholds = Field(
+        default=EvalThresholds(), description="accuracy that the student has to reach"
+    )
+    fail_fast: bool = Field(default=False, description=FAIL_FAST)
 
     @model_validator(mode="after")
     def _rules(self) -> EvalVerifyConfig:

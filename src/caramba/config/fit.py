@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from caramba.config.base import Config
 from caramba.config.leaf import Positive
@@ -37,5 +37,9 @@ class FitConfig(Config):
     A launch resolves this section into concrete widths before it freezes the manifest.
     """
 
-    target_params: Annotated[Positive, BeforeValidator(parse_count)]
-    block_size: Positive | None = None
+    target_params: Annotated[Positive, BeforeValidator(parse_count)] = Field(
+        description="parameters of the scaled model, such as 150M, embedder and head included"
+    )
+    block_size: Positive | None = Field(
+        default=None, description="context of the scaled model, in tokens; unset: the one of the training"
+    )

@@ -23,8 +23,10 @@ class GenerateConfig(CacheKeys):
     min_p; each filter works on what the one before left, renormalised.
     """
 
-    max_new_tokens: Positive = 128
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    max_new_tokens: Positive = Field(default=128, description="most new tokens of a text")
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=1.0, description="softmax temperature; 0 takes the most likely token"
+    )
     top_k: Positive | None = Field(default=None, description="keep this many of the most likely tokens")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="keep the fewest tokens whose probabilities reach this sum"
@@ -76,9 +78,13 @@ class GenerateConfig(CacheKeys):
 class SampleConfig(Config):
     """What a run of `mode: sample` generates: each prompt's continuation, by the model as it is at that point."""
 
-    prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
-    role: Literal["teacher", "student"] = "student"
-    generate: GenerateConfig = GenerateConfig()
+    prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
+        description="texts to continue"
+    )
+    role: Literal["teacher", "student"] = Field(
+        default="student", description="model that generates: teacher or student"
+    )
+    generate: GenerateConfig = Field(default=GenerateConfig(), description="sampling and cache keys")
 
 
 class ChatConfig(Config):
@@ -88,13 +94,19 @@ class ChatConfig(Config):
     it takes its lines from a pipe.
     """
 
-    messages: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    system: Annotated[str, Field(min_length=1)] | None = None
+    messages: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="messages of the user that are sent first, in order"
+    )
+    system: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="system message; unset: none"
+    )
     plain: bool = Field(
         default=False, description="lines of User: and Assistant:, whatever template there is"
     )
-    role: Literal["teacher", "student"] = "student"
-    generate: GenerateConfig = GenerateConfig()
+    role: Literal["teacher", "student"] = Field(
+        default="student", description="model that answers: teacher or student"
+    )
+    generate: GenerateConfig = Field(default=GenerateConfig(), description="sampling and cache keys")
 
 
 class SpeculativeConfig(Config):
@@ -110,20 +122,30 @@ class SpeculativeConfig(Config):
     tokens; it stays on from there only if the share reaches the floor plus `hysteresis`.
     """
 
-    spec_method: Literal["lookup", "draft", "early_exit"] = "lookup"
+    spec_method: Literal["lookup", "draft", "early_exit"] = Field(
+        default="lookup", description="source of drafts: lookup, draft (a smaller model) or early_exit"
+    )
     spec_draft_layers: Positive | None = Field(
         default=None, description="blocks that early_exit drafts with; unset: a quarter of the model's"
     )
-    spec_k: Annotated[int, Field(ge=1, le=16)] = 4
-    spec_k_adaptive: bool = True
+    spec_k: Annotated[int, Field(ge=1, le=16)] = Field(
+        default=4, description="tokens drafted in a round, from 1 to 16"
+    )
+    spec_k_adaptive: bool = Field(
+        default=True, description="whether the number of drafts follows their acceptance"
+    )
     spec_extra_token: bool = Field(
         default=True,
         description="take one more token from the verifying forward when all drafts are accepted",
     )
-    spec_disable_below_accept: Annotated[float, Field(ge=0, le=1)] = 0.1
-    hysteresis: Annotated[float, Field(ge=0, le=1)] = 0.05
+    spec_disable_below_accept: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="share of accepted drafts below which drafting stops"
+    )
+    hysteresis: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.05, description="share above that floor which drafting must reach to continue"
+    )
     window: Positive = Field(default=32, description="drafted tokens over which acceptance is judged")
-    retry_after: Positive = 64
+    retry_after: Positive = Field(default=64, description="tokens until drafting is tried again")
     max_ngram: Positive = Field(default=4, description="longest run of tokens that a lookup matches")
 
     @model_validator(mode="after")

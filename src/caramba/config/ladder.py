@@ -92,28 +92,55 @@ class LadderConfig(Config):
     row does without it. A row that runs out of memory takes half as many sequences twice.
     """
 
-    type: Literal["ladder"]
-    rows: Annotated[tuple[RowName, ...], Field(min_length=1)] = tuple(
-        name for name in RUNGS if name != "bf16_weights"
+    type: Literal["ladder"] = Field(description="kind of the benchmark")
+    rows: Annotated[tuple[RowName, ...], Field(min_length=1)] = Field(
+        default=tuple(name for name in RUNGS if name != "bf16_weights"),
+        description="means of speed or memory, switched on one after the other",
     )
-    batch_size: Positive = 8
-    gradient_accumulation_steps: Positive = 1
-    block_size: Positive = 2048
-    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    warmup_steps: Positive = 20
-    timed_steps: Positive = 50
-    loss_steps: Positive = 200
-    scheduler: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    lr_warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    val_windows: Positive = 64
-    loss_tolerance: Annotated[float, Field(ge=0)] = 0.01
-    twins: Annotated[int, Field(ge=0, le=16)] = 2
-    float8_min_width: Positive = 1024
-    leave_one_out: bool = True
-    largest: bool = True
-    most_batch: Positive = 512
-    largest_seconds: Positive = 900
-    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    batch_size: Positive = Field(default=8, description="sequences of a forward pass")
+    gradient_accumulation_steps: Positive = Field(
+        default=1, description="forward passes of an optimiser step"
+    )
+    block_size: Positive = Field(default=2048, description="tokens of a sequence")
+    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        default="auto", description="peak learning rate; auto: the published rate for the width"
+    )
+    warmup_steps: Positive = Field(default=20, description="steps before the timing starts")
+    timed_steps: Positive = Field(default=50, description="steps that are timed")
+    loss_steps: Positive = Field(
+        default=200, description="steps of training before the held-out loss is measured"
+    )
+    scheduler: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine", description="learning-rate schedule: constant, linear, cosine or wsd"
+    )
+    lr_warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.1, description="share of the steps in which the learning rate rises"
+    )
+    val_windows: Positive = Field(
+        default=64, description="held-out windows of block_size tokens that the loss is measured on"
+    )
+    loss_tolerance: Annotated[float, Field(ge=0)] = Field(
+        default=0.01,
+        description="largest rise of the held-out loss over the first row, in nats, of a row that may be the "
+        "top",
+    )
+    twins: Annotated[int, Field(ge=0, le=16)] = Field(
+        default=2, description="repeats of the top with other rounding, which measure the noise of the loss"
+    )
+    float8_min_width: Positive = Field(
+        default=1024, description="narrowest side of a linear layer that the fp8 row computes in float8"
+    )
+    leave_one_out: bool = Field(
+        default=True, description="whether the top is also measured without each of its means"
+    )
+    largest: bool = Field(default=True, description="whether the largest batch of each row is searched for")
+    most_batch: Positive = Field(default=512, description="largest batch that the search tries, in sequences")
+    largest_seconds: Positive = Field(
+        default=900, description="time limit of that search for all rows, in seconds"
+    )
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="share of the free device memory that a batch may take"
+    )
 
     @field_validator("rows", mode="after")
     @classmethod

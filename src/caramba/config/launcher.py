@@ -61,7 +61,10 @@ class LauncherConfig(Config):
     """What starts the worker: `inline` in this process, `process` in processes of its own, `torchrun` as ranks of this
     node, `slurm` as a job that goes on without us, `slurm_sbatch_only` writes that job's script and stops."""
 
-    type: Literal["inline", "process", "torchrun", "slurm", "slurm_sbatch_only"] = "inline"
+    type: Literal["inline", "process", "torchrun", "slurm", "slurm_sbatch_only"] = Field(
+        default="inline",
+        description="how workers start: inline, process, torchrun, slurm or slurm_sbatch_only",
+    )
     n_jobs: Positive | None = Field(
         default=None,
         description="points of a sweep at a time; process: else one per GPU, or per core; slurm: else all",
@@ -123,9 +126,13 @@ _DOES = {
 class ClusterConfig(Config):
     """What a SLURM site wants to be asked for; a file of your own under `--config-dir DIR` in DIR/cluster/."""
 
-    partition: Word | None = None
-    account: Word | None = None
-    qos: Word | None = None
+    partition: Word | None = Field(
+        default=None, description="SLURM partition; unset: the default of the site"
+    )
+    account: Word | None = Field(default=None, description="SLURM account; unset: the default of the user")
+    qos: Word | None = Field(
+        default=None, description="SLURM quality of service; unset: the default of the site"
+    )
     time: Time | None = Field(
         default=None, description="limit of a job, as SLURM writes it: HH:MM:SS or D-HH:MM:SS"
     )
@@ -135,7 +142,7 @@ class ClusterConfig(Config):
     )
     cpus_per_task: Positive | None = Field(default=None, description="cores of a rank")
     mem: Memory | None = Field(default=None, description="memory of a node, such as 64G")
-    constraint: Word | None = None
+    constraint: Word | None = Field(default=None, description="SLURM node features; unset: none")
     modules: tuple[Module, ...] = Field(default=(), description="loaded before the worker starts")
     env: dict[str, str] = Field(default_factory=dict[str, str], description="variables that the worker gets")
     options: tuple[Option, ...] = Field(

@@ -34,10 +34,14 @@ class RMSNormLayerConfig(LayerConfig):
 
     target = "caramba.layer.rms_norm:RMSNormLayer"
 
-    type: Literal["RMSNormLayer"] = "RMSNormLayer"
-    d_model: Positive
-    eps: Annotated[float, Field(gt=0)] = 1e-5
-    elementwise_affine: bool = True
+    type: Literal["RMSNormLayer"] = Field(
+        default="RMSNormLayer", description="name of the class of this node"
+    )
+    d_model: Positive = Field(description="width of the input and output")
+    eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-5, description="added to the mean square for stability"
+    )
+    elementwise_affine: bool = Field(default=True, description="whether there is a learned gain per feature")
 
     def parameter_shapes(self) -> Shapes:
         """Return the scale, when there is one."""
@@ -54,10 +58,14 @@ class LayerNormLayerConfig(LayerConfig):
 
     target = "caramba.layer.layer_norm:LayerNormLayer"
 
-    type: Literal["LayerNormLayer"] = "LayerNormLayer"
-    d_model: Positive
-    eps: Annotated[float, Field(gt=0)] = 1e-5
-    bias: bool = True
+    type: Literal["LayerNormLayer"] = Field(
+        default="LayerNormLayer", description="name of the class of this node"
+    )
+    d_model: Positive = Field(description="width of the input and output")
+    eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-5, description="added to the variance for stability"
+    )
+    bias: bool = Field(default=True, description="whether there is a learned offset per feature")
 
     def parameter_shapes(self) -> Shapes:
         """Return the scale and, with `bias`, the shift."""
@@ -74,10 +82,10 @@ class SwiGLULayerConfig(LayerConfig):
 
     target = "caramba.layer.swiglu:SwiGLULayer"
 
-    type: Literal["SwiGLULayer"] = "SwiGLULayer"
-    d_model: Positive
-    d_ff: Positive
-    bias: bool = False
+    type: Literal["SwiGLULayer"] = Field(default="SwiGLULayer", description="name of the class of this node")
+    d_model: Positive = Field(description="width of the input and output")
+    d_ff: Positive = Field(description="width of the hidden features")
+    bias: bool = Field(default=False, description="whether the projections have biases")
 
     def parameter_shapes(self) -> Shapes:
         """Return the three matrices and, with `bias`, their biases."""
@@ -103,11 +111,14 @@ class LinearLayerConfig(LayerConfig):
 
     target = "caramba.layer.linear:LinearLayer"
 
-    type: Literal["LinearLayer"] = "LinearLayer"
-    d_in: Positive
-    d_out: Positive
-    bias: bool = False
-    reduce: Literal["mean", "sum", "concat"] | None = None
+    type: Literal["LinearLayer"] = Field(default="LinearLayer", description="name of the class of this node")
+    d_in: Positive = Field(description="width of the input")
+    d_out: Positive = Field(description="width of the output")
+    bias: bool = Field(default=False, description="whether there is a bias")
+    reduce: Literal["mean", "sum", "concat"] | None = Field(
+        default=None,
+        description="reduction of the branches of a ParallelTopology: mean, sum or concat; unset: none",
+    )
 
     def parameter_shapes(self) -> Shapes:
         """Return the matrix and, with `bias`, its bias."""
@@ -139,8 +150,10 @@ class DropoutLayerConfig(LayerConfig):
 
     target = "caramba.layer.dropout:DropoutLayer"
 
-    type: Literal["DropoutLayer"] = "DropoutLayer"
-    p: Probability
+    type: Literal["DropoutLayer"] = Field(
+        default="DropoutLayer", description="name of the class of this node"
+    )
+    p: Probability = Field(description="probability that a feature is set to zero in training")
 
     def infer(self, width: Width) -> Cost:
         """Take any width of one stream; backward keeps the mask."""

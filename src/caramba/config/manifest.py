@@ -53,8 +53,10 @@ class SettingsConfig(Config):
         default=None, description="a word of the GPU's name; a run on another GPU, or on none, is refused"
     )
     wandb: bool = Field(default=False, description="adds the W&B logger")
-    wandb_project: str = "caramba"
-    wandb_entity: str | None = None
+    wandb_project: str = Field(default="caramba", description="W&B project")
+    wandb_entity: str | None = Field(
+        default=None, description="W&B user or team; unset: the default of the account"
+    )
     eval_iters: Positive | None = Field(default=None, description="steps between held-out validation runs")
     save_every: Positive | None = Field(default=None, description="steps between checkpoints, where unset")
 
@@ -83,16 +85,20 @@ STAGES = ("transplant", "final", "verify")  # what is recorded beside a group's 
 class RunConfig(Config):
     """One run of a group: a phase of training with its own checkpoint, checks alone, sampling, or a conversation."""
 
-    id: Slug
-    mode: Literal["train", "sample", "chat"] = "train"
+    id: Slug = Field(description="name of the run in its group")
+    mode: Literal["train", "sample", "chat"] = Field(
+        default="train", description="train, sample (generate texts) or chat"
+    )
     exp: ExperimentName | None = Field(
         default=None,
         description="train this attention from scratch in the manifest's model, d_ff set so that parameters match",
     )
-    seed: Seed = 1337
+    seed: Seed = Field(default=1337, description="seed of the run")
     steps: Positive | None = Field(default=None, description="overrides train.steps")
-    train: PhaseConfig | None = None
-    verify: tuple[VerifyConfig, ...] = ()
+    train: PhaseConfig | None = Field(default=None, description="the phase of training; unset: none")
+    verify: tuple[VerifyConfig, ...] = Field(
+        default=(), description="checks of the student against its teacher after the phase"
+    )
     sample: SampleConfig | None = Field(default=None, description="what mode=sample generates")
     chat: ChatConfig | None = Field(default=None, description="what mode=chat says, and how it is answered")
 
@@ -140,11 +146,11 @@ class RunConfig(Config):
 class GroupConfig(Config):
     """Runs that execute in order on one dataset, and the benchmarks that follow them."""
 
-    name: Slug
-    description: str = ""
-    data: DataConfig
-    runs: tuple[RunConfig, ...] = ()
-    benchmarks: tuple[BenchmarkConfig, ...] = ()
+    name: Slug = Field(description="name of the group")
+    description: str = Field(default="", description="text for reports")
+    data: DataConfig = Field(description="data of all runs of the group")
+    runs: tuple[RunConfig, ...] = Field(default=(), description="runs, in order")
+    benchmarks: tuple[BenchmarkConfig, ...] = Field(default=(), description="measurements after the last run")
 
     @model_validator(mode="after")
     def _distinct_ids(self) -> GroupConfig:
@@ -167,19 +173,25 @@ class GroupConfig(Config):
 class LoggerConfig(Config):
     """Where metrics go besides metrics.csv and events.jsonl, which every run writes."""
 
-    tensorboard: bool = True
+    tensorboard: bool = Field(default=True, description="whether TensorBoard files are written")
     hdf5: bool = Field(default=False, description="metrics.h5, readable while the run goes on")
-    wandb: bool = False
-    wandb_mode: Literal["online", "offline", "disabled"] = "offline"
+    wandb: bool = Field(default=False, description="whether metrics go to W&B")
+    wandb_mode: Literal["online", "offline", "disabled"] = Field(
+        default="offline", description="W&B mode: online, offline or disabled"
+    )
 
 
 class DebugConfig(Config):
     """Small or instrumented runs: `fdr` does one step of each phase, `overfit` repeats the first batches, `profile`
     records a few steps of each phase in `profile/`."""
 
-    name: Literal["none", "fdr", "overfit", "profile"] = "none"
-    max_steps: Positive | None = None
-    overfit_batches: Positive | None = None
+    name: Literal["none", "fdr", "overfit", "profile"] = Field(
+        default="none", description="none, fdr (one step of each phase), overfit (repeats batches) or profile"
+    )
+    max_steps: Positive | None = Field(default=None, description="most steps of each phase; unset: no limit")
+    overfit_batches: Positive | None = Field(
+        default=None, description="number of batches that are repeated; unset: no repeats"
+    )
 
 
 class Manifest(Config):
@@ -187,38 +199,52 @@ class Manifest(Config):
 
     aliases: ClassVar[dict[str, str]] = {"defaults": "settings"}
 
-    version: Literal[1] = 1
-    name: Slug
-    notes: str = ""
-    vars: dict[str, Any] = {}
-    settings: SettingsConfig = SettingsConfig()
-    seed: Seed = 1337
+    version: Literal[1] = Field(default=1, description="version of this schema")
+    name: Slug = Field(description="name of the experiment, and of its folder under runs/")
+    notes: str = Field(default="", description="text for reports")
+    vars: dict[str, Any] = Field(default={}, description="values that other keys read as ${vars.NAME}")
+    settings: SettingsConfig = Field(default=SettingsConfig(), description="experiment-wide settings")
+    seed: Seed = Field(default=1337, description="seed of all runs without their own")
     deterministic: bool = Field(
         default=False, description="only algorithms that give the same bits again; slower on a GPU"
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    group: str | None = None
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        default="auto", description="device: auto (the fastest one available), cpu, cuda or mps"
+    )
+    group: str | None = Field(default=None, description="the only group to run; unset: all")
     resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")
-    kernels: Literal["auto", "require", "reference"] = "auto"
+    kernels: Literal["auto", "require", "reference"] = Field(
+        default="auto",
+        description="device kernels: auto (where available), require (an error without them) or reference "
+        "(none)",
+    )
     plan: str = Field(
         default="auto",
         description="auto: measure what a key leaves to auto, once per machine; refresh: anew; off: measure nothing; "
         "else the path of a plan.json to go by",
     )
-    model: ModelConfig
+    model: ModelConfig = Field(description="the network, and the teacher that it comes from")
     fit: FitConfig | None = Field(
         default=None, description="scale the model to a size; a launch resolves it into concrete widths"
     )
-    groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)]
-    parallel: ParallelConfig = ParallelConfig()
-    launcher: LauncherConfig = LauncherConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    logger: LoggerConfig = LoggerConfig()
-    debug: DebugConfig = DebugConfig()
-    paper: PaperConfig | None = None
-    review: Annotated[dict[str, Any] | None, Later("the review work")] = None
+    groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)] = Field(
+        description="groups of runs, in order"
+    )
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="how a run is spread over devices")
+    launcher: LauncherConfig = Field(default=LauncherConfig(), description="what starts the workers")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="what a SLURM job asks for")
+    logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics are written")
+    debug: DebugConfig = Field(default=DebugConfig(), description="small or instrumented runs")
+    paper: PaperConfig | None = Field(
+        default=None, description="paper that is drafted after the run; unset: none"
+    )
+    review: Annotated[dict[str, Any] | None, Later("the review work")] = Field(
+        default=None, description="reviews of the paper; not built yet"
+    )
     plugins: Plugins = Field(default=(), description="modules of your own that add layers")
-    origin: Literal["human", "agent"] = "human"
+    origin: Literal["human", "agent"] = Field(
+        default="human", description="author of the manifest: human, or agent, which may not name plugins"
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> Manifest:

@@ -26,10 +26,14 @@ def _parse_topology(value: Any) -> Any:
 class EmbedderConfig(Config):
     """Token embedding, with learned position embeddings added when `max_positions` is set."""
 
-    type: Literal["token", "token_position"] = "token"
-    vocab_size: Positive
-    d_model: Positive
-    max_positions: Positive | None = None
+    type: Literal["token", "token_position"] = Field(
+        default="token", description="token, or token_position with learned position embeddings"
+    )
+    vocab_size: Positive = Field(description="entries of the vocabulary")
+    d_model: Positive = Field(description="width of the residual stream")
+    max_positions: Positive | None = Field(
+        default=None, description="learned positions, for type=token_position only"
+    )
 
     @model_validator(mode="after")
     def _positions(self) -> EmbedderConfig:
@@ -41,8 +45,8 @@ class EmbedderConfig(Config):
 class HeadConfig(Config):
     """Projection to the vocabulary; `tied` shares the embedder's weight."""
 
-    tied: bool = True
-    bias: bool = False
+    tied: bool = Field(default=True, description="whether the head shares the weight of the embedder")
+    bias: bool = Field(default=False, description="whether an untied head has a bias")
 
     @model_validator(mode="after")
     def _tied_has_no_bias(self) -> HeadConfig:
@@ -54,11 +58,13 @@ class HeadConfig(Config):
 class ModelSpec(Config):
     """A network that can be built: embedder, topology, head."""
 
-    type: Literal["TransformerModel"] = "TransformerModel"
-    name: str | None = None
-    embedder: EmbedderConfig
-    topology: Annotated[SerializeAsAny[TopologyConfig], BeforeValidator(_parse_topology)]
-    head: HeadConfig = HeadConfig()
+    type: Literal["TransformerModel"] = Field(default="TransformerModel", description="class of the model")
+    name: str | None = Field(default=None, description="name in reports; unset: none")
+    embedder: EmbedderConfig = Field(description="token embedding")
+    topology: Annotated[SerializeAsAny[TopologyConfig], BeforeValidator(_parse_topology)] = Field(
+        description="the tree of layers between embedder and head"
+    )
+    head: HeadConfig = Field(default=HeadConfig(), description="projection to the vocabulary")
 
 
 class TeacherConfig(Config):
@@ -68,8 +74,13 @@ class TeacherConfig(Config):
     the checkpoint does not carry its own description, or when the teacher is trained here.
     """
 
-    checkpoint: str | None = None
-    manifest: ModelSpec | None = None
+    checkpoint: str | None = Field(
+        default=None,
+        description="run, safetensors file, Hugging Face folder or hub id with the weights; unset: trained here",
+    )
+    manifest: ModelSpec | None = Field(
+        default=None, description="network of the teacher; unset: as the checkpoint describes it"
+    )
 
     @model_validator(mode="after")
     def _has_a_source(self) -> TeacherConfig:
@@ -88,11 +99,23 @@ class SurgeryConfig(Config):
     each layer are chosen by measured error instead, and those of the attention are only where the schema starts from.
     """
 
-    method: Literal["dba", "weight_svd", "random", "copy"] = "dba"
-    sem_dim: Positive | None = None
-    geo_dim: Positive | None = None
-    v_dim: Positive | None = None
-    layout: Literal["per_head", "latent"] | None = None
+    method: Literal["dba", "weight_svd", "random", "copy"] = Field(
+        default="dba",
+        description="dba (from activations), weight_svd, random, or copy (pooled key/value heads)",
+    )
+    sem_dim: Positive | None = Field(
+        default=None, description="cached width of the semantic keys; attention reads it from here"
+    )
+    geo_dim: Positive | None = Field(
+        default=None, description="cached width of the geometric keys; attention reads it from here"
+    )
+    v_dim: Positive | None = Field(
+        default=None, description="cached width of the values; attention reads it from here"
+    )
+    layout: Literal["per_head", "latent"] | None = Field(
+        default=None,
+        description="layout of the student's cache: per_head or latent; unset: as the attention has it",
+    )
     kv_budget_bytes: Positive | None = Field(
         default=None,
         description="bytes of cache per token, all layers together, at 16 bits: widths by measured error",
@@ -121,8 +144,12 @@ class ModelConfig(ModelSpec):
         default=None,
         description="weights to start this model from: a run, a safetensors file or a Hugging Face folder",
     )
-    teacher: TeacherConfig | None = None
-    surgery: SurgeryConfig | None = None
+    teacher: TeacherConfig | None = Field(
+        default=None, description="model that this one is upcycled from; unset: none"
+    )
+    surgery: SurgeryConfig | None = Field(
+        default=None, description="how attention is initialised from the teacher; unset: none"
+    )
 
     @model_validator(mode="after")
     def _surgery_needs_a_teacher(self) -> ModelConfig:

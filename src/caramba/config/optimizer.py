@@ -29,9 +29,15 @@ class AdaGCConfig(Config):
     `gradient_clip_algorithm: adagc` takes these; `max_grad_norm` holds for all gradients together until `warmup_steps`.
     """
 
-    beta: Annotated[float, Field(ge=0, lt=1)] = 0.98
-    relative: Annotated[float, Field(ge=1)] = 1.05
-    warmup_steps: Annotated[int, Field(ge=1)] = 100
+    beta: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.98, description="decay of the moving average of a tensor's gradient norm"
+    )
+    relative: Annotated[float, Field(ge=1)] = Field(
+        default=1.05, description="multiple of that average at which a gradient is clipped"
+    )
+    warmup_steps: Annotated[int, Field(ge=1)] = Field(
+        default=100, description="steps in which max_grad_norm clips all gradients together instead"
+    )
 
 
 def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:

@@ -38,14 +38,17 @@ class CitationsConfig(Config):
     enabled: bool = Field(
         default=True, description="false: nothing is searched; only `bibliography` is cited"
     )
-    max_citations: Positive = 25
-    sources: tuple[SourceName, ...] = ("arxiv", "semantic_scholar")
+    max_citations: Positive = Field(default=25, description="most citations of a paper")
+    sources: tuple[SourceName, ...] = Field(
+        default=("arxiv", "semantic_scholar"),
+        description="services that are searched: arxiv, semantic_scholar",
+    )
     prefer_recent: bool = Field(
         default=True, description="newer records first among those that a search returns"
     )
     recent_years: Positive = Field(default=3, description="what counts as recent")
     bibliography: str | None = Field(default=None, description="a .bib file whose entries may be cited")
-    timeout_s: Seconds = 20.0
+    timeout_s: Seconds = Field(default=20.0, description="time limit of one search, in seconds")
 
 
 _PLAIN_NAME = re.compile(r"[A-Z]+(_[A-Z]+)+[0-9]?")
@@ -116,8 +119,13 @@ class BudgetConfig(Config):
     max_cost_usd: Usd | None = Field(
         default=None, description="needs a model whose price is known, or the two below"
     )
-    usd_per_million_prompt: Usd | None = None
-    usd_per_million_reply: Usd | None = None
+    usd_per_million_prompt: Usd | None = Field(
+        default=None,
+        description="price of a million prompt tokens, in US dollars; unset: as litellm knows it",
+    )
+    usd_per_million_reply: Usd | None = Field(
+        default=None, description="price of a million reply tokens, in US dollars; unset: as litellm knows it"
+    )
 
     @model_validator(mode="after")
     def _both_prices(self) -> BudgetConfig:
@@ -129,34 +137,37 @@ class BudgetConfig(Config):
 class PaperConfig(Config):
     """A paper that is drafted from the artifacts of a run once it has finished."""
 
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="whether a paper is drafted after the run")
     title: str | None = Field(default=None, min_length=1, description="by default the experiment's name")
-    authors: tuple[str, ...] = ()
+    authors: tuple[str, ...] = Field(default=(), description="names of the authors")
     paper_type: Annotated[
         Literal["paper", "technical_report", "arxiv", "blog_post"],
         Later("formats other than LaTeX", "blog_post"),
-    ] = "paper"
-    sections: Annotated[tuple[SectionName, ...], Field(min_length=1)] = (
-        "abstract",
-        "introduction",
-        "related_work",
-        "methodology",
-        "experiments",
-        "results",
-        "discussion",
-        "conclusion",
+    ] = Field(default="paper", description="paper, technical_report, arxiv or blog_post")
+    sections: Annotated[tuple[SectionName, ...], Field(min_length=1)] = Field(
+        default=(
+            "abstract",
+            "introduction",
+            "related_work",
+            "methodology",
+            "experiments",
+            "results",
+            "discussion",
+            "conclusion",
+        ),
+        description="sections of the paper, in order",
     )
     keywords: tuple[str, ...] = Field(default=(), description="what citations are searched by")
     custom_instructions: str = Field(default="", description="further words for the language model")
-    citations: CitationsConfig = CitationsConfig()
+    citations: CitationsConfig = Field(default=CitationsConfig(), description="where citations come from")
     model: str = Field(
         default="gpt-4o", min_length=1, description="as litellm names it: gpt-4o, anthropic/…, ollama/…"
     )
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         default=None, description="by default the model's own; some models take none"
     )
-    api: ApiConfig = ApiConfig()
-    budget: BudgetConfig = BudgetConfig()
+    api: ApiConfig = Field(default=ApiConfig(), description="how the language model is reached")
+    budget: BudgetConfig = Field(default=BudgetConfig(), description="what a draft may spend")
     auto_version: bool = Field(default=True, description="false: only the newest version is kept")
     max_versions: Positive | None = Field(default=None, description="versions that are kept; by default all")
 

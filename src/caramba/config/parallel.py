@@ -36,7 +36,10 @@ class ParallelConfig(Config):
     them. A run that goes on with another number of ranks keeps that product, by accumulating more or less.
     """
 
-    strategy: StrategyName = "single"
+    strategy: StrategyName = Field(
+        default="single",
+        description="single, ddp, fsdp2 (sharded), fsdp2_tp (tensor parallel too) or pipeline",
+    )
     dp: Positive | Literal["auto"] = Field(
         default="auto",
         description="ranks that share the data; auto: as many as the launcher starts, here one per GPU",

@@ -46,7 +46,7 @@ ModuleName = Annotated[str, AfterValidator(_dotted)]
 class PluginConfig(Config):
     """A module that adds layers. A launch notes the folder that it was found in, where workers look for it too."""
 
-    module: ModuleName
+    module: ModuleName = Field(description="name of the Python module")
     folder: str | None = Field(
         default=None,
         description="the folder that holds the module or its package; of an installed package none",
@@ -91,7 +91,7 @@ Plugins = Annotated[
 class PluginSection(Config):
     """The key `plugins` by itself: it is read before the rest, whose types it adds."""
 
-    plugins: Plugins = ()
+    plugins: Plugins = Field(default=(), description="modules of your own that add layers")
 
     @model_validator(mode="after")
     def _once(self) -> PluginSection:

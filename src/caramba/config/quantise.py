@@ -26,7 +26,10 @@ class CalibrationConfig(Config):
     channels; a percentile keeps a few outlying tokens from setting them.
     """
 
-    method: Literal["max", "percentile"] = "max"
+    method: Literal["max", "percentile"] = Field(
+        default="max",
+        description="range of an activation channel: its largest magnitude (max) or a percentile",
+    )
     percentile: Annotated[float, Field(ge=90, lt=100)] = Field(
         default=99.9, description="of method=percentile: of the magnitudes of each channel"
     )

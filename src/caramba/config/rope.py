@@ -19,14 +19,34 @@ class RopeScalingConfig(Config):
     rotated features by `attention_factor`, 0.1 ln(factor) + 1 unless given (Peng et al., 2023, arXiv:2309.00071).
     """
 
-    type: Literal["llama3", "linear", "dynamic", "yarn"]
-    factor: Annotated[float, Field(ge=1.0)] = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: Positive = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    type: Literal["llama3", "linear", "dynamic", "yarn"] = Field(
+        description="rule of the rescaling: llama3, linear, dynamic or yarn"
+    )
+    factor: Annotated[float, Field(ge=1.0)] = Field(
+        default=1.0, description="factor by which the context grows; 1 changes nothing"
+    )
+    low_freq_factor: float = Field(
+        default=1.0,
+        description="type=llama3: lower end of the interpolated band, in periods per trained context",
+    )
+    high_freq_factor: float = Field(
+        default=4.0,
+        description="type=llama3: upper end of the interpolated band, in periods per trained context",
+    )
+    original_max_position_embeddings: Positive = Field(
+        default=8192, description="context that the model was trained on, in tokens"
+    )
+    beta_fast: float = Field(
+        default=32.0,
+        description="type=yarn: rotations per trained context above which a frequency is unchanged",
+    )
+    beta_slow: float = Field(
+        default=1.0,
+        description="type=yarn: rotations per trained context below which a frequency is divided by factor",
+    )
+    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="type=yarn: scale of the rotated features; unset: 0.1 ln(factor) + 1"
+    )
 
     _belongs: ClassVar[dict[str, tuple[str, ...]]] = {
         "low_freq_factor": ("llama3",),

@@ -17,7 +17,7 @@ Nodes = Annotated[tuple[Node, ...], Field(min_length=1)]
 class TopologyConfig(NodeConfig):
     """A node that holds other nodes. Unless a subclass says otherwise they run in order, once."""
 
-    layers: Nodes
+    layers: Nodes = Field(description="the nodes of this topology, in order")
 
     def infer(self, width: Width) -> Cost:
         """Check the widths from node to node and return the cost of the tree.
@@ -75,7 +75,9 @@ class StackedTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.stacked:StackedTopology"
 
-    type: Literal["StackedTopology"] = "StackedTopology"
+    type: Literal["StackedTopology"] = Field(
+        default="StackedTopology", description="name of the class of this node"
+    )
 
 
 class SequentialTopologyConfig(TopologyConfig):
@@ -83,7 +85,9 @@ class SequentialTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.stacked:StackedTopology"
 
-    type: Literal["SequentialTopology"] = "SequentialTopology"
+    type: Literal["SequentialTopology"] = Field(
+        default="SequentialTopology", description="name of the class of this node"
+    )
 
 
 class ResidualTopologyConfig(TopologyConfig):
@@ -91,7 +95,9 @@ class ResidualTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.residual:ResidualTopology"
 
-    type: Literal["ResidualTopology"] = "ResidualTopology"
+    type: Literal["ResidualTopology"] = Field(
+        default="ResidualTopology", description="name of the class of this node"
+    )
 
     def infer(self, width: Width) -> Cost:
         """Chain the nodes, which give back the width that they took."""
@@ -103,8 +109,10 @@ class NestedTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.nested:NestedTopology"
 
-    type: Literal["NestedTopology"] = "NestedTopology"
-    repeat: Positive
+    type: Literal["NestedTopology"] = Field(
+        default="NestedTopology", description="name of the class of this node"
+    )
+    repeat: Positive = Field(description="number of repeats of the list, each with its own weights")
 
     def infer(self, width: Width) -> Cost:
         """Chain the nodes once, count them `repeat` times; repeated, they give back the width they took."""
@@ -118,7 +126,9 @@ class ParallelTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.parallel:ParallelTopology"
 
-    type: Literal["ParallelTopology"] = "ParallelTopology"
+    type: Literal["ParallelTopology"] = Field(
+        default="ParallelTopology", description="name of the class of this node"
+    )
 
     def infer(self, width: Width) -> Cost:
         """Return a stack of as many streams as there are nodes, which all give the same width."""
@@ -137,7 +147,9 @@ class BranchingTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.branching:BranchingTopology"
 
-    type: Literal["BranchingTopology"] = "BranchingTopology"
+    type: Literal["BranchingTopology"] = Field(
+        default="BranchingTopology", description="name of the class of this node"
+    )
 
     def infer(self, width: Width) -> Cost:
         """Return one stream as wide as all nodes' outputs together."""
@@ -150,8 +162,10 @@ class CyclicTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.cyclic:CyclicTopology"
 
-    type: Literal["CyclicTopology"] = "CyclicTopology"
-    n_cycles: Positive
+    type: Literal["CyclicTopology"] = Field(
+        default="CyclicTopology", description="name of the class of this node"
+    )
+    n_cycles: Positive = Field(description="number of passes through the list, with shared weights")
 
     def infer(self, width: Width) -> Cost:
         """Count weights once, work and caches once per cycle; each feeds the next, so the width is kept."""
@@ -167,8 +181,10 @@ class RecurrentTopologyConfig(TopologyConfig):
 
     target = "caramba.topology.recurrent:RecurrentTopology"
 
-    type: Literal["RecurrentTopology"] = "RecurrentTopology"
-    steps: Positive
+    type: Literal["RecurrentTopology"] = Field(
+        default="RecurrentTopology", description="name of the class of this node"
+    )
+    steps: Positive = Field(description="number of steps in depth, with shared weights")
 
     def infer(self, width: Width) -> Cost:
         """Count weights once, work and caches once per step; the output is the next state: same width."""

@@ -41,9 +41,13 @@ class ConvergenceConfig(Config):
     A frozen block costs nothing more, and a phase whose blocks are all frozen ends early.
     """
 
-    target: Annotated[float, Field(gt=0)]
-    patience: Positive = 50
-    max_steps: Positive | None = None
+    target: Annotated[float, Field(gt=0)] = Field(
+        description="smoothed loss of a block at which it may freeze"
+    )
+    patience: Positive = Field(default=50, description="steps that the loss has to stay at the target")
+    max_steps: Positive | None = Field(
+        default=None, description="steps after which it freezes in any case; unset: none"
+    )
 
 
 class LoraConfig(Config):
@@ -53,10 +57,16 @@ class LoraConfig(Config):
     head (Hu et al., 2021, arXiv:2106.09685).
     """
 
-    rank: Positive = 16
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rank: Positive = Field(default=16, description="rank of the updates")
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=32.0, description="scale of the updates is alpha / rank"
+    )
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        default=("all-linear",), description="last parts of module names to train, or all-linear"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="dropout probability of the input of an update"
+    )
 
 
 OWN_KEYS = {
@@ -83,7 +93,10 @@ class PhaseConfig(Config):
         "use_gradient_checkpointing": "activation_checkpointing",
     }
 
-    phase: PhaseName
+    phase: PhaseName = Field(
+        description="pretrain, blockwise (each block alone), drift (blocks on the student's own inputs) or "
+        "global (all at once)"
+    )
     trains: Literal["teacher", "student", "variant"] | None = Field(
         default=None, description="variant is what a run with exp trains"
     )
@@ -91,7 +104,10 @@ class PhaseConfig(Config):
         default=False,
         description="train the teacher further on the tokens of the student's phases, beside the comparison",
     )
-    objective: Literal["ce", "kl", "mixed"] = "ce"
+    objective: Literal["ce", "kl", "mixed"] = Field(
+        default="ce",
+        description="ce (cross-entropy), kl (distillation) or mixed; only phase=global takes others than ce",
+    )
     kl_weight: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.5, description="share of the teacher's KL in objective=mixed; the rest is cross-entropy"
     )
@@ -100,11 +116,11 @@ class PhaseConfig(Config):
         description="of the distance to the teacher's residual stream in objective=kl or mixed; falls to 0 over the "
         "phase",
     )
-    steps: Positive
+    steps: Positive = Field(description="number of optimiser steps")
     batch_size: Positive | Literal["auto"] = Field(
         default=16, description="auto: the most that fits memory_utilization, measured on the run's own step"
     )
-    block_size: Positive = 256
+    block_size: Positive = Field(default=256, description="tokens of a sequence")
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         default=3e-4,
         description="auto: the published rate of the phase at width 2048, more for a narrower model",
@@ -124,14 +140,20 @@ class PhaseConfig(Config):
     )
     betas: tuple[Beta, Beta] = Field(default=BETAS, description="0.9 and 0.99 where none are given for lion")
     momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
-    scheduler: Literal["none", "constant", "linear", "cosine", "wsd"] = "cosine"
+    scheduler: Literal["none", "constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine", description="course of lr after the warm-up; none and constant are equal"
+    )
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2, description="share of the steps in which wsd decays, at the end"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    weight_decay: NonNegative = 0.0
-    gradient_accumulation_steps: Positive = 1
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps in which lr rises from 0")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="share of lr at the end"
+    )
+    weight_decay: NonNegative = Field(default=0.0, description="decoupled weight decay")
+    gradient_accumulation_steps: Positive = Field(
+        default=1, description="forward and backward passes of a step"
+    )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         default=1.0, description="of all gradients together; in blockwise and drift of each block's own"
     )
@@ -139,7 +161,7 @@ class PhaseConfig(Config):
         default="norm",
         description="value clips every element at max_grad_norm; adagc each tensor by its own past norms",
     )
-    adagc: AdaGCConfig | None = None
+    adagc: AdaGCConfig | None = Field(default=None, description="keys of adagc clipping; unset: its defaults")
     nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
         description="of a loss or gradient that is not finite: stop names the windows of the batch, skip leaves it out",
@@ -147,13 +169,25 @@ class PhaseConfig(Config):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="save and evaluate an exponential moving average of the trained weights"
     )
-    lora: LoraConfig | None = None
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    seed: Seed | None = None
-    save_every: Positive | None = None
-    eval_every: Positive | None = None
-    schedule: Literal["concurrent", "sequential"] = "concurrent"
-    convergence: ConvergenceConfig | None = None
+    lora: LoraConfig | None = Field(
+        default=None, description="train low-rank updates in phase=global; unset: all weights"
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="softmax temperature of kl and mixed"
+    )
+    seed: Seed | None = Field(default=None, description="seed of this phase; unset: the seed of the run")
+    save_every: Positive | None = Field(
+        default=None, description="steps between checkpoints; unset: settings.save_every"
+    )
+    eval_every: Positive | None = Field(
+        default=None, description="steps between validations; unset: settings.eval_iters"
+    )
+    schedule: Literal["concurrent", "sequential"] = Field(
+        default="concurrent", description="order in which blocks train: all together, or one after another"
+    )
+    convergence: ConvergenceConfig | None = Field(
+        default=None, description="when a block freezes early; unset: never"
+    )
     trainable: Literal["auto", "all", "maps"] = Field(
         default="auto",
         description="maps: a latent student's W_q and W_o, which surgery copies, stay as they are; auto: maps where "
@@ -169,12 +203,18 @@ class PhaseConfig(Config):
     cross_entropy: Literal["chunked", "dense"] = Field(
         default="chunked", description="dense makes the logits of a whole batch at once, as a plain loop does"
     )
-    cache_teacher_outputs: bool = False
-    teacher_cache_max_gb: Annotated[float, Field(gt=0)] = 20.0
+    cache_teacher_outputs: bool = Field(
+        default=False, description="store the outputs of the teacher on disk and read them in each step"
+    )
+    teacher_cache_max_gb: Annotated[float, Field(gt=0)] = Field(
+        default=20.0, description="largest such store, in 1e9 bytes; a larger one is refused"
+    )
     teacher_top_k: Positive = Field(
         default=64, description="logits per token that a cached global phase keeps"
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] | None = None
+    device: Literal["auto", "cpu", "cuda", "mps"] | None = Field(
+        default=None, description="device of this phase: auto, cpu, cuda or mps; unset: the device of the run"
+    )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(
@@ -183,7 +223,9 @@ class PhaseConfig(Config):
             "auto, ...) holds against float32 at its own batch"
         ),
     ] = "auto"
-    use_amp: bool | Literal["auto"] = "auto"
+    use_amp: bool | Literal["auto"] = Field(
+        default="auto", description="16-bit autocast with float32 weights; auto: by dtype"
+    )
     amp_dtype: Literal["auto", "bfloat16", "float16"] = Field(
         default="auto", description="float16 scales the loss, and skips steps whose gradients overflow"
     )
@@ -234,10 +276,16 @@ class PhaseConfig(Config):
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default=0, description="processes that read data; auto: as many as keep the device from waiting"
     )
-    pin_memory: bool | None = None
-    orchestrator_enabled: Annotated[bool, Later(SWITCHING)] = False
-    orchestrator_decision_interval: Annotated[Positive | None, Later(SWITCHING)] = None
-    orchestrator_initial_strategy: Annotated[str | None, Later(SWITCHING)] = None
+    pin_memory: bool | None = Field(default=None, description="page-locked batches; unset: on CUDA only")
+    orchestrator_enabled: Annotated[bool, Later(SWITCHING)] = Field(
+        default=False, description="whether optimisers are switched within a phase; not built yet"
+    )
+    orchestrator_decision_interval: Annotated[Positive | None, Later(SWITCHING)] = Field(
+        default=None, description="steps between two such decisions; not built yet"
+    )
+    orchestrator_initial_strategy: Annotated[str | None, Later(SWITCHING)] = Field(
+        default=None, description="optimiser strategy at the start; not built yet"
+    )
 
     @model_validator(mode="before")
     @classmethod
