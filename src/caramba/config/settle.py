@@ -16,6 +16,7 @@ from caramba.errors import ConfigError, bare, quote
 NEEDS_TEACHER = ("blockwise", "drift", "global")
 DEFAULT_SEED = 1337
 BATCH_SIZE = PhaseConfig.model_fields["batch_size"].default
+LEAST_WINDOW = 256  # tokens of a fidelity check, whatever training reads
 
 
 def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]) -> None:
@@ -40,12 +41,29 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
             if is_mapping(run) and is_mapping(run.get("train")):
                 later = [item["train"].get("phase") for item in runs[number + 1 :] if _trains(item)]
                 _settle_run(run, manifest, settings, later, ("groups", index, "runs", number), origins, given)
+        _settle_windows(runs)
         _settle_controls(runs, mapping_of(manifest.get("debug")).get("max_steps"), given)
     if not has_teacher_weights(manifest):
         for group in list_of(manifest.get("groups")):
             for item in list_of(mapping_of(group).get("benchmarks")):
                 if is_mapping(item):
                     item.setdefault("models", ["student"])
+
+
+def _settle_windows(runs: list[Any]) -> None:
+    """Give fidelity checks without a `block_size` the longest window that a run trains on, 256 tokens or more."""
+    trained = [run["train"].get("block_size") for run in runs if _trains(run)]
+    longest = max((size for size in trained if isinstance(size, int)), default=0)
+    for run in runs:
+        if is_mapping(run) and is_list(run.get("verify")):
+            run["verify"] = [
+                {**check, "block_size": max(longest, LEAST_WINDOW)} if _needs_window(check) else check
+                for check in run["verify"]
+            ]
+
+
+def _needs_window(check: Any) -> bool:
+    return is_mapping(check) and check.get("type") == "fidelity" and check.get("block_size") is None
 
 
 def _settle_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:

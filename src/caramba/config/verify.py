@@ -47,7 +47,10 @@ class FidelityVerifyConfig(Config):
     type: Literal["fidelity"] = Field(description="kind of the check")
     batches: Positive = Field(default=5, description="number of batches")
     batch_size: Positive = Field(default=8, description="sequences of a batch")
-    block_size: Positive = Field(default=256, description="tokens of a sequence")
+    block_size: Positive = Field(
+        default=256,
+        description="tokens of a sequence; unset, the longest window that a run trains on, at least 256",
+    )
     split: Literal["auto", "train", "val"] = Field(
         default="auto", description="data to measure on: train, val, or auto (val if there is one)"
     )

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tests.unit.launch.test_compose import manifest_of
 
 from caramba.cli import main
+from caramba.config.verify import FidelityVerifyConfig
 from caramba.errors import ConfigError
 from caramba.launch.compose import compose
 from caramba.launch.freeze import freeze
@@ -178,5 +179,17 @@ def test_compose_experiment_of_a_user_with_single_keys_keeps_the_typed_option(tm
 
 
 def test_compose_two_options_of_a_group_that_replace_each_other_are_refused():
-    with pytest.raises(ConfigError, match=r"verify=\[eval,default\]: conf/verify/default.yaml:2 replaces"):
+    with pytest.raises(ConfigError, match=r"verify=\[eval,default\]: conf/verify/default.yaml:\d+ replaces"):
         compose(["verify=[eval,default]"])
+
+
+@pytest.mark.parametrize(("train", "longest"), [("blockwise", 256), ("upcycle_1b", 2048)])
+def test_default_verification_reads_windows_of_training_length(train: str, longest: int) -> None:
+    manifest = freeze(["model=tiny_dba", f"train={train}", "verify=default"]).manifest
+    sizes = [
+        check.block_size
+        for run in manifest.groups[0].runs
+        for check in run.verify
+        if isinstance(check, FidelityVerifyConfig)
+    ]
+    assert sizes == [longest]
