@@ -75,7 +75,7 @@ def test_the_compiled_step_is_one_graph_for_all_positions(name: str, kind: KVCac
         wanted = next_logits(model, tokens_of()[:, t], eager)
         torch.testing.assert_close(compiled(model, tokens_of()[:, t], step), wanted)
     assert len(graphs) == 1
-    assert step.held.tolist() == [CAPACITY] * 2
+    assert step.device_lengths.tolist() == [CAPACITY] * 2
 
 
 class _SeenError(Exception):
@@ -171,7 +171,7 @@ def test_a_captured_step_replays_as_eager_and_takes_no_memory(name: str, kind: K
     bound = {KVCacheKind.FP32: 1e-4, KVCacheKind.FP16: 5e-3, KVCacheKind.BF16: 4e-2}.get(kind, 1e-1)
     torch.testing.assert_close(found, torch.stack(expected), rtol=bound, atol=bound)
     assert ctx.position == CAPACITY
-    assert step.held.tolist() == [CAPACITY] * 2
+    assert step.device_lengths.tolist() == [CAPACITY] * 2
 
 
 @pytest.mark.gpu

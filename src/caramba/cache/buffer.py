@@ -1,4 +1,4 @@
-"""Memory for the tokens of a stream: an array that fills along its token axis and grows there."""
+"""Growing buffer for the tokens of one cached stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST_CAPACITY = 16
 
 
 class TokenBuffer:
-    """An array [B, N, capacity, W] of which the caller knows how many tokens are in use.
+    """A buffer [B, N, capacity, W] that grows along its token axis; the caller counts the tokens in use.
 
     `static` allocates `limit` tokens at once. Otherwise nothing is allocated before the first write, and a full
     buffer is replaced by one of at least twice its capacity, never above `limit`.
@@ -57,7 +57,10 @@ class TokenBuffer:
         return self.data.narrow(2, 0, n_tokens)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Put [B, N, T, W] at tokens `start` to `start` + T, in this buffer's type; what is before `start` stays."""
+        """Write values [B, N, T, W] at tokens `start` to `start` + T, cast to this buffer's dtype.
+
+        The buffer grows if needed; tokens before `start` are kept.
+        """
         n_tokens = values.shape[2]
         end = start + n_tokens
         if end > self.data.shape[2]:
@@ -67,7 +70,7 @@ class TokenBuffer:
         self.data.narrow(2, start, n_tokens).copy_(values)
 
     def row(self, index: int, n_rows: int = 1) -> TokenBuffer:
-        """Return the buffer of one sequence, or of `n_rows` from one on, in this one's memory."""
+        """Return a view of sequences `index` to `index` + `n_rows` that shares this buffer's memory."""
         alone = copy.copy(self)
         alone.data = self.data[index : index + n_rows]
         return alone

@@ -21,8 +21,8 @@ class Context:
         ...                  # every attention application takes ctx.next_cache(), in execution order
         ctx.commit(T)        # position += T
 
-    A model does this itself; who runs a layer or topology alone with a context calls `begin` and `commit`
-    around it. There is one cache per *application*: a CyclicTopology's attention takes one per cycle, a
+    A model does this itself. A caller that runs a single layer or topology with a context calls `begin` and `commit`
+    itself. There is one cache per *application*: a CyclicTopology's attention takes one per cycle, a
     RecurrentTopology's one per step, because each pass through shared weights sees other inputs.
 
     Between `begin` and `commit` the caches run ahead of `position`. A forward that raised leaves them so; the
@@ -67,9 +67,9 @@ class Context:
         self.position = end
 
     def lengths(self, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens that `cache` holds on its device, int32 [B], and those in blocks, int32 [1], if any are.
+        """Return device tensors of the tokens stored, int32 [B], and of those in blocks, int32 [1] or None.
 
-        All applications of a forward hold as many, so one pair of tensors serves them.
+        All applications of a forward store the same number, so they share one pair of tensors.
         """
         some = next(iter(cache.tensors.values()))
         counts, known = (cache.n_tokens, cache.n_packed), self._lengths
@@ -104,9 +104,9 @@ class Context:
             cache.select(rows)
 
     def pack(self, n_tokens: int) -> bool:
-        """Quantise what a forward after `n_tokens` tokens quantises first, and return whether there was any.
+        """Quantise the tail tokens that a forward after `n_tokens` tokens would quantise first.
 
-        All caches hold as many blocks, so the first one answers for the others.
+        Return True if there were any. All caches store the same number of blocks, so the first one decides.
         """
         if not self.caches or not self.caches[0].pack(n_tokens):
             return False
@@ -116,14 +116,16 @@ class Context:
 
     @property
     def n_packed(self) -> int | None:
-        """Tokens that quantised caches hold as blocks, all as many; None where none is quantised."""
+        """Tokens stored as quantised blocks, the same number in every cache; None if none is quantised."""
         return next((cache.n_packed for cache in self.caches if cache.n_packed is not None), None)
 
     def row(self, index: int, n_rows: int = 1) -> Context:
-        """Return the context of one sequence, or of `n_rows` from one on, which goes on by itself in this one's memory.
+        """Return a context of sequences `index` to `index` + `n_rows` that shares this one's memory.
+
+        The new context counts its own position.
 
         Raises:
-            ConfigError: buffers that grow, and so would part from it.
+            ConfigError: the buffers can grow, and would then no longer share memory.
         """
         stores = [tensor.store for cache in self.caches for tensor in cache.tensors.values()]
         if any(part.capacity < part.limit for store in stores for part in store.buffers.values()):
@@ -135,13 +137,13 @@ class Context:
         return alone
 
     def clear(self) -> None:
-        """Forget every token, and overwrite all that is allocated with zeros."""
+        """Discard every token, and overwrite all allocated memory with zeros."""
         self.truncate(0)
-        # In one launch: a row is cleared while others wait for their next token.
+        # One kernel launch: other rows wait for their next token meanwhile.
         torch._foreach_zero_([part for cache in self.caches for part in cache.memory])  # pyright: ignore[reportPrivateImportUsage]
 
     def clone(self) -> Context:
-        """Return a copy that shares no memory and goes on by itself."""
+        """Return an independent copy that shares no memory."""
         copied = Context([cache.clone() for cache in self.caches])
         copied.position = self.position
         return copied
@@ -155,7 +157,7 @@ class Context:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the content and position of a context of the same model, batch and format.
+        """Load the content and position of a context of the same model, batch and format.
 
         Raises:
             ConfigError: the state of another model, batch or format; the context is then empty.
@@ -193,14 +195,14 @@ class Context:
         return sum(cache.used_bytes for cache in self.caches)
 
     def tail_bytes(self) -> int:
-        """Return the bytes, of those used, of the tokens that quantised caches still have in 16 bits."""
+        """Return the bytes of the 16-bit tails of quantised caches, a part of `used_bytes`."""
         return sum(cache.tail_bytes for cache in self.caches)
 
     def first_bytes(self) -> int:
-        """Return the bytes, of those used, of first tokens that are kept at full precision besides."""
+        """Return the bytes of exact first tokens, a part of `used_bytes`."""
         return sum(cache.first_bytes for cache in self.caches)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one sequence takes for good, all applications together."""
+        """Bytes per token of one sequence, summed over all applications, once out of the 16-bit tail."""
         return sum(cache.bytes_per_token for cache in self.caches)

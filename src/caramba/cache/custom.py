@@ -1,4 +1,4 @@
-"""The cache of a layer of somebody's own: whatever streams it names, read and written from the host."""
+"""The cache of a user's custom layer: the streams it declares, read and written from the host."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from caramba.config.kvcache import KVCacheKind, Streams
 class CustomLayerCache(LayerCache):
     """The streams that a layer's schema declares by `cached_streams`, [B, heads, S, width] each.
 
-    The layer's forward takes it by `ctx.next_cache()`, once, gives the new tokens of every stream to `append`, and
-    gets all tokens back, the new ones last. Everything else (rolling back, choosing rows, quantised formats, saving)
-    is done without it.
+    The layer's forward calls `ctx.next_cache()` once, passes the new tokens of every stream to `append`, and receives
+    all stored tokens, the new ones last. The cache itself handles rollback, row selection, quantised formats and
+    saving.
     """
 
     is_for_host = True
 
     def __init__(self, streams: Streams, **options: Any) -> None:
-        self.__dict__["names"] = tuple(
-            name for name, _, _ in streams
-        )  # of this cache, where others are of a class
+        # An instance attribute: other caches declare `names` on the class.
+        self.__dict__["names"] = tuple(name for name, _, _ in streams)
         super().__init__(streams, **options)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The state of a decode step that the device counts by itself, so that it can be compiled or replayed as a graph."""
+"""Cache state with lengths counted on the device, so that decode steps can be compiled or captured in a graph."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from caramba.ops import StoredStream
 
 
 class DeviceContext:
-    """Takes a context's place in forwards of one token per sequence, with the lengths in tensors on the device.
+    """Replaces a `Context` in forwards of one token per sequence; lengths are tensors on the device.
 
-    A forward is then a function of tensors of fixed shape and address: it reads `held`, writes behind it into the
-    context's own buffers, and adds one to it. The host counts beside it:
+    A forward is then a function of tensors of fixed shape and address: it reads `device_lengths`, writes the new token
+    after them into the context's buffers, and adds one. The host counts too:
 
         step = DeviceContext(ctx)      # ctx has seen a prompt
         step.advance()               # on the host: refuses a full cache, counts the token
         model(token, step)           # or the replay of a graph that did this
 
-    `ctx` holds the tokens as if it had stored them itself and goes on where the steps end. A rollback is told by
-    `truncate`, whatever else changes it by `sync_from_host`; after `select` or `load_state_dict` a new step is made.
+    `ctx` stores the tokens as if it had run the steps itself, and can continue after them. Call `truncate` for a
+    rollback and `sync_from_host` after any other change; after `select` or `load_state_dict` make a new step.
 
     The tail of a quantised cache becomes blocks between two steps, in `advance`: the host counts, so it knows when,
     and a step itself stays the same work in the same memory, with `packed` a tensor that it reads.
 
     Attributes:
         places: where in the caches' `allocations` this step's token goes, int32 [B], once a forward has begun.
-        packed: tokens that each sequence holds as blocks, int32 [B], None where no stream is quantised.
-        held: tokens stored before this step, int32 [B].
-        seqlens: those with this step's, int32 [B], once a forward has begun.
+        packed: tokens that each sequence stores as quantised blocks, int32 [B]; None if no stream is quantised.
+        device_lengths: tokens stored before this step, int32 [B].
+        seqlens: tokens stored including this step's, int32 [B], once a forward has begun.
         offset: position of this step's token, once a forward has begun, int32 [B, 1].
         width: tokens per sequence that a forward takes.
-        angles: cosines and sines of this step's positions, by frequencies that layers share or by who has them.
-        apart: who has frequencies of their own, None until a forward has looked for them. Layers that are swapped for
-            others later make their own angles.
+        angles: cosines and sines of this step's positions, by shared frequencies or by rotary module.
+        separate_ropes: rotary modules with their own frequencies; None until the first forward collects them. Layers
+            that are replaced later compute their own angles.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.
@@ -55,13 +55,19 @@ class DeviceContext:
         self.ctx = ctx
         n_packed = ctx.n_packed
         with torch.inference_mode(False):
-            self.held = torch.full((some.batch_size,), ctx.position, dtype=torch.int32, device=some.device)
-            self.packed = None if n_packed is None else torch.full_like(self.held, n_packed)
-        self.seqlens, self.offset, self.places = self.held, self.held.clone()[:, None], self.held
+            self.device_lengths = torch.full(
+                (some.batch_size,), ctx.position, dtype=torch.int32, device=some.device
+            )
+            self.packed = None if n_packed is None else torch.full_like(self.device_lengths, n_packed)
+        self.seqlens, self.offset, self.places = (
+            self.device_lengths,
+            self.device_lengths.clone()[:, None],
+            self.device_lengths,
+        )
         self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
         self._cursor = 0
         self.angles: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.apart: Sequence[Any] | None = None
+        self.separate_ropes: Sequence[Any] | None = None
 
     @classmethod
     def refusal(cls, ctx: Context) -> str | None:
@@ -87,8 +93,8 @@ class DeviceContext:
         self.ctx.position = end
 
     def sync_from_host(self) -> None:
-        """Go on, on the device, from where the context is."""
-        self.held.fill_(self.ctx.position)
+        """Set the device's lengths from the context's position."""
+        self.device_lengths.fill_(self.ctx.position)
         if self.packed is not None:
             self.packed.fill_(self.ctx.n_packed or 0)
 
@@ -100,10 +106,10 @@ class DeviceContext:
     def begin(self) -> None:
         """Start a forward."""
         self._cursor, self.angles = 0, {}
-        self.seqlens = self.held + 1
-        # No view of `held`: a compiled graph that changes it takes no second name for it beside quantised weights.
-        self.offset = self.held.clone()[:, None]
-        self.places = self.held if self.packed is None else self.held - self.packed
+        self.seqlens = self.device_lengths + 1
+        # A clone: with quantised weights, a compiled graph that mutates `device_lengths` cannot take an alias of it.
+        self.offset = self.device_lengths.clone()[:, None]
+        self.places = self.device_lengths if self.packed is None else self.device_lengths - self.packed
 
     def next_cache(self) -> LayerCache:
         """Return the cache of the attention application that runs now, and advance to the following one."""
@@ -115,9 +121,9 @@ class DeviceContext:
         self._cursor += 1
         return self.ctx.caches[self._cursor - 1]
 
-    def stored(self, cache: LayerCache) -> Mapping[str, StoredStream]:
-        """Return the streams of a cache as they lie in memory."""
-        return cache.stored()
+    def storage(self, cache: LayerCache) -> Mapping[str, StoredStream]:
+        """Return the streams of a cache as allocated, without a copy."""
+        return cache.storage()
 
     def commit(self, n_tokens: int) -> None:
         """End a forward: the device counts its token.
@@ -134,13 +140,13 @@ class DeviceContext:
         self._count()
 
     def _count(self) -> None:
-        self.held.add_(1)
+        self.device_lengths.add_(1)
 
 
 def refusal(ctx: Context, *, is_packed: bool = False) -> str | None:
     """Return why steps on a context cannot run by themselves on the device, None where they can.
 
-    `is_packed` says that somebody quantises the tail of a quantised cache between the steps.
+    `is_packed` is True if the caller quantises the tail of a quantised cache between the steps.
     """
     if not ctx.caches:
         return "the model has no cache"

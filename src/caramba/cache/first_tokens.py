@@ -1,4 +1,4 @@
-"""The cache of a latent layer that keeps a sequence's first tokens at full precision besides."""
+"""The cache of a latent layer that also stores a sequence's first tokens at full precision."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from caramba.errors import ConfigError
 
 
 class FirstTokensKVCache(LatentLayerKVCache):
-    """The latent and the geometric key of every token, and of the first n also `k_first` (after RoPE) and `v_first`.
+    """Latent cache that also stores `k_first` (after RoPE) and `v_first` of the first n tokens.
 
-    Those two are in the cache's own type, in bfloat16 where that is quantised. They are a constant of each sequence:
-    `bytes_per_token` does not count them, `first_bytes` says what they take, `used_bytes` and `allocated_bytes` are
-    of everything.
+    Both are stored in the cache's dtype, in bfloat16 if that is quantised. Their size is constant per sequence:
+    `bytes_per_token` excludes them, `first_bytes` reports them, `used_bytes` and `allocated_bytes` include them.
     """
 
     keeps_first_tokens = True

@@ -94,7 +94,7 @@ class LayerCache:
 
     @property
     def tensors(self) -> Mapping[str, KVCacheTensor]:
-        """What is allocated, by name: a tensor for each stream, or one for several that lie side by side."""
+        """Allocated tensors by name: one per stream, or one for several concatenated streams."""
         return self._tensors
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -140,19 +140,19 @@ class LayerCache:
 
     @property
     def allocations(self) -> list[Tensor]:
-        """The buffers [B, K, S, W] that new tokens go into, the streams side by side in the order of `names`.
+        """The buffers [B, K, S, W] that new tokens are written to, in the order of `names`.
 
-        Of an exact format they hold all tokens, of a quantised one those that are not blocks yet.
+        For an exact format they store all tokens, for a quantised one the 16-bit tail.
         """
-        return [tensor.stored().tensors[-1] for tensor in self._tensors.values()]
+        return [tensor.storage().tensors[-1] for tensor in self._tensors.values()]
 
-    def stored(self) -> dict[str, StoredStream]:
-        """Return every stream as it lies in memory, the whole allocation, which `n_tokens` and `n_packed` bound."""
-        return {name: tensor.stored() for name, tensor in self._tensors.items()}
+    def storage(self) -> dict[str, StoredStream]:
+        """Return every stream's whole allocation without a copy; `n_tokens` and `n_packed` bound the valid part."""
+        return {name: tensor.storage() for name, tensor in self._tensors.items()}
 
     @property
     def n_packed(self) -> int | None:
-        """Tokens that the quantised streams hold as blocks, the same for all; None where no stream is quantised."""
+        """Tokens stored as quantised blocks, the same for all streams; None if no stream is quantised."""
         return next(
             (tensor.n_packed for tensor in self._tensors.values() if tensor.n_packed is not None), None
         )
@@ -168,7 +168,7 @@ class LayerCache:
         return next(iter(self._tensors.values())).batch_size
 
     def _store(self, streams: Mapping[str, Tensor]) -> None:
-        # All are looked at before one is stored: streams of unlike lengths would pair keys with others' values.
+        # Check all streams before storing one: streams of different lengths would misalign keys and values.
         for name, tensor in self._tensors.items():
             tensor.check_append(streams[name])
         for name, tensor in self._tensors.items():
@@ -282,7 +282,7 @@ class DecoupledLayerKVCache(LayerCache):
 class LatentLayerKVCache(LayerCache):
     """The latent that all heads read as semantic key and value, and the geometric key (after RoPE).
 
-    In an exact format both lie side by side in one tensor, because absorbed attention reads them as one key: `read`
+    An exact format concatenates both in one tensor, because absorbed attention reads them as one key: `read`
     returns that as `joined` [B, 1, S, R + Dgeo], without a copy. Quantised formats may differ between the two.
     """
 
@@ -305,8 +305,8 @@ class LatentLayerKVCache(LayerCache):
         c, k_geo = stored["joined"].split([width for _, _, width in self.streams], dim=-1)
         return {"c": c, "k_geo": k_geo, **stored}
 
-    def stored(self) -> dict[str, StoredStream]:
-        stored = super().stored()
+    def storage(self) -> dict[str, StoredStream]:
+        stored = super().storage()
         if "joined" not in stored:
             return stored
         kind, values = stored["joined"].kind, stored["joined"].values

@@ -1,4 +1,4 @@
-"""The state of a batch whose rows hold different numbers of tokens and advance by different numbers."""
+"""Cache state of a ragged batch: rows of different lengths that advance by different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from caramba.errors import CacheFull, ConfigError
 
 
 class RaggedContext(DeviceContext):
-    """Takes a context's place in forwards in which every row stands at its own position.
+    """Replaces a `Context` in forwards in which every row has its own position.
 
-    A forward over T tokens per row writes row b's behind its own `held[b]` tokens, attends to those and to no others,
-    and adds T to every row; `rewind` then says how many of them each row keeps. What lies behind a row's length is
-    never read, so the tokens that fill up a row may be any.
+    A forward over T tokens per row writes row b's tokens after its `device_lengths[b]` stored ones, attends to those
+    only, and adds T to every row; `rewind` then sets how many each row keeps. Memory past a row's length is never
+    read, so padding tokens can have any value.
 
         rows = RaggedContext(ctx, lengths)   # ctx has seen the rows' prompts, padded on the right
         rows.width = T
         model(tokens, rows)                # [B, T]
         rows.rewind(kept)
 
-    It writes into the buffers of `ctx`, whose own counts it leaves alone: who goes on with the context rather than
-    with its rows truncates it first. T is at most `MAX_QUERIES` of the decode attention.
+    It writes into the buffers of `ctx` and does not change its counts: truncate `ctx` before using it again. T is at
+    most `MAX_QUERIES` of the decode attention.
 
     Attributes:
-        held: tokens of each row before this forward, int32 [B].
-        last: greatest position that a token is given; tokens that only fill up a row may lie behind it.
+        device_lengths: tokens of each row before this forward, int32 [B].
+        lengths: the same numbers on the host.
+        last: largest position assigned to a token; padding tokens beyond it are clamped to it.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for, or another number of rows.
@@ -44,24 +45,25 @@ class RaggedContext(DeviceContext):
 
     @classmethod
     def refusal(cls, ctx: Context) -> str | None:
-        """Return why rows cannot stand at positions of their own, None where they can."""
+        """Return why rows cannot have separate positions, None if they can."""
         return refusal(ctx)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Say how many tokens each row holds; what it has stored behind them is forgotten.
+        """Set each row's length; later tokens are discarded.
 
         Raises:
             ConfigError: another number of rows, or a length beyond what is allocated.
         """
-        if len(lengths) != self.held.shape[0] or any(not 0 <= n <= self.limit for n in lengths):
+        if len(lengths) != self.device_lengths.shape[0] or any(not 0 <= n <= self.limit for n in lengths):
             raise ConfigError(
-                f"context: rows of lengths {list(lengths)[:8]}, expected {self.held.shape[0]} from 0 to {self.limit}"
+                f"context: rows of lengths {list(lengths)[:8]}, expected {self.device_lengths.shape[0]} "
+                f"from 0 to {self.limit}"
             )
         self.lengths = list(lengths)
-        self.held.copy_(torch.tensor(self.lengths, dtype=torch.int32))
+        self.device_lengths.copy_(torch.tensor(self.lengths, dtype=torch.int32))
 
     def reload_lengths(self, lengths: Sequence[int]) -> None:
-        """Take over how many tokens each row holds where the device has said so to `held` itself."""
+        """Set the host's lengths after the device has changed `device_lengths` itself."""
         self.lengths = list(lengths)
 
     def begin(self) -> None:
@@ -73,11 +75,11 @@ class RaggedContext(DeviceContext):
         if not self._is_counted:
             self._refuse_full()
         self._cursor, self.angles = 0, {}
-        self.seqlens = self.held + self.width
+        self.seqlens = self.device_lengths + self.width
         self.offset = self._positions()
 
     def commit(self, n_tokens: int) -> None:
-        """End a forward: every row holds its tokens.
+        """End a forward and add its tokens to every row.
 
         Raises:
             ConfigError: another number of tokens than `width`, or an attention application took no cache.
@@ -88,14 +90,15 @@ class RaggedContext(DeviceContext):
                 f"{self.width} in all; set width to the tokens per row, with a context of this model"
             )
         self.angles = {}
-        self.held.add_(self.width)
+        self.device_lengths.add_(self.width)
         if not self._is_counted:
             self.lengths = [n + self.width for n in self.lengths]
 
     @contextlib.contextmanager
     def host_counted_forward(self) -> Iterator[None]:
-        """Run a block with one forward over `width` tokens per row, counted here: inside it a forward is a function of
-        tensors alone, which can be compiled, captured, or run several times at the same places.
+        """Run a block with one forward over `width` tokens per row, counted on the host after the block.
+
+        Inside it a forward depends on tensors only, so it can be compiled, captured or repeated at the same positions.
 
         Raises:
             CacheFull: a row has no place for them; nothing is changed.
@@ -117,5 +120,5 @@ class RaggedContext(DeviceContext):
             )
 
     def _positions(self) -> Tensor:
-        steps = torch.arange(self.width, dtype=torch.int32, device=self.held.device)
-        return (self.held[:, None] + steps).clamp(max=self.last)
+        steps = torch.arange(self.width, dtype=torch.int32, device=self.device_lengths.device)
+        return (self.device_lengths[:, None] + steps).clamp(max=self.last)

@@ -1,4 +1,4 @@
-"""A batch whose rows are slots: each at its own length, or idle, in one forward of one token for all."""
+"""Slot cache for continuous batching: each slot has its own length or is idle, in one forward of one token."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ IDLE = -1
 
 
 class SlotContext(DeviceContext):
-    """A `DeviceContext` with a length for each row, set by `set_lengths`; a row whose length is `IDLE` stands still.
+    """A `DeviceContext` with a length for each slot, set by `set_lengths`; a slot of length `IDLE` is unused.
 
-    An idle row takes part in the forward, because shapes are fixed, but writes nothing, reads nothing and stays idle:
-    what it returns has no meaning. The host keeps the lengths itself; those of `ctx` stay as they are, and are no
-    longer true. Rows are filled through `ctx.row(index)`, which writes into the same memory.
+    An idle slot takes part in the forward, because shapes are fixed, but reads and writes nothing and stays idle; its
+    output is meaningless. The caller keeps the host's lengths; those of `ctx` are not updated. Fill a slot through
+    `ctx.row(index)`, which shares memory.
 
-    A quantised cache may be stepped too: before a step whose token a row's tail has no place for, `pack` its row and
-    say so by `set_lengths`.
+    With a quantised cache, before a step whose token does not fit a slot's tail, call `pack` on its row and pass the
+    new count to `set_lengths`.
 
     Attributes:
-        held: tokens that each row stores before this step, int32 [B], or IDLE.
-        visible: tokens that a forward may read at most, where the host knows; None reads as far as is allocated. It
-            changes shapes, so it is left None where a forward is captured or compiled.
+        device_lengths: tokens that each slot stores before this step, int32 [B], or IDLE.
+        visible: upper bound of the tokens that a forward reads, if the host knows one; None reads all that is
+            allocated. It changes shapes, so it stays None if a forward is captured or compiled.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.
@@ -36,30 +36,30 @@ class SlotContext(DeviceContext):
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
         self.visible: int | None = None
-        self.held.fill_(IDLE)
+        self.device_lengths.fill_(IDLE)
         if self.packed is not None:
             self.packed.fill_(0)
 
     def set_lengths(self, lengths: Sequence[int], packed: Sequence[int] | None = None) -> None:
-        """Set every row's length, or IDLE, and of a quantised cache the tokens that each holds as blocks."""
-        self._put(self.held, lengths)
+        """Set every slot's length, or IDLE, and for a quantised cache the tokens that each stores as blocks."""
+        self._put(self.device_lengths, lengths)
         if self.packed is not None and packed is not None:
             self._put(self.packed, packed)
 
     @staticmethod
     def _put(into: torch.Tensor, numbers: Sequence[int]) -> None:
-        # A copy from memory that is not pinned would first wait for all that the device has been given.
+        # A copy from unpinned memory would synchronise with the device.
         given = torch.tensor(numbers, dtype=torch.int32, pin_memory=into.is_cuda)
         into.copy_(given, non_blocking=into.is_cuda)
 
     def begin(self) -> None:
         """Start a forward."""
         super().begin()  # places of an idle row are below 0 too
-        self.offset = self.held.clamp(min=0)[:, None]
+        self.offset = self.device_lengths.clamp(min=0)[:, None]
 
-    def stored(self, cache: LayerCache) -> Mapping[str, StoredStream]:
-        """Return the streams of a cache as they lie in memory, as far as any row reads."""
-        streams, end = cache.stored(), self.visible
+    def storage(self, cache: LayerCache) -> Mapping[str, StoredStream]:
+        """Return the streams of a cache as allocated, cut to the tokens that any slot reads."""
+        streams, end = cache.storage(), self.visible
         if end is None:
             return streams
         return {
@@ -68,4 +68,4 @@ class SlotContext(DeviceContext):
         }
 
     def _count(self) -> None:
-        self.held.add_((self.held >= 0).to(torch.int32))
+        self.device_lengths.add_((self.device_lengths >= 0).to(torch.int32))

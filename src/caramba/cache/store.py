@@ -1,4 +1,4 @@
-"""How one stream's tokens lie in memory: as numbers of one type, or as quantised blocks behind a 16-bit tail."""
+"""Storage of one cached stream: exact numbers of one dtype, or quantised blocks and a 16-bit tail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNED_TOKENS = (
 
 
 class Store(Protocol):
-    """What holds the tokens of a stream [B, K, S, D]; the cache tensor knows S and has checked what comes in."""
+    """Storage of a stream [B, K, S, D]; the cache tensor counts S and checks the input."""
 
     @property
     def buffers(self) -> dict[str, TokenBuffer]: ...
@@ -102,7 +102,7 @@ class ExactStore:
 class BlockStore:
     """Older tokens as quantised blocks, the most recent ones in bfloat16.
 
-    A token's features of all heads lie side by side, [K*D], and are cut into N blocks, so that heads narrower than
+    A token's features of all heads are concatenated, [K*D], and split into N blocks, so that heads narrower than
     a block share it and only the last block is padded. Codes [B, N, S, code bytes] and scales [B, N, S, 1] are
     separate, each block's plane contiguous along the tokens, a token's codes 16 or 32 bytes.
 

@@ -42,7 +42,7 @@ class KVCacheTensorConfig:
         """Element type of the storage of an exact kind.
 
         Raises:
-            ConfigError: the kind is quantised, or stands for a choice that has not been made.
+            ConfigError: the kind is quantised, or a policy that has not been resolved.
         """
         if self.kind not in DTYPES:
             raise ConfigError(
@@ -54,12 +54,12 @@ class KVCacheTensorConfig:
         """Refuse a format that no storage has.
 
         Raises:
-            ConfigError: a kind that stands for a choice per tensor, or a tail of less than one token.
+            ConfigError: a policy that has not been resolved to a kind, or a tail of less than one token.
         """
         known = (*DTYPES, *BLOCKS)
         if self.kind not in known:
             raise ConfigError(
-                f"KV cache: kind={self.kind} stands for a choice that has not been made; "
+                f"KV cache: kind={self.kind} is a policy that has not been resolved to a format; "
                 f"use one of: {', '.join(known)}"
             )
         if self.tail_tokens < 1:
@@ -75,7 +75,7 @@ def open_store(
     device: torch.device | str,
     static: bool,
 ) -> Store:
-    """Return the empty storage of a format."""
+    """Return empty storage for a format."""
     if config.is_exact:
         return ExactStore(
             config.dtype,
@@ -103,10 +103,10 @@ class KVCacheTensor:
     """One cached stream of one attention application, [B, K, S, D] in the config's format.
 
     `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it. fp16, bf16 and the
-    quantised kinds round what is appended; `BlockStore` says which tokens a quantised kind has rounded when.
+    quantised kinds round what is appended; `BlockStore` documents when a quantised kind rounds which tokens.
 
-    A cache holds no graph: appending a tensor that autograd follows is an error, because an in-place write
-    would cut its gradient without a word.
+    A cache stores no autograd graph: appending a tensor that requires grad is an error, because an in-place write
+    would drop its gradient silently.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ class KVCacheTensor:
         """
         return self.store.read(self.n_tokens, dtype)
 
-    def stored(self) -> StoredStream:
-        """Return the allocation as it is, with the name of its format."""
+    def storage(self) -> StoredStream:
+        """Return the whole allocation without a copy, with the name of its format."""
         if isinstance(self.store, BlockStore):
             return StoredStream(
                 self.config.kind, self.store.codes.data, self.store.scales.data, self.store.tail.data
@@ -196,7 +196,7 @@ class KVCacheTensor:
 
     @property
     def n_packed(self) -> int | None:
-        """Tokens that are held as blocks, the others being in the tail; None of an exact kind."""
+        """Tokens stored as quantised blocks, the others being in the tail; None for an exact kind."""
         return self.store.n_packed if isinstance(self.store, BlockStore) else None
 
     def pack(self, n_tokens: int) -> bool:
@@ -204,7 +204,9 @@ class KVCacheTensor:
         return isinstance(self.store, BlockStore) and self.store.pack(n_tokens)
 
     def advance(self, n_tokens: int) -> None:
-        """Count `n_tokens` more tokens, which somebody else writes into the last buffer: the tail of a quantised kind.
+        """Count `n_tokens` more tokens, which the caller writes to the last buffer itself.
+
+        The last buffer of a quantised kind is its tail.
 
         Raises:
             CacheFull: more tokens than are allocated.
@@ -217,7 +219,7 @@ class KVCacheTensor:
         self.n_tokens += n_tokens
 
     def truncate(self, n_tokens: int) -> None:
-        """Forget every token from `n_tokens` on. The allocation stays, ready to be filled again."""
+        """Discard every token from `n_tokens` on; the allocation is kept."""
         if not 0 <= n_tokens <= self.n_tokens:
             raise ConfigError(
                 f"KV cache: truncate to {n_tokens} tokens, expected 0 to {self.n_tokens} (those stored)"
@@ -284,7 +286,7 @@ class KVCacheTensor:
         return {name: buffer.view(used[name]).clone() for name, buffer in self.store.buffers.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the content of another cache of the same format and batch.
+        """Load the content of another cache of the same format and batch.
 
         Raises:
             ConfigError: another format, batch or width; nothing is changed.

@@ -84,7 +84,9 @@ class DeviceSteps:
         self.is_captured, self.is_compiled = is_captured, is_compiled
         self.run: NextLogits = next_logits
         if is_compiled:
-            self.run = compiled_logits(host.model, self.step.held.shape[0], *form_of(host.model, host.ctx))
+            self.run = compiled_logits(
+                host.model, self.step.device_lengths.shape[0], *form_of(host.model, host.ctx)
+            )
             find_angles(host.model, self.step)
             for buffer in (one for cache in host.ctx.caches for one in cache.memory):
                 torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
@@ -121,7 +123,7 @@ class DeviceSteps:
 
         def trial(given: Tensor) -> Tensor:
             # At this token's own place each time: the one behind it may be beyond what the model has positions for.
-            self.step.held.fill_(position)
+            self.step.device_lengths.fill_(position)
             logits = self._forward(given)
             tried.choose(logits, host.config, given.clone())
             return logits
@@ -133,7 +135,7 @@ class DeviceSteps:
 
         self.captures += 1
         graph = captured(token, run, trial)
-        self.step.held.fill_(position)
+        self.step.device_lengths.fill_(position)
         return graph
 
     def _forward(self, token: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ def find_angles(model: Model, step: DeviceContext) -> None:
     """Let compiled steps make the angles of all layers at once, where kernels read them from memory: where a compiler
     fuses rotations each layer's are a part of them."""
     if has_kernel("absorbed_queries", model.embedder.token.weight):
-        step.apart = model.ropes_apart()
+        step.separate_ropes = model.ropes_apart()
 
 
 _compiled: WeakKeyDictionary[Model, dict[tuple[object, ...], NextLogits]] = WeakKeyDictionary()

@@ -54,7 +54,7 @@ class LookupRounds:
         self.steps, self.ctx, self.config, self.speculation = steps, steps.ctx, config, speculation
         self.most = min(speculation.spec_k, N_DRAFTS)
         self.captures = 0
-        held = self.ctx.held
+        held = self.ctx.device_lengths
         n_rows, device = held.shape[0], held.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -148,7 +148,9 @@ class LookupRounds:
         fed = self.state[:, 1 : 1 + width].clone()
         uniform = self.uniform[:, :1].expand(-1, width)
         if self.config.temperature > 0:  # by how many new tokens each row has; else no number counts
-            made = (self.ctx.held + 1 - self.n_prompt)[:, None] + torch.arange(width, device=fed.device)
+            made = (self.ctx.device_lengths + 1 - self.n_prompt)[:, None] + torch.arange(
+                width, device=fed.device
+            )
             uniform = self.uniform.gather(1, made.clamp(max=self.uniform.shape[1] - 1))
         return self._keep(self.steps.logits(fed), fed, uniform)
 
@@ -162,7 +164,7 @@ class LookupRounds:
         drawn = token.view(fed.shape)
         speculation = self.speculation
         kept = prompt_lookup_step(
-            *(self.ids, self.ctx.held, self.state, drawn, self.live),
+            *(self.ids, self.ctx.device_lengths, self.state, drawn, self.live),
             *(self.most, speculation.max_ngram, speculation.spec_extra_token),
         )
         if self.seen is not None:  # in the place of what is not kept, a token that was seen
@@ -181,7 +183,7 @@ class LookupRounds:
             self._read.record(torch.cuda.current_stream(found.device))
 
     def _capture(self) -> Captured:
-        changed = [self.ids, self.ctx.held, self.state, *([] if self.seen is None else [self.seen])]
+        changed = [self.ids, self.ctx.device_lengths, self.state, *([] if self.seen is None else [self.seen])]
         before = [x.clone() for x in changed]
 
         def restore() -> None:

@@ -53,15 +53,15 @@ class RowSteps:
         ctx.width = width
         with ctx.host_counted_forward():
             if self.is_captured and width not in self._graphs:
-                start = ctx.held.clone()
+                start = ctx.device_lengths.clone()
 
                 def trial(given: Tensor) -> Tensor:
-                    ctx.held.copy_(start)  # at the same places each time
+                    ctx.device_lengths.copy_(start)  # at the same places each time
                     return self.logits(given)
 
                 self.captures += 1
                 self._graphs[width] = captured(tokens, self.logits, trial)
-                ctx.held.copy_(start)
+                ctx.device_lengths.copy_(start)
             if self.is_captured:
                 return replayed(self._graphs[width], tokens)
             return self.logits(tokens)

@@ -136,7 +136,7 @@ class AttentionLayer(nn.Module):
                 cache = ctx.next_cache()
                 if self._is_fused(cache, q):
                     cache.write(streams)
-                    stored = CacheView(cache.stored(), *ctx.lengths(cache), cache.n_tokens)
+                    stored = CacheView(cache.storage(), *ctx.lengths(cache), cache.n_tokens)
                     queries = self.projection.cache_queries(q)
                     heads = self.projection.attend_cache(queries, stored, self.score.window, self.null())
                     return heads.transpose(1, 2).flatten(2)
@@ -159,7 +159,7 @@ class AttentionLayer(nn.Module):
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
         rope = projection.rope
         key = None if rope is None else rope.key
-        if key is None and (ctx.apart or not torch.compiler.is_compiling()):
+        if key is None and (ctx.separate_ropes or not torch.compiler.is_compiling()):
             key = rope
         angles = None if key is None else ctx.angles.get(key)
         if angles is None:
@@ -167,7 +167,7 @@ class AttentionLayer(nn.Module):
             if key is not None and angles is not None:
                 ctx.angles[key] = angles
         q = projection.step(x, ctx.offset, angles, norm, cache, ctx.places)
-        stored = CacheView(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
+        stored = CacheView(ctx.storage(cache), ctx.seqlens, ctx.packed, 0)
         heads = projection.attend_cache(q, stored, self.score.window, self.null())
         return heads.transpose(1, 2).flatten(2)
 

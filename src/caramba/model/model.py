@@ -99,10 +99,10 @@ class Model(nn.Module):
         ctx.begin()
         offset = ctx.offset if isinstance(ctx, DeviceContext) else ctx.position
         if isinstance(ctx, DeviceContext):
-            if ctx.apart is None and not torch.compiler.is_compiling():
-                ctx.apart = self.ropes_apart()  # a walk over the modules, too long for every step
-            if ctx.apart:
-                ctx.angles.update(angles_of(ctx.apart, ctx.offset))
+            if ctx.separate_ropes is None and not torch.compiler.is_compiling():
+                ctx.separate_ropes = self.ropes_apart()  # a walk over the modules, too long for every step
+            if ctx.separate_ropes:
+                ctx.angles.update(angles_of(ctx.separate_ropes, ctx.offset))
         hidden = self.topology(self.embedder(tokens, offset), ctx)
         ctx.commit(tokens.shape[1])
         return hidden

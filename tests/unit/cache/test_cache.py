@@ -89,7 +89,7 @@ def test_kinds_store_their_size_and_round(kind: KVCacheKind, size: int) -> None:
 def test_auto_is_nobodys_choice_yet() -> None:
     with pytest.raises(
         CarambaError,
-        match=r"kind=auto stands for a choice that has not been made; use one of: fp32, .*q8_0, q4_0",
+        match=r"kind=auto is a policy that has not been resolved to a format; use one of: fp32, .*q8_0, q4_0",
     ):
         new_layer_cache(STANDARD, 1, 8, KVCacheKind.AUTO)
 

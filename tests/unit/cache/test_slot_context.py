@@ -29,7 +29,7 @@ def test_rows_of_unequal_length_step_as_if_alone(model: Model) -> None:
     step = SlotContext(ctx)
     step.set_lengths([5, IDLE, 1, 2])
     found = [model(tokens[:, None], step)[:, 0] for tokens in steps]
-    assert step.held.tolist() == [7, IDLE, 3, 4]
+    assert step.device_lengths.tolist() == [7, IDLE, 3, 4]
     for slot, prompt in zip((0, 2, 3), prompts, strict=True):
         whole = model(torch.tensor([[*prompt, *steps[:, slot].tolist()]]))[0, len(prompt) :]
         torch.testing.assert_close(torch.stack(found)[:, slot], whole, rtol=1e-5, atol=1e-6)  # an fp32 cache

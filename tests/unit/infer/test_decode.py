@@ -77,7 +77,7 @@ def test_greedy_runs_in_eval_mode_and_restores(model: Model) -> None:
 def test_greedy_takes_every_kind_but_auto(model: Model) -> None:
     for kind in (KVCacheKind.FP16, KVCacheKind.Q8_0, KVCacheKind.MIXED):
         assert greedy(model, PROMPT, 3, kind).shape == (3, 10)
-    with pytest.raises(CarambaError, match=r"kind=auto stands for a choice that has not been made"):
+    with pytest.raises(CarambaError, match=r"kind=auto is a policy that has not been resolved to a format"):
         greedy(model, PROMPT, 3, KVCacheKind.AUTO)
 
 

@@ -67,7 +67,7 @@ def test_device_steps_equal_the_growing_cache(name: str) -> None:
         step = DeviceContext(ctx)
         torch.testing.assert_close(stepped(model, step), wanted, rtol=1e-9, atol=1e-9)
         assert ctx.position == N_TOKENS
-        assert step.held.tolist() == [N_TOKENS] * 2
+        assert step.device_lengths.tolist() == [N_TOKENS] * 2
         for key, values in ctx.state_dict().items():
             torch.testing.assert_close(values, growing.state_dict()[key], rtol=1e-9, atol=1e-9)
 

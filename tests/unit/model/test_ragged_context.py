@@ -32,7 +32,7 @@ def test_every_row_is_that_row_alone_after_any_rollback(name: str) -> None:
             held = [n + k for n, k in zip(held, kept, strict=True)]
             rows.rewind(held)
     assert held == rows.lengths == [16, 11, 12]
-    assert rows.held.tolist() == held
+    assert rows.device_lengths.tolist() == held
 
 
 def test_rows_that_do_not_fit_are_refused_and_nothing_changes() -> None:
@@ -41,7 +41,7 @@ def test_rows_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     rows.width = 2
     with torch.inference_mode(), pytest.raises(CacheFull, match=r"7 tokens do not fit max_tokens=6"):
         model(TOKENS[:2, :2], rows)
-    assert rows.held.tolist() == rows.lengths == [5, 1]
+    assert rows.device_lengths.tolist() == rows.lengths == [5, 1]
     with pytest.raises(ConfigError, match=r"rows of lengths \[7, 1\], expected 2 from 0 to 6"):
         rows.rewind([7, 1])
     rows.rewind([0, 0])
