@@ -43,8 +43,8 @@ def test_both_graphs_call_one_op_per_product(monkeypatch: pytest.MonkeyPatch) ->
         return make_boxed_func(graph.forward)
 
     expected = step(layers)
-    monkeypatch.setattr(products, "JOINED_ON", frozenset({"cpu"}))
-    monkeypatch.setattr(products, "LEAST_ROWS", 1)
+    monkeypatch.setattr(products, "FUSED_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(products, "MIN_ROWS", 1)
     for op in ("rope_qkv", "swiglu_packed"):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "triton")
     torch.compiler.reset()

@@ -22,7 +22,7 @@ from timing import device_seconds
 from torch import Tensor
 
 from caramba import kernels
-from caramba.layer.float8 import scaled_product
+from caramba.layer.float8 import float8_mm
 from caramba.ops import float8_cast, float8_swiglu, float8_swiglu_backward, implementation
 from caramba.ops.float8_cast import reference_float8_cast
 from caramba.ops.float8_swiglu import reference_float8_swiglu, reference_float8_swiglu_backward
@@ -83,7 +83,7 @@ def products(rows: int, n_in: int, n_out: int, x: Callable[..., Tensor]) -> dict
         for fast in (True, False):
             if per_tensor or fast:
                 calls[f"{'one scale' if per_tensor else 'by row'}, {'fast' if fast else 'exact'} sums"] = (
-                    partial(scaled_product, a8, b8, a_scale, b_scale, torch.bfloat16, use_fast_accum=fast)
+                    partial(float8_mm, a8, b8, a_scale, b_scale, torch.bfloat16, use_fast_accum=fast)
                 )
     return calls
 

@@ -45,25 +45,24 @@ def build_projection(config: AttentionLayerConfig) -> Projection:
     return DecoupledProjection(config)
 
 
-@functools.cache  # said once
-def _say_plain(dtype: torch.dtype, width: int) -> None:
+@functools.cache  # log once per dtype and width
+def _log_unfused_decode(dtype: torch.dtype, width: int) -> None:
     logger.info(
         f"dba_decode: no kernel for {dtype} and streams of {width} per head; cached decode makes plain keys and values"
     )
 
 
 class AttentionLayer(nn.Module):
-    """Causal self-attention: o = W_o softmax(q k^T) v, with q, k, v from `projection` and the softmax in
-    `score`.
+    """Causal self-attention: o = W_o softmax(q k^T) v.
 
-    With a context the layer's streams join its cache and the queries see every token cached so far; the first
-    token's position is `ctx.position`. Without one the sequence starts at position 0. `Documents` in its place keep
-    the documents of a row apart: each is attended to as if it were alone. A `DeviceContext` runs one token per sequence
-    without anything that the host would have to know; attention dropout is not applied there.
+    `projection` computes q, k, v; `score` computes the softmax. With a context the layer appends its streams to a
+    cache and the queries see every cached token; the first token's position is `ctx.position`. Without one the
+    sequence starts at position 0. With `Documents` each document of a packed row is attended to separately. A
+    `DeviceContext` runs one token per sequence without host-side lengths; attention dropout is not applied there.
 
     `null_attn` adds one learned key and value per key/value head, `null_k` [K*Dqk] and `null_v` [K*Dv]. Every
-    query sees them beside its tokens: before the first token, outside any window, and in each chunk of a decode.
-    They have no position (RoPE and QK-norm leave them alone), belong to the weights and take no cache. Both
+    query sees them as well as its tokens: before the first token, outside any window, and in each chunk of a decode.
+    They have no position (RoPE and QK-norm skip them), belong to the weights and take no cache. Both
     start at zero, where a head that attends to nothing gives zero. A latent layer has them in its projection,
     as one latent and one geometric key.
 
@@ -114,15 +113,15 @@ class AttentionLayer(nn.Module):
         )
 
     def fused_residual(self, x: Tensor, norm: RMSNorm, ctx: Context | DeviceContext) -> Tensor:
-        """Return x + forward(norm(x), ctx) of few rows, without a pass for the norm or the sum."""
+        """Return x + forward(norm(x), ctx) of a small batch, with norm and sum fused into the linears."""
         return linear_residual(self.out, self.read(x, ctx, norm), x)
 
     def read(
         self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
-        """Return what the heads read, side by side: what `out` takes. Shape: [B, T, M] -> [B, T, H*value_dim].
+        """Return the concatenated head outputs, the input of `out`. Shape: [B, T, M] -> [B, T, H*value_dim].
 
-        With a `norm` x is few rows that come before it.
+        With a `norm`, x is a small batch before that norm.
         """
         if isinstance(ctx, DeviceContext):
             return self._step(x, ctx, norm)
@@ -150,7 +149,7 @@ class AttentionLayer(nn.Module):
         return streams if self.cache_rounding is None else self.cache_rounding(streams)
 
     def _step(self, x: Tensor, ctx: DeviceContext, norm: RMSNorm | None) -> Tensor:
-        """Attend from the step's tokens, at the positions and to the lengths that the device knows."""
+        """Run a decode step with positions and lengths from device tensors."""
         cache, projection = ctx.next_cache(), self.projection
         reason = projection.step_refusal(ctx.limit)
         if x.shape[1] != ctx.width:
@@ -190,9 +189,9 @@ class AttentionLayer(nn.Module):
         if kernel_takes(q.dtype, widths):
             return True
         if not torch.compiler.is_compiling():
-            _say_plain(q.dtype, max(widths))
+            _log_unfused_decode(q.dtype, max(widths))
         return False
 
     def null(self) -> Null:
-        """Return the key and value that every query sees beside its tokens, None without them."""
+        """Return the learned null key and value, or None without `null_attn`."""
         return None if self.null_k is None or self.null_v is None else (self.null_k, self.null_v)

@@ -1,4 +1,4 @@
-"""Which backend of scaled_dot_product_attention runs first, by device and model, and what keeps documents apart."""
+"""Order of the backends of scaled_dot_product_attention by device and model, and how packed documents are separated."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ on an H200. By the rates of both there, flash loses as much at 32 rows of 6000 t
 def attention_backends(
     device: torch.device, choice: AttentionChoice | None = None
 ) -> Iterator[AttentionChoice]:
-    """Order the backends for models that run on `device`, as the table of `caramba tune` has it, and yield the order.
+    """Order SDPA backends for models on `device` by the table of `caramba tune`; yield the order.
 
-    `choice` is one that was made for the shapes of certain models; without it all shapes of the table count. Documents
-    of a row are attended to by a variable-length kernel where the device has one and the choice uses it.
+    `choice` restricts the table to the shapes of given models; without it all its shapes count. Documents of a packed
+    row use a variable-length kernel if the device has one and the choice selects it.
     """
     chosen = choose_attention(device) if choice is None else choice
     kernel = find_kernel(device) if chosen.uses_varlen else None
@@ -51,28 +51,29 @@ def attention_backends(
 
 @contextmanager
 def unplanned_attention(device: torch.device, n_pairs: int) -> Iterator[None]:
-    """Let backends lead that plan nothing, for forwards whose shapes change from call to call: prompts, growing caches.
+    """Prefer SDPA backends without per-shape plans, for prefill and growing caches.
 
-    Torch picks cuDNN by itself from Hopper on. Its plans are made for one shape each, so a prompt of a length that has
-    not been seen waits longer for them than for its forward. `n_pairs` are the queries and keys of a call: where
-    there are many the order stays. What somebody has turned off stays off; where neither flash nor efficient is on,
-    and on other devices, nothing changes. Blocks of several threads may overlap.
+    Torch picks cuDNN on Hopper and later. It builds a plan for every new shape, which takes longer than the forward of
+    a prompt. The order does not change if `n_pairs`, the query-key pairs of a call, is large, on other devices, or if
+    neither flash nor efficient is enabled. Disabled backends stay disabled. Blocks of several threads may overlap.
     """
     if device.type != "cuda" or n_pairs >= PLAN_PAIRS:
         yield
         return
-    _unplanned.enter()
+    _unplanned.enter_block()
     try:
         yield
     finally:
-        _unplanned.leave()
+        _unplanned.exit_block()
 
 
 @contextmanager
 def packed_attention(device: torch.device, n_tokens: int) -> Iterator[None]:
-    """Attend in forwards over one row of `n_tokens` tokens, prompts of a fixed number one after the other, by a
-    variable-length kernel where the device has one, and else by a mask, for which nothing is planned."""
-    with torch.inference_mode(False):  # it is tried once, gradients too
+    """Run packed prefill: one row of `n_tokens` tokens that concatenates a fixed number of prompts.
+
+    Attention uses a variable-length kernel if the device has one, otherwise a mask and backends without plans.
+    """
+    with torch.inference_mode(False):  # the kernel is checked once, with gradients
         kernel = find_kernel(device)
     with (
         unplanned_attention(device, n_tokens**2),
@@ -88,13 +89,13 @@ class _Unplanned:
     def __init__(self) -> None:
         self._lock, self._n_blocks, self._order = threading.Lock(), 0, ExitStack()
 
-    def enter(self) -> None:
+    def enter_block(self) -> None:
         with self._lock:
             if self._n_blocks == 0:
                 self._set()
             self._n_blocks += 1
 
-    def leave(self) -> None:
+    def exit_block(self) -> None:
         with self._lock:
             self._n_blocks -= 1
             if self._n_blocks == 0:
@@ -123,8 +124,10 @@ def documents_path(
     *,
     is_compiled: bool = False,
 ) -> tuple[str, str]:
-    """Return what keeps the documents of a row apart in training, `decoupled_attention`, `varlen`, `mask` or several of
-    them, and why."""
+    """Return how packed documents are separated in training, and why.
+
+    The first value is `decoupled_attention`, `varlen`, `mask` or several of them.
+    """
     configs = list(layers)
     others = [config for config in configs if not uses_split_keys_kernel(config, device, dtype)]
     n_own, why = len(configs) - len(others), "decoupled_attention takes the first key of every query"
@@ -144,7 +147,7 @@ def _path(
     *,
     is_compiled: bool,
 ) -> tuple[str, str]:
-    """Return what keeps documents apart where scaled_dot_product_attention would run else."""
+    """Return how documents are separated in layers without split keys, `varlen` or `mask`, and why."""
     kernel = find_kernel(device)
     if isinstance(kernel, str):
         return "mask", kernel
@@ -165,7 +168,7 @@ def _path(
 
 
 def _needs_mask(config: AttentionLayerConfig, has_window: bool) -> str:
-    """Return what of a layer no variable-length kernel does, empty where there is nothing."""
+    """Return why a layer needs the mask, empty if a variable-length kernel supports it."""
     dims = config.dims()
     width = max(dims.qk, dims.v)
     if (

@@ -1,4 +1,4 @@
-"""Keys and values as a cache stores them, which decode attention reads without a copy."""
+"""View of a cache's stored keys and values, which decode attention reads without a copy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from caramba.ops import ZEROS, StoredStream, dba_decode, dba_decode_up
 
 ZERO_WIDTH = 16
-"""Features of `zero_keys` at most: what a product of keys has at least."""
+"""Maximum features of `zero_keys`: the minimum key width of the kernels."""
 _zeros: dict[torch.device, Tensor] = {}
 
 
 @dataclass(frozen=True)
 class CacheView:
-    """The streams of one cache and how much of them is in use.
+    """The streams of one cache and how many of their tokens are valid.
 
     Attributes:
         streams: every stream's allocation, by name.
         lengths: tokens stored, int32 [B], on the device.
-        n_packed: tokens that quantised streams hold as blocks, int32 [1], or None.
-        longest: tokens stored, on the host; it serves only to divide the work.
+        n_packed: tokens that quantised streams store as blocks, int32 [1], or None.
+        longest: tokens stored, counted on the host; used only to split the work.
     """
 
     streams: Mapping[str, StoredStream]
@@ -40,7 +40,7 @@ class CacheView:
         window: int | None,
         null: tuple[Tensor, ...] | None,
     ) -> Tensor:
-        """Return what scaled queries read, [B, H, T, Dv]; `names` are the streams of keys and, if any, of values."""
+        """Attend with scaled queries; return [B, H, T, Dv]. `names` are the streams of keys and values."""
         k_sem, k_geo, *v = (self.streams[name] for name in names)
         read, _ = dba_decode(
             q_sem,
@@ -59,7 +59,7 @@ class CacheView:
     def attend_up(
         self, q_sem: Tensor, q_geo: Tensor, names: tuple[str, str], up: Tensor, *, window: int | None
     ) -> Tensor:
-        """Return what scaled queries read of a latent, mapped by each head's `up`: [H, R, D] to [B, H, T, D]."""
+        """Attend to a latent and apply each head's `up` [H, R, D]; return [B, H, T, D]."""
         c, k_geo = (self.streams[name] for name in names)
         read = dba_decode_up(
             *(q_sem, q_geo, c, k_geo, up, self.lengths),
@@ -71,7 +71,9 @@ class CacheView:
 
 
 def zero_keys(k: StoredStream, width: int) -> StoredStream:
-    """Return keys of zeros beside quantised ones, for `dba_decode`, which reads keys in two parts: no memory but a row.
+    """Return zero keys as the second key part of a quantised cache, because `dba_decode` reads keys in two parts.
+
+    They are an expanded view of one row.
 
     Shape: [B, K, S, width] for what k's codes [B, N, S, ·] and tail [B, K, C, ·] hold, S and C together.
     """
@@ -82,9 +84,9 @@ def zero_keys(k: StoredStream, width: int) -> StoredStream:
 
 
 def _zero_row(device: torch.device) -> Tensor:
-    """Return zeros that are kept, so that a step does not write them anew for every layer.
+    """Return cached zeros, so that a step does not write them again for every layer.
 
-    Not those of a graph under capture, which has not run yet, or of a compiler, which keeps its own.
+    Zeros made during graph capture or compilation are not cached: the graph has not run yet.
     """
     found = None if torch.compiler.is_compiling() else _zeros.get(device)
     if found is None:

@@ -1,8 +1,7 @@
-"""Residual blocks of one-token steps on a CPU: the numbers of their layers, by fewer calls.
+"""CPU decode: residual blocks of one-token steps with fewer Python and dispatcher calls.
 
-A step of a small model there takes as long as its calls do, those of modules and of views among them, and reading the
-weights comes after. Inside a block of `fuse_linears`, where nothing is replaced, a block of a norm and a layer is
-looked at once: what it holds is kept here, and a step asks for none of it again.
+For a small model the time of such a step is call overhead, not reading weights. Inside `fuse_linears` no module may be
+replaced, so the checks of a block run once, and a step reads only what is stored here.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from caramba.ops.upcast import WIDE
 
 
 class CpuDecodeStep(Protocol):
-    """What a module makes of one token per sequence. Shape: rows [B, M] to [B, M]."""
+    """A module's forward for one token per sequence. Shape: rows [B, M] to [B, M]."""
 
     dtype: torch.dtype
 
@@ -36,12 +35,15 @@ class CpuDecodeStep(Protocol):
 
 
 def residual_step(nodes: nn.ModuleList) -> CpuDecodeStep | None:
-    """Return x + layer(norm(x)) of a residual block's nodes, None where they run as they are: on another device, in 16
-    bits, with kernels, or where one of them was replaced, quantised, hooked or given an adapter or another forward."""
+    """Return a decode step x + layer(norm(x)) for a residual block's nodes, or None.
+
+    None on other devices, in 16 bits, with kernels, and if a node is replaced, quantised, hooked, adapted or has an
+    overridden forward.
+    """
     norm, layer = nodes[0], nodes[-1]
     if len(nodes) != 2 or not _is_unmodified_norm(norm) or has_hooks(norm) or has_hooks(layer):
         return None
-    # Exact types: what shares a layer out over ranks gives it a class of its own.
+    # Exact types: tensor parallelism changes the class of a layer.
     if (
         type(layer) is AttentionLayer
         and _is_unmodified_output(layer.out, norm)
@@ -71,13 +73,12 @@ def _is_unmodified_output(layer: nn.Module, norm: RMSNormLayer) -> bool:
 
 
 def _is_unmodified_fused(fused_linear: FusedLinear | None) -> TypeGuard[FusedLinear]:
-    """Whether layers are fused, and their product is of weights, not codes: where some inputs share no scale of 4 bits
-    the layer behind may have stayed as it was."""
+    """True if layers are fused and their weights are not quantised."""
     return fused_linear is not None and fused_linear.scale is None
 
 
 def takes_step(step: CpuDecodeStep, x: Tensor) -> bool:
-    """Whether x is one token of every sequence, plain and without gradients."""
+    """True if x is one token per sequence, a plain tensor without gradients."""
     return (
         x.shape[1] == 1
         and type(x) is Tensor
@@ -90,7 +91,7 @@ def takes_step(step: CpuDecodeStep, x: Tensor) -> bool:
 
 
 class Chain:
-    """Steps one after the other."""
+    """Run steps in order."""
 
     def __init__(self, steps: Sequence[CpuDecodeStep]) -> None:
         self.steps = tuple(steps)
@@ -103,7 +104,7 @@ class Chain:
 
 
 class NormStep:
-    """RMSNorm by itself."""
+    """Decode step of an RMSNorm."""
 
     def __init__(self, norm: RMSNormLayer) -> None:
         assert norm.weight is not None
@@ -112,7 +113,7 @@ class NormStep:
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormStep | None:
-        """Return the step of a plain RMSNorm on a CPU, None of anything else."""
+        """Return the step of an unmodified RMSNorm on a CPU, None for any other module."""
         return cls(norm) if _is_unmodified_norm(norm) else None
 
     def __call__(self, x: Tensor, ctx: Context | None = None) -> Tensor:
@@ -162,7 +163,7 @@ class _Attention:
 
 
 def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """Return what makes of queries and all that is cached what each head reads, [B, H, 1, Dv]."""
+    """Return a function from queries and cached streams to head outputs, [B, H, 1, Dv]."""
     projection, score, null = layer.projection, layer.score, layer.null()
     if type(projection) is StandardProjection and not has_hooks(score):
         return lambda q, streams: score.forward(q, streams["k"], streams["v"], null)
@@ -178,7 +179,7 @@ def _reader(projection: Projection) -> _ProjectionForward | _FusedQkv:
 
 
 class _ProjectionForward:
-    """Queries and streams as the projection's own forward makes them."""
+    """Queries and streams from the projection's own forward."""
 
     def __init__(self, projection: Projection) -> None:
         self.forward = projection.forward
@@ -188,7 +189,7 @@ class _ProjectionForward:
 
 
 class _FusedQkv:
-    """Queries, keys and values of one product, queries and keys turned as heads of one tensor."""
+    """Queries, keys and values from one fused linear; queries and keys are rotated as heads of one tensor."""
 
     def __init__(self, projection: StandardProjection, fused_linear: FusedLinear) -> None:
         dims, self.projection = projection.dims, projection
@@ -211,5 +212,5 @@ class _FusedQkv:
         else:
             qk = apply_rope_halves(qk.view(self.halves_shape), *angles).view(self.qk_shape)
         q, k = qk.split_with_sizes(self.heads, 1)
-        q = self.projection.scaled(q, q.dtype) if self.scale is None else q.mul(self.scale)
+        q = self.projection.scale_queries(q, q.dtype) if self.scale is None else q.mul(self.scale)
         return q, {"k": k, "v": v.view(self.v_shape)}

@@ -1,4 +1,4 @@
-"""Decoupled attention: semantic keys without positions beside geometric ones with RoPE, per key/value head."""
+"""Decoupled attention: semantic keys without positions and geometric keys with RoPE, per key/value head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from caramba.layer.projection import (
     attend_per_head,
     head_norm,
     in_parts,
-    picked,
+    select_rows,
     split_heads,
 )
 from caramba.layer.rms_norm import RMSNorm
@@ -32,7 +32,7 @@ class DecoupledProjection(GatedProjection):
     score = (q_sem . k_sem + RoPE(q_geo) . RoPE(k_geo)) / sqrt(Dsem + Dgeo), which is the dot product of the
     concatenations. `tie_qk` takes the semantic key from the query's weights; `rope_semantic` rotates the
     semantic path too, by frequencies of its own width, so that every score then depends on the distance. The
-    geometric frequencies are held per key/value head and are part of the state dict.
+    geometric frequencies are stored per key/value head and are part of the state dict.
 
     q_sem [H*Dsem, M], q_geo [H*Dgeo, M], k_sem [K*Dsem, M], k_geo [K*Dgeo, M], v [K*Dv, M].
     """
@@ -75,7 +75,7 @@ class DecoupledProjection(GatedProjection):
         norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
-        asking = picked(x, rows)
+        asking = select_rows(x, rows)
         sem = _read_by(self.q_sem, asking, norm)
         q_sem = self.q_sem_norm(split_heads(sem, heads))
         if self.k_sem is not None:
@@ -96,7 +96,7 @@ class DecoupledProjection(GatedProjection):
         if self.rope_sem is not None:
             cos, sin = self.rope_sem(offset, x.shape[1], x.device)
             q_sem, k_sem = rotate(q_sem, angles_at(cos, rows), angles_at(sin, rows)), rotate(k_sem, cos, sin)
-        q = self._joined(asking, q_sem, q_geo, v.dtype)
+        q = self._concatenate_paths(asking, q_sem, q_geo, v.dtype)
         return q, {"k_sem": k_sem.to(v.dtype), "k_geo": k_geo.to(v.dtype), "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -111,5 +111,5 @@ class DecoupledProjection(GatedProjection):
 
 
 def _read_by(layer: nn.Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
-    """Return what a layer makes of x, or of norm(x) where x comes before it."""
+    """Return layer(x), or layer(norm(x)) if a norm is passed."""
     return layer(x) if norm is None else norm_linear(layer, x, norm)

@@ -95,7 +95,7 @@ class StoredDocuments(Documents):
         )
 
     def kept(self, streams: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Store the streams of the next attention application, and return them rounded to what its cache holds.
+        """Store the streams of the next attention application; return them in the cache's dtype.
 
         Raises:
             ConfigError: more attention applications than caches.
@@ -105,7 +105,7 @@ class StoredDocuments(Documents):
             raise ConfigError(
                 "context: an attention application has no cache; make the context with this model's new_context()"
             )
-        # An exact cache has one type, whether its streams have a buffer each or lie side by side in one.
+        # An exact cache has one dtype, whether its streams have separate buffers or share one.
         into = cache.allocations
         stored = {name: streams[name].to(into[0].dtype) for name in cache.names}
         store_tokens(list(stored.values()), into, self.rows, self.positions[0])

@@ -9,10 +9,9 @@ from caramba.config.layer import DropoutLayerConfig
 
 
 class DropoutLayer(nn.Dropout):
-    """Zero each element with probability p in training and scale the others by 1 / (1 - p); identity in eval
-    mode.
+    """Dropout: zero each element with probability p in training, scale the others by 1 / (1 - p).
 
-    Shape: any, kept.
+    Identity in eval mode. Shape: unchanged.
 
     Reference: Srivastava et al., 2014, JMLR 15(56).
     """

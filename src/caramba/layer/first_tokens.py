@@ -1,4 +1,4 @@
-"""A sequence's first tokens beside a narrow cache: keys and values of full width, and one softmax over both."""
+"""Exact first tokens: full-width keys and values next to a narrow cache, in one softmax over both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO_WIDTHS_LIMIT = 128
 
 
 class FirstTokens(nn.Module):
-    """Keys and values of the first n tokens of a sequence, as grouped-query attention has them.
+    """Keys and values of the first n tokens of a sequence, as in grouped-query attention.
 
     score(t, u < n) = (RoPE_t(q_h) . RoPE_u(k_g,u) - q_h . mean_g) / sqrt(D), with q_h the same D wide query that the
     maps into the latent read, g the key/value head of head h, and RoPE over all of D by frequencies of its own, which
@@ -25,8 +25,8 @@ class FirstTokens(nn.Module):
     them: a constant of each query, which the softmax over them alone would not see. Values lack the mean that surgery
     puts into the output's bias.
 
-    Surgery fills all of it with the teacher's weights. They go on training with the rest: the queries are shared, and
-    keys that stayed behind while these move would be those of another model.
+    Surgery copies the teacher's weights. They stay trainable: the queries are shared, so frozen keys would no longer
+    match them.
 
     Shape: k [K*D, M], v [K*D, M] with a bias, `key_mean` [K*D].
 
@@ -68,13 +68,13 @@ class FirstTokens(nn.Module):
         return q, {"k_first": k.to(v.dtype), "v_first": v}
 
     def scores(self, q: Tensor, q_sem: Tensor, k: Tensor) -> Tensor:
-        """Return the scores of scaled queries on the keys k [B, K, S, D], [B, H, T, S], causality left out."""
+        """Return scores [B, H, T, S] of scaled queries on keys k [B, K, S, D], without the causal mask."""
         return first_scores(q, q_sem, k, self.key_mean.view(self.n_kv_heads, -1))
 
     def read(
         self, q: Tensor, q_sem: Tensor, k: Tensor, v: Tensor, n_keys: int, first: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend to the first tokens alone, see `read_first`."""
+        """Attend to the first tokens only, see `read_first`."""
         mean = self.key_mean.view(self.n_kv_heads, -1)
         return read_first(q, q_sem, k, v, mean, self.n_tokens, n_keys, first)
 
@@ -102,7 +102,7 @@ def read_first(
     n_keys: int,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally to the first `n_tokens` alone: what they give [B, H, T, D], and the log-sum-exp [B, H, T, 1].
+    """Attend causally to the first `n_tokens` only; return outputs [B, H, T, D] and log-sum-exp [B, H, T, 1].
 
     The T queries are the last of `n_keys` positions, k and v [B, K, S, D] those of the first tokens so far. With
     `first` [B, T], the place in the row where each query's document begins, k and v are those of all T tokens.
@@ -141,23 +141,23 @@ def attend_with_prefix(
     n_tokens: int,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to all keys but those of the first tokens, in one softmax with these, of which only `total` is known.
+    """Attend to all tokens after a prefix, in one softmax with the prefix's log-sum-exp `total`.
 
-    A set of keys is, to a query, one key that scores their log-sum-exp: `total` becomes a feature of the queries that
-    this key alone reads, in two parts, so that half precision keeps it. Its value is an indicator, which gives the
-    set's share of the attention. One call of the score op, fused as any other, at the price of a few features.
+    To a query, the prefix acts as one key that scores `total`. So `total` becomes a query feature that only this key
+    reads, split in two for half precision. The key's value is an indicator that yields the prefix's share of the
+    attention. This takes one fused call of the score op with a few extra features.
 
-    Shape: q [B, H, T, Dq], k [B, K, S, Dq] and v [B, K, S, Dv] of all positions, total [B, H, T, 1]; returns what the
-    other tokens give, [B, H, T, Dv], weighted, and the first tokens' share, [B, H, T, 1]. Where v is k it stays so.
+    Shape: q [B, H, T, Dq], k [B, K, S, Dq] and v [B, K, S, Dv] of all positions, total [B, H, T, 1]; returns the
+    weighted output of the other tokens [B, H, T, Dv], and the prefix's share [B, H, T, 1]. v may be k itself.
     """
     high = total.to(q.dtype)
-    q = _widened_to(torch.cat((q, high, (total - high).to(q.dtype)), dim=-1), q.shape[-1] + 2)
+    q = _pad_to(torch.cat((q, high, (total - high).to(q.dtype)), dim=-1), q.shape[-1] + 2)
     width, v_width = k.shape[-1], v.shape[-1]
     is_one = v is k
-    k = _widened_to(k.to(q.dtype), width + 2)
+    k = _pad_to(k.to(q.dtype), width + 2)
     # Only cuDNN takes two widths, and none above 128: beyond it flash attention wants one.
     v_columns = v_width + 1 if k.shape[-1] <= TWO_WIDTHS_LIMIT else k.shape[-1]
-    v = k if is_one else _widened_to(v.to(q.dtype), v_columns)
+    v = k if is_one else _pad_to(v.to(q.dtype), v_columns)
     key, value = q.new_zeros(k.shape[-1]), q.new_zeros(v.shape[-1])
     key[width : width + 2] = 1.0
     value[v_width] = 1.0
@@ -166,7 +166,7 @@ def attend_with_prefix(
         out = score(q, k, v, null, first + n_tokens)
         return out[..., :v_width], out[..., v_width : v_width + 1]
     n_queries, n_keys = q.shape[2], k.shape[2]
-    early = min(max(n_tokens - (n_keys - n_queries), 0), n_queries)  # they see first tokens alone
+    early = min(max(n_tokens - (n_keys - n_queries), 0), n_queries)  # they see first tokens only
     if early == n_queries:
         return q.new_zeros(*q.shape[:3], v_width), q.new_ones(*q.shape[:3], 1)
     q, k, v = q[:, :, early:], k[:, :, n_tokens:], v[:, :, n_tokens:]
@@ -181,8 +181,8 @@ def attend_with_prefix(
     return F.pad(read, (0, 0, early, 0)), F.pad(share, (0, 0, early, 0), value=1.0)
 
 
-def _widened_to(x: Tensor, width: int) -> Tensor:
-    """Return x with zero features up to `width`, and on to a multiple of what fused backends want."""
+def _pad_to(x: Tensor, width: int) -> Tensor:
+    """Pad x with zero features to `width`, rounded up to the alignment of fused backends."""
     return F.pad(x, (0, aligned(width) - x.shape[-1]))
 
 

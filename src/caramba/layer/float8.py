@@ -69,7 +69,7 @@ class Float8Linear(nn.Linear):
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8Recipe) -> Tensor:
-    """Return W x + b, whose product and those of the backward are of float8 numbers, scaled as the recipe says:
+    """Return W x + b with float8 matrix products in forward and backward, scaled by the recipe:
 
         tensorwise          one scale for a tensor; gradients in e5m2
         rowwise             a scale, a power of two, for every row that a product sums over; all in e4m3
@@ -81,18 +81,21 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8
 
     Reference: Micikevicius et al., 2022, arXiv:2209.05433.
     """
-    padded, n_rows = padded_rows(x)
+    padded, n_rows = pad_rows(x)
     y: Any
     if recipe.is_ours:
         y = Float8Product.apply(padded, weight, recipe.per_tensor)
     else:
         y = recipe.product.apply(padded, weight.t(), *recipe.options)
-    y = unpadded(y, n_rows).reshape(*x.shape[:-1], weight.shape[0])
+    y = unpad_rows(y, n_rows).reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def padded_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x [..., K] as a matrix in the dtype of autocast, where it is on, its rows padded; and how many it has."""
+def pad_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [..., K] as a matrix with rows padded to a multiple of 16, and its number of rows.
+
+    Under autocast x is cast to the autocast dtype.
+    """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(-1, x.shape[-1])
@@ -100,16 +103,16 @@ def padded_rows(x: Tensor) -> tuple[Tensor, int]:
     return F.pad(rows, (0, 0, 0, spare)) if spare else rows, rows.shape[0]
 
 
-def unpadded(y: Tensor, n_rows: int) -> Tensor:
-    """Return the first rows; y itself where these are all, which spares the backward a copy."""
+def unpad_rows(y: Tensor, n_rows: int) -> Tensor:
+    """Return the first `n_rows` rows; y itself if that is all, which saves a copy in the backward."""
     return y if y.shape[0] == n_rows else y[:n_rows]
 
 
 class Float8Product(torch.autograd.Function):
-    """y = x W^T of float8 numbers, and its gradients dx = g W and dW = g^T x of such.
+    """y = x W^T in float8, with gradients dx = g W and dW = g^T x in float8.
 
-    Each of x, W and g is cast once, with its transpose: a product sums along the rows of both its factors in memory.
-    What the backward needs of x and W is kept in float8. Sums of the forward have fewer bits than the backward's.
+    Each of x, W and g is cast once, with its transpose, because float8 GEMMs read both operands row by row. The
+    backward saves x and W in float8. The forward accumulates with fewer bits than the backward.
     """
 
     @staticmethod
@@ -118,7 +121,7 @@ class Float8Product(torch.autograd.Function):
         w_rows, w_row_scale, *w_columns = float8_cast(weight, per_tensor=per_tensor)
         ctx.per_tensor, ctx.dtypes = per_tensor, (x.dtype, weight.dtype)
         ctx.save_for_backward(*x_columns, *w_columns)
-        return scaled_product(rows, w_rows, row_scale, w_row_scale, x.dtype, use_fast_accum=True)
+        return float8_mm(rows, w_rows, row_scale, w_row_scale, x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -129,34 +132,36 @@ class Float8Product(torch.autograd.Function):
             grads[0], per_tensor=ctx.per_tensor, e5m2=ctx.per_tensor
         )
         grad_x = (
-            exact_product(g, w, g_scale, w_scale, x_dtype, ctx.per_tensor)
+            float8_mm_exact(g, w, g_scale, w_scale, x_dtype, ctx.per_tensor)
             if ctx.needs_input_grad[0]
             else None
         )
         grad_w = None
         if ctx.needs_input_grad[1]:
-            grad_w = exact_product(g_columns, x, g_column_scale, x_scale, x_dtype, ctx.per_tensor).to(w_dtype)
+            grad_w = float8_mm_exact(g_columns, x, g_column_scale, x_scale, x_dtype, ctx.per_tensor).to(
+                w_dtype
+            )
         return grad_x, grad_w, None
 
 
-def exact_product(
+def float8_mm_exact(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, per_tensor: bool
 ) -> Tensor:
-    """Return a b^T times the scales, with sums in all bits.
+    """Return a b^T times the scales, with full-precision accumulation.
 
-    For scales by row CUTLASS has no fast product of that kind: it is made without them, and what reads it multiplies,
-    in one kernel where it is compiled. Powers of two change no bit on the way.
+    CUTLASS has no fast row-scaled GEMM of that kind, so the scales are multiplied afterwards; a compiler fuses that
+    with the next op. Scales are powers of two, so this is exact.
     """
     if per_tensor:
-        return scaled_product(a, b, a_scale, b_scale, dtype)
+        return float8_mm(a, b, a_scale, b_scale, dtype)
     one = a_scale.new_ones((1, 1))
-    return (scaled_product(a, b, one, one, dtype) * a_scale * b_scale.t()).to(dtype)
+    return (float8_mm(a, b, one, one, dtype) * a_scale * b_scale.t()).to(dtype)
 
 
-def scaled_product(
+def float8_mm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, use_fast_accum: bool = False
 ) -> Tensor:
-    """Return a b^T times the scales of their rows, or of them as a whole."""
+    """Return a b^T times row scales or tensor scales."""
     if a_scale.numel() == 1:  # of a whole tensor: a number
         a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
     else:

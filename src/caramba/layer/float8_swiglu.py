@@ -1,4 +1,4 @@
-"""SwiGLU of float8 products as one function: what passes between them is cast where it is made."""
+"""Float8 SwiGLU as one autograd function: activations are cast to float8 by the kernel that computes them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.float8 import Float8Linear, exact_product, padded_rows, scaled_product, unpadded
+from caramba.layer.float8 import Float8Linear, float8_mm, float8_mm_exact, pad_rows, unpad_rows
 from caramba.ops import float8_cast, float8_swiglu, float8_swiglu_backward
 
 
-def is_one_function(layers: Sequence[nn.Module]) -> bool:
-    """Whether gate, up and down are float8 layers of a recipe that has kernels for all of it, plain but for that."""
+def is_fusible_swiglu(layers: Sequence[nn.Module]) -> bool:
+    """True if gate, up and down are unmodified float8 layers whose recipe has a fused SwiGLU kernel."""
     first = layers[0]
     return (
         isinstance(first, Float8Linear)
@@ -40,10 +40,10 @@ def float8_feed_forward(x: Tensor, gate: Float8Linear, up: Float8Linear, down: F
 
     Reference: Shazeer, 2020, arXiv:2002.05202; Micikevicius et al., 2022, arXiv:2209.05433.
     """
-    rows, n_rows = padded_rows(x)
+    rows, n_rows = pad_rows(x)
     both = torch.cat((gate.weight, up.weight))
     y: Any = Float8SwiGLU.apply(rows, both, down.weight, gate.recipe.per_tensor)
-    return unpadded(y, n_rows).reshape(*x.shape[:-1], down.weight.shape[0])
+    return unpad_rows(y, n_rows).reshape(*x.shape[:-1], down.weight.shape[0])
 
 
 class Float8SwiGLU(torch.autograd.Function):
@@ -53,29 +53,29 @@ class Float8SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, both: Tensor, down: Tensor, per_tensor: bool) -> Tensor:
         rows, row_scale, *x_columns = float8_cast(x, per_tensor=per_tensor)
         w_rows, w_scale, *w_columns = float8_cast(both, per_tensor=per_tensor)
-        packed = scaled_product(rows, w_rows, row_scale, w_scale, x.dtype, use_fast_accum=True)
+        packed = float8_mm(rows, w_rows, row_scale, w_scale, x.dtype, use_fast_accum=True)
         rows, row_scale, *h_columns = float8_swiglu(packed, per_tensor=per_tensor)
         w_rows, w_scale, *d_columns = float8_cast(down, per_tensor=per_tensor)
         ctx.per_tensor, ctx.dtypes = per_tensor, (x.dtype, both.dtype, down.dtype)
         ctx.save_for_backward(packed, *x_columns, *w_columns, *h_columns, *d_columns)
-        return scaled_product(rows, w_rows, row_scale, w_scale, x.dtype, use_fast_accum=True)
+        return float8_mm(rows, w_rows, row_scale, w_scale, x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         packed, x, x_scale, w, w_scale, h, h_scale, d, d_scale = ctx.saved_tensors
         per_tensor, (x_dtype, both_dtype, down_dtype) = ctx.per_tensor, ctx.dtypes
         g, g_scale, g_columns, g_column_scale = float8_cast(grads[0], per_tensor=per_tensor, e5m2=per_tensor)
-        grad_down = exact_product(g_columns, h, g_column_scale, h_scale, x_dtype, per_tensor).to(down_dtype)
+        grad_down = float8_mm_exact(g_columns, h, g_column_scale, h_scale, x_dtype, per_tensor).to(down_dtype)
         if per_tensor:
-            grad_h = scaled_product(g, d, g_scale, d_scale, x_dtype)
+            grad_h = float8_mm(g, d, g_scale, d_scale, x_dtype)
         else:  # whose scales the next op multiplies with
             one = g_scale.new_ones((1, 1))
-            grad_h = scaled_product(g, d, one, one, x_dtype)
+            grad_h = float8_mm(g, d, one, one, x_dtype)
         g, g_scale, g_columns, g_column_scale = float8_swiglu_backward(
             grad_h, g_scale, d_scale, packed, per_tensor=per_tensor
         )
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = exact_product(g, w, g_scale, w_scale, x_dtype, per_tensor)
-        grad_both = exact_product(g_columns, x, g_column_scale, x_scale, x_dtype, per_tensor).to(both_dtype)
+            grad_x = float8_mm_exact(g, w, g_scale, w_scale, x_dtype, per_tensor)
+        grad_both = float8_mm_exact(g_columns, x, g_column_scale, x_scale, x_dtype, per_tensor).to(both_dtype)
         return grad_x, grad_both, grad_down, None

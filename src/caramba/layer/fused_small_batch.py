@@ -1,4 +1,4 @@
-"""Linear layers on the few rows of a decode step: one pass over each weight, with the norm before and the sum behind.
+"""Small-batch linears of decode steps, with the norm before and the residual sum after fused into each.
 
 A step's time is that of reading the weights, and of the kernels between them. Where `small_batch_linear` has a kernel,
 a block of a norm and a layer runs as the layer's products alone.
@@ -19,8 +19,10 @@ from caramba.ops import WORDS, small_batch_linear, weight_fits
 
 
 def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
-    """Whether linear layers are what they seem, weights of a dtype or codes of 8 or 4 bits: not quantised otherwise,
-    sharded, hooked or with an adapter."""
+    """True if linear layers are plain weights of a dtype or 8- or 4-bit `QuantizedLinear`.
+
+    Layers quantised otherwise, sharded, hooked or with an adapter are not.
+    """
     for layer in layers:
         if type(layer) is nn.Linear:
             weight_dtypes: tuple[torch.dtype, ...] = (dtype,)
@@ -41,7 +43,7 @@ def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bo
 def norm_linear(
     layer: nn.Linear | QuantizedLinear | FusedLinear, x: Tensor, norm: RMSNorm, *, gated: bool = False
 ) -> Tensor:
-    """Return layer(norm(x)); `gated` silu(gate) * up of a product that holds both. Shape: [..., M] to [..., N]."""
+    """Return layer(norm(x)), or silu(gate) * up of a fused layer if `gated`. Shape: [..., M] to [..., N]."""
     scale = None if isinstance(layer, nn.Linear) else layer.scale
     return small_batch_linear(
         x, layer.weight, layer.bias, scale=scale, norm=norm.weight, eps=norm.eps, gated=gated

@@ -33,7 +33,7 @@ class GatedProjection(Projection):
         if self.gate_dynamic is not None:
             nn.init.zeros_(self.gate_dynamic.weight)
 
-    def _gated(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
+    def _apply_gates(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
         """Return both paths' queries [B, H, T, D] times their weights, in at least fp32."""
         q_sem, q_geo = upcast(q_sem), upcast(q_geo)
         if self.gate is None:
@@ -44,15 +44,18 @@ class GatedProjection(Projection):
         share = 2.0 * torch.sigmoid(logits)
         return q_sem * share, q_geo * (2.0 - share)
 
-    def _joined(self, x: Tensor, q_sem: Tensor, q_geo: Tensor, dtype: torch.dtype, *beside: Tensor) -> Tensor:
-        """Return the gated and scaled queries of both paths side by side, [B, H, T, Dsem + Dgeo] in `dtype`.
+    def _concatenate_paths(
+        self, x: Tensor, q_sem: Tensor, q_geo: Tensor, dtype: torch.dtype, *extra: Tensor
+    ) -> Tensor:
+        """Return the gated and scaled queries of both paths concatenated, [B, H, T, Dsem + Dgeo] in `dtype`.
 
-        Queries `beside` them, which no gate weighs, come behind.
+        Ungated queries `extra` are appended.
 
-        They are cast before they are joined, and joined in the order [B, T, H, ·] in which projections give and take
-        heads: what fused backends return then follows it, and no copy turns outputs or gradients around.
+        They are cast first and concatenated in the projections' memory order [B, T, H, ·], which fused backends keep in
+        their output, so that no transposing copy is needed.
         """
         parts = [
-            self.scaled(part, dtype).transpose(1, 2) for part in (*self._gated(x, q_sem, q_geo), *beside)
+            self.scale_queries(part, dtype).transpose(1, 2)
+            for part in (*self._apply_gates(x, q_sem, q_geo), *extra)
         ]
         return torch.cat(parts, dim=-1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Decoupled attention on one latent: what is cached is c and k_geo, whatever the number of heads."""
+"""Latent decoupled attention: the cache stores c and k_geo only, whatever the number of heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from caramba.layer.first_tokens import FirstTokens, attend_with_prefix
 from caramba.layer.fused_linear import FusedLinear, can_use_fused
 from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.gated import GatedProjection
-from caramba.layer.projection import Angles, Queries, angles_at, picked, split_heads
+from caramba.layer.projection import Angles, Queries, angles_at, select_rows, split_heads
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
@@ -33,9 +33,9 @@ from caramba.ops import (
 
 
 def expanding_is_cheaper(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
-    """Whether expanding keys and values to every head takes fewer FLOPs than mapping queries into the latent.
+    """True if expanding keys and values to every head takes fewer FLOPs than mapping queries into the latent.
 
-    Per head, with R = latent, D = head_dim, T queries on S keys and P the pairs that causality leaves, the
+    Per head, with R = latent, D = head_dim, T queries on S keys and P causal query-key pairs, the
     expanded form costs 2 S R D + P (2 D + Dgeo) multiplications, the absorbed one 2 T R D + P (2 R + Dgeo): it
     expands when P (R - D) > R D (S - T). A whole forward (T = S) expands when R > D, a decode step never does;
     between the two, with a long past, it takes T > R D / (R - D) queries.
@@ -49,24 +49,26 @@ def expanding_is_cheaper(n_queries: int, n_keys: int, latent: int, head_dim: int
 
 
 class LatentProjection(GatedProjection):
-    """Every head reads one latent c = W_c x + b_c as semantic key and as value, and one geometric key k_geo.
+    """Latent projection: all heads share a latent c = W_c x + b_c and one geometric key k_geo.
+
+    The latent is both semantic key and value:
 
     score(t, u) = ((q_h A_h) . c_u + RoPE_t(q_h G_h) . RoPE_u(k_geo,u)) / sqrt(D) and o_h = (sum_u a_u c_u) U_h,
     with q_h the D = query_dim wide query of head h, A = `q_sem_map`, G = `q_geo_map`, U = `v_up`.
 
     Two forms give the same numbers. *Expanded*, head h has the key [A_h c, k_geo] and the value c U_h, D + Dgeo
-    and D wide, which fused backends serve up to 256. *Absorbed*, all heads' queries [q_h A_h, q_geo] attend to the
-    one key [c, k_geo] with the value c as it is cached, and U_h comes after: nothing is made per cached token. The
-    counts of queries and keys decide, see `expanding_is_cheaper`; shapes alone do,
-    so a compiled graph has no break there. In both
-    forms a kernel of its own takes wider keys, if there is one, and does so in their two parts: see `split_keys`.
+    and D wide, which fused backends support up to 256. *Absorbed*, all heads' queries [q_h A_h, q_geo] attend to the
+    one key [c, k_geo] with the cached value c, and U_h is applied after: there is no work per cached token. The
+    numbers of queries and keys decide, see `expanding_is_cheaper`. That depends on shapes only, so a compiled graph
+    has no break there. In both forms a dedicated kernel, if there is one, supports wider keys as two parts: see
+    `split_keys`.
 
     `null_attn` adds one latent `null_c` [R] and one geometric key `null_geo` [Dgeo] of no position. Surgery that
     centres its keys has to add the mean's part of the score, q . mu, back to them.
 
-    With `exact_first_tokens` the first n tokens of a sequence are read through keys and values of their own, `first`,
-    in one softmax with the others; their c and k_geo are cached and not read. The gate weighs the latent's two paths
-    and leaves them alone; the temperature scales every score.
+    With `exact_first_tokens` the first n tokens of a sequence have full-width keys and values, `first`, in one softmax
+    with the others; their c and k_geo are cached but not read. The gate weighs the latent's two paths only; the
+    temperature scales every score.
 
     Shape: q [H*D, M], c [R, M], k_geo [Dgeo, M], `q_sem_map` [H, D, R], `q_geo_map` [H, D, Dgeo], `v_up` [H, R, D].
     forward returns q [B, H, T, D + Dgeo], its geometric part after RoPE, and c [B, 1, T, R], k_geo [B, 1, T, Dgeo];
@@ -99,7 +101,7 @@ class LatentProjection(GatedProjection):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the maps so that scores and values have the scale of D-wide keys and values; the rest is neutral.
+        """Initialise the maps so that scores and values have the scale of D-wide keys and values.
 
         `q_sem_map` and `q_geo_map` are normal(0, 1/(R + Dgeo)), `v_up` normal(0, 1/R) (variances).
         """
@@ -122,7 +124,7 @@ class LatentProjection(GatedProjection):
         angles: Angles = None,
         norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        asking = picked(x, rows)
+        asking = select_rows(x, rows)
         q, c, k_geo = self._products(x, asking, norm)
         q, k_geo = split_heads(q, self.dims.n_heads), k_geo[:, None]
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
@@ -137,15 +139,17 @@ class LatentProjection(GatedProjection):
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         if asked is not None:
             q_geo = rotate(q_geo, *asked)
-        beside: tuple[Tensor, ...] = ()
+        extra: tuple[Tensor, ...] = ()
         if self.first is not None:
             q_first, kept = self.first(x, q, offset, rows)
-            beside, streams = (q_first,), streams | kept
-        return self._joined(asking, q, q_geo, c.dtype, *beside), streams
+            extra, streams = (q_first,), streams | kept
+        return self._concatenate_paths(asking, q, q_geo, c.dtype, *extra), streams
 
     def _is_fused(self, q: Tensor, *, is_step: bool) -> bool:
-        """Whether one kernel maps, turns, scales and joins the queries q: where gradients are wanted, as these take the
-        most passes, in steps of few rows, which are bound by launches, and where nothing else weighs the two paths."""
+        """True if one kernel maps, rotates, scales and concatenates the queries q.
+
+        Used in training, where it saves the most passes, and in small-batch steps, which are bound by launches.
+        """
         return (
             self._is_one_path()
             and (torch.is_grad_enabled() or is_step)
@@ -162,7 +166,7 @@ class LatentProjection(GatedProjection):
     ) -> tuple[Tensor, ...]:
         """Return the queries of the tokens `asking`, and the latent c and the geometric key of x before RoPE.
 
-        `reads_views` says that whoever reads them copies no parts of a fused product.
+        `reads_views` is True if the caller reads views of a fused output without copying them.
         """
         fused_linear = self.fused_linear if asking is x else None
         if norm is not None:
@@ -180,8 +184,8 @@ class LatentProjection(GatedProjection):
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent c [B, T, R] and the geometric key before RoPE [B, T, Dgeo].
 
-        Training takes both from one product: each alone is too narrow to keep a GPU busy, forward and backward, and
-        reads all of x. Decoding joins no weights, at every token anew; layers that stand in for these are called.
+        Training computes both in one GEMM: each alone is too narrow to keep a GPU busy and reads all of x. Inference
+        does not concatenate the weights at every token; replaced layers are called separately.
         """
         if not torch.is_grad_enabled() or type(self.c) is not nn.Linear or type(self.k_geo) is not nn.Linear:
             return self.c(x), self.k_geo(x)
@@ -201,7 +205,7 @@ class LatentProjection(GatedProjection):
         first: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return what each head reads, [B, H, T, D], in the form that takes fewer FLOPs."""
+        """Return head outputs [B, H, T, D] by the form that takes fewer FLOPs."""
         n_queries, n_keys = q.shape[2], streams["c"].shape[2]
         if score.window is not None:
             n_keys = min(n_keys, score.window + n_queries - 1)
@@ -225,7 +229,7 @@ class LatentProjection(GatedProjection):
                 q, self._head_keys(c.squeeze(2)), k_geo, self._head_values(c.squeeze(2)), first
             )
         if score.window is not None:
-            # Keys that no query sees would be expanded for nothing.
+            # Do not expand keys outside every query's window.
             n_keys = min(n_keys, score.window + q.shape[2] - 1)
         k, v = self.keys_values({name: streams[name][:, :, -n_keys:].to(q.dtype) for name in ("c", "k_geo")})
         if self.first is not None:
@@ -249,8 +253,8 @@ class LatentProjection(GatedProjection):
     ) -> Tensor:
         """Attend with queries [q_h A_h, q_geo] to the one key [c, k_geo] and the one value c.
 
-        A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
-        whole key as value, and the part of the output that it adds is dropped: no copy, where padding c is one.
+        A cache stores that key as `joined`, whose first part is the value. Backends that require equal widths get the
+        whole key as value and the extra output features are dropped, because padding c would be a copy.
         """
         n_keys, are_concatenated = streams["c"].shape[2], "joined" in streams
         if q.shape[2] > 1 and self._supports_split_keys(
@@ -279,14 +283,17 @@ class LatentProjection(GatedProjection):
     def _supports_split_keys(
         self, score: CausalScore, q: Tensor, n_keys: int, width: int, *, are_concatenated: bool
     ) -> bool:
-        """Whether keys and values stay in their parts, of which c's are `width` features wide."""
+        """True if the split-key kernel applies; semantic keys and values are `width` features wide."""
         is_plain = self.null_c is None and self.first is None
         return is_plain and supports_split_keys(
             score, q, n_keys, (width, self.dims.rope, width), are_concatenated=are_concatenated
         )
 
     def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the queries [q_h A_h, q_geo], [B, H, T, R + Dgeo], and the one key [c, k_geo], [B, 1, S, R + Dgeo]."""
+        """Return the absorbed queries and the shared key [c, k_geo].
+
+        Shape: [B, H, T, R + Dgeo] and [B, 1, S, R + Dgeo].
+        """
         queries = torch.cat(self.cache_queries(q), dim=-1)
         joined = streams.get("joined")
         key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
@@ -295,7 +302,7 @@ class LatentProjection(GatedProjection):
     def _read_first(
         self, rows: FirstTokens, q: Tensor, streams: Mapping[str, Tensor], first: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split off the queries of the first tokens; return the others, what these give and their log-sum-exp."""
+        """Split off the queries of the first tokens; return the others, the first tokens' output and log-sum-exp."""
         q, q_first = q.split((self.query_dim + self.dims.rope, self.query_dim), dim=-1)
         n_keys = streams["c"].shape[2]
         q_sem = q[..., : self.query_dim]
@@ -324,8 +331,10 @@ class LatentProjection(GatedProjection):
         return q_sem, q_geo
 
     def _is_absorbed(self, x: Tensor) -> bool:
-        """Whether one kernel makes the queries of a decode step out of those of the heads: it spares the products of
-        each head apart, and passes that turn, join and reorder between them."""
+        """True if one kernel computes the absorbed queries of a decode step.
+
+        It replaces per-head GEMMs and passes that rotate, concatenate and reorder.
+        """
         maps = (self.q_sem_map, self.q_geo_map)
         return (
             self._is_one_path()
@@ -354,20 +363,20 @@ class LatentProjection(GatedProjection):
         return self._up(read)
 
     def _up(self, read: Tensor) -> Tensor:
-        """Return what heads read of the latent as their values, [B, H, T, R] to [B, H, T, D]."""
+        """Map each head's read of the latent to its value width, [B, H, T, R] to [B, H, T, D]."""
         if self._is_fused_up(read, "head_values"):
             return per_head_linear(read.transpose(1, 2), self.v_up).transpose(1, 2)
         return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
 
     def _is_fused_up(self, x: Tensor, op: str) -> bool:
-        """Whether an op without gradients, which has a kernel of 16 bits, takes the map of values."""
+        """True if an inference op with a 16-bit kernel can apply `v_up`."""
         is_plain = type(self.v_up) is nn.Parameter and x.dtype in HALF_PRECISION
         return is_plain and not torch.is_grad_enabled() and has_kernel(op, x)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.
+        """Return expanded keys [B, H, S, D + Dgeo] and values [B, H, S, D] of every head.
 
-        Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
+        Both are views of [B, S, H, ·], the memory order of fused backends and of one GEMM over all heads.
         """
         heads, c, k_geo = self.dims.n_heads, streams["c"].squeeze(1), streams["k_geo"].squeeze(1)
         v = self._head_values(c).transpose(1, 2)
@@ -387,8 +396,10 @@ class LatentProjection(GatedProjection):
         return F.linear(c, weight).unflatten(-1, (self.dims.n_heads, -1))
 
     def _is_one_product(self, c: Tensor) -> bool:
-        """Whether products with zeros and ones cost less than a pass that joins keys, and one that takes their
-        gradients apart: on GPUs in 16 bits, where the geometric part is no wider than the other."""
+        """True if a block-diagonal GEMM is cheaper than concatenating keys and splitting their gradients.
+
+        That holds on GPUs in 16 bits if the geometric part is not wider than the semantic one.
+        """
         return c.is_cuda and c.dtype in HALF_PRECISION and self.dims.rope <= self.query_dim
 
     def _keys_by_one_product(self, c: Tensor, k_geo: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from caramba.layer.float8 import Float8Linear, Float8Recipe, float8_linear
 
-JOINED_ON = frozenset({"cuda"})
+FUSED_DEVICES = frozenset({"cuda"})
 """Devices whose matrix products are worth joining: elsewhere it changes the order of sums and saves nothing."""
-LEAST_ROWS = 1024
+MIN_ROWS = 1024
 """Below it the copy that puts the weights side by side costs more than a larger product saves."""
 
 
@@ -37,7 +37,7 @@ def fused_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor | None:
 
     Shape: x [..., M] -> [..., sum of N_i].
     """
-    if not _is_joined(x, layers):
+    if not _can_fuse(x, layers):
         return None
     weight = torch.cat(tuple(layer.weight for layer in layers))
     biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -48,13 +48,13 @@ def fused_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor | None:
     return F.linear(x, weight, bias)
 
 
-def _is_joined(x: Tensor, layers: Sequence[nn.Linear]) -> bool:
+def _can_fuse(x: Tensor, layers: Sequence[nn.Linear]) -> bool:
     """Whether the layers are plain, or all of one float8 recipe, train alike, and have enough rows. Nothing that
     replaces, shards, quantises, hooks or freezes one of them is passed by."""
-    if x.device.type not in JOINED_ON or not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+    if x.device.type not in FUSED_DEVICES or not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return False
     first = layers[0]
-    return x.numel() >= LEAST_ROWS * x.shape[-1] and all(
+    return x.numel() >= MIN_ROWS * x.shape[-1] and all(
         type(layer) in (nn.Linear, Float8Linear)
         and _recipe(layer) is _recipe(first)
         and type(layer.weight) is nn.Parameter

@@ -20,7 +20,7 @@ from caramba.ops.upcast import upcast
 
 Angles = tuple[Tensor, Tensor] | None
 Queries = tuple[Tensor, Tensor]
-"""Scaled queries on both parts of the keys that are stored, [B, H, T, ·] each."""
+"""Scaled queries for the two key parts of a cache, [B, H, T, ·] each."""
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -28,7 +28,7 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
     return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
 
 
-def picked(x: Tensor, rows: Tensor | None) -> Tensor:
+def select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     """Return the tokens `rows` int64 [B, n] of each sequence, or all if None. Shape: [B, T, M] -> [B, n, M]."""
     return x if rows is None else x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -75,7 +75,7 @@ class Projection(nn.Module):
         )
 
     def readers(self) -> tuple[nn.Module, ...] | None:
-        """Return the linear layers that read x, None where something else reads it too."""
+        """Return the linear layers that read x, or None if another op reads it too."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -89,12 +89,12 @@ class Projection(nn.Module):
 
     @property
     def step_limit(self) -> int | None:
-        """The most tokens of a cache on which steps run by themselves on the device, None without a bound."""
+        """Maximum cache length for decode steps with device-side lengths, None if unlimited."""
         dynamic = None if self.rope is None else self.rope.dynamic
         return None if dynamic is None else dynamic.original_max_position_embeddings
 
     def step_refusal(self, limit: int) -> str | None:
-        """Return why steps on a cache of `limit` tokens cannot run by themselves on the device, None where they can."""
+        """Return why decode steps with device-side lengths do not support a cache of `limit` tokens, or None."""
         most = self.step_limit
         if most is not None and limit > most:
             return (
@@ -104,7 +104,7 @@ class Projection(nn.Module):
         return "keys of one feature have no two parts" if self.dims.qk < 2 else None
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Join the streams to what the score op reads, keys [B, K, S, Dqk] and values [B, K, S, Dv]."""
+        """Return keys [B, K, S, Dqk] and values [B, K, S, Dv] for the score op."""
         raise NotImplementedError
 
     def attend(
@@ -116,7 +116,7 @@ class Projection(nn.Module):
         first: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return what each head reads, [B, H, T, value_dim]; `first` and `starts` as in the score op."""
+        """Return head outputs [B, H, T, value_dim]; `first` and `starts` as in the score op."""
         return score(q, *self.keys_values(streams), null, first, starts)
 
     def step(
@@ -137,27 +137,27 @@ class Projection(nn.Module):
         return self.cache_queries(q)
 
     def store(self, streams: Mapping[str, Tensor], angles: Angles, cache: LayerCache, places: Tensor) -> None:
-        """Write a step's streams, the one called `rotated_stream` by these angles, if any."""
+        """Append a step's streams to the cache; rotate `rotated_stream` by the angles, if any."""
         rotated = -1 if angles is None else cache.names.index(self.rotated_stream)
         cos, sin = (None, None) if angles is None else angles
         dba_append([streams[name] for name in cache.names], cache.allocations, places, cos, sin, rotated)
 
     def cache_queries(self, q: Tensor) -> Queries:
-        """Return the queries that `forward` gives as `attend_cache` takes them."""
+        """Convert the queries of `forward` to the arguments of `attend_cache`."""
         raise NotImplementedError
 
     def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
-        """Return what each head reads, [B, H, T, value_dim], from the tokens in the format that they are stored in."""
+        """Attend to cached tokens in their storage format; return head outputs [B, H, T, value_dim]."""
         raise NotImplementedError
 
     def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return queries [B, H, T, W] and keys [B, K, S, W] whose products are the scores.
 
-        Meant for few queries on many keys: nothing is made per key that the streams do not hold.
+        Meant for few queries on many keys: nothing beyond the streams is computed per key.
         """
         return q, self.keys_values(streams)[0]
 
-    def scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+    def scale_queries(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
         scaled = upcast(q) * self.scale
         if self.temperature is not None:

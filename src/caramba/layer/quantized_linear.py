@@ -1,4 +1,4 @@
-"""Linear layers whose weights are codes of 8 or 4 bits: half or a quarter of the bytes of a decode step."""
+"""Weight-only quantised linear layers (int8, int4): a half or a quarter of the weight bytes of a decode step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from caramba.layer.small_batch import is_small_batch
 from caramba.ops import WORDS, dequantize_int4, int4_matmul, rows_fit, small_batch_linear
 
 UNIT = 2.0**7
-"""Codes over this, and scales times it, are of the size of weights and what float16 holds best."""
+"""Codes are divided and scales multiplied by this, so that float16 represents both well."""
 
 FEW_ON_CPU = 4
-"""Rows up to which a CPU makes no weight of codes of 4 bits."""
+"""Maximum rows for which a CPU multiplies int4 codes without dequantising the whole weight."""
 
 
 class QuantizedLinear(nn.Module):
-    """Linear map y_n = s_n sum_k q_nk x_k + b_n of codes q, for inference; of 4 bits, with a scale and a zero of each
-    group g of inputs, sum_k (q_nk s_ng + z_ng) x_k + b_n.
+    """Linear layer with int8 or int4 weights, for inference only.
 
-    Few rows on a device with a kernel for them read each code once, in the dtype of x; more rows take the library's
-    product of a weight made for it. `reduce` comes before, as in `LinearLayer`.
+    int8: y_n = s_n sum_k q_nk x_k + b_n for codes q. int4: y_n = sum_k (q_nk s_ng + z_ng) x_k + b_n with a scale and
+    a zero for each group g of inputs. A small batch on a device with a kernel reads each code once, in the dtype of x;
+    larger batches dequantise the weight and call the library's GEMM. `reduce` is applied first, as in `LinearLayer`.
 
-    Shape: `weight` int8 [N, K], `scale` fp32 [N], bias [N] or None; [..., K] to [..., N] in x's dtype. Of 4 bits
-    `weight` is int16 [N, K / 4], words as `packed` makes them, and `scale` bfloat16 [N, K / G, 2].
+    Shape: `weight` int8 [N, K], `scale` fp32 [N], bias [N] or None; [..., K] to [..., N] in x's dtype. For int4
+    `weight` is int16 [N, K / 4], as packed by `pack_int4`, and `scale` bfloat16 [N, K / G, 2].
 
     Reference: Dettmers et al., 2022, arXiv:2208.07339 (codes by row).
     """
@@ -45,13 +45,15 @@ class QuantizedLinear(nn.Module):
         self.reduce = reduce
 
     def forward(self, input: Tensor, context: object = None) -> Tensor:
-        """Return the map of `input`. `context` is what the layer that this one stands for is given beside it: a head
-        the embedding, a node of a topology its caches; it reads none of them."""
+        """Return the output for `input`; `context` is ignored.
+
+        The replaced layer may be called with a second argument: a head with the embedding, a topology node with caches.
+        """
         x = input if self.reduce is None else self.reduce(input)
         return linear(x, self.weight, self.bias, self.scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Move, as any module; of another dtype is the bias alone, since kernels read scales as they are."""
+        """Move or cast like any module, but never cast the scales, whose dtype the kernels require."""
         exact = self.scale.data
         super()._apply(fn, recurse)
         if self.scale.dtype != exact.dtype:
@@ -60,7 +62,9 @@ class QuantizedLinear(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Return W x + b, W being a weight or, with a scale, codes, of which few rows make no weight.
+    """Return W x + b for a plain weight or, with a scale, a quantised one.
+
+    A small batch does not dequantise the whole weight.
 
     Shape: x [..., K], weight [N, K], of words [N, K / 4], to [..., N].
     """
@@ -73,8 +77,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None)
             y = int4_matmul(x, weight, scale)
             return y if bias is None else y + bias
         return F.linear(x, dequantize_int4(weight, scale, x.dtype), bias)
-    operand = weight.to(x.dtype)  # a copy, of which there should be one
-    if x.dtype == torch.float16:  # which holds the sums of weights where those of codes are beyond it
+    operand = weight.to(x.dtype)  # a copy, changed in place below to avoid another
+    if x.dtype == torch.float16:  # sums of integer codes would overflow float16
         return F.linear(x, operand.mul_(1 / UNIT).mul_((scale[:, None] * UNIT).half()), bias)
     y = F.linear(x, operand) * scale
     return (y if bias is None else y + bias).to(x.dtype)

@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
         if is_fused("rms_norm", x):
             return rms_norm(x, self.weight, self.eps)
         weight = self.weight
-        if weight is not None and _is_plain(x, weight):
+        if weight is not None and _is_cpu_inference(x, weight):
             return plain_norm(x, weight, constant(self.width, x.dtype), constant(self.eps, x.dtype))
         if weight is None or weight.dtype == x.dtype:
             normed = F.rms_norm(x, (self.width,), weight, self.eps)
@@ -51,9 +51,8 @@ class RMSNorm(nn.Module):
         return f"{self.width}, eps={self.eps}, affine={self.weight is not None}"
 
 
-def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether tensors of one wide dtype lie on the CPU, with no gradient wanted and nothing that compiles or stands for
-    something else."""
+def _is_cpu_inference(x: Tensor, weight: Tensor) -> bool:
+    """True for plain CPU tensors of one dtype, float32 or float64, without gradients or compilation."""
     return (
         not torch.is_grad_enabled()
         and x.is_cpu
@@ -65,7 +64,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 
 def plain_norm(x: Tensor, weight: Tensor, width: Tensor, eps: Tensor) -> Tensor:
-    """Return the numbers of `F.rms_norm`, whose own calls on a CPU take longer than a decode step's products."""
+    """Return `F.rms_norm` by fewer calls: on a CPU its overhead exceeds a decode step's matrix products."""
     # A sum and a quotient are what `mean` does, which makes a tensor of the width each time.
     mean = x.mul(x).sum(-1, keepdim=True).div_(width)
     return x.mul(mean.add_(eps).rsqrt_()).mul_(weight)
@@ -73,7 +72,7 @@ def plain_norm(x: Tensor, weight: Tensor, width: Tensor, eps: Tensor) -> Tensor:
 
 @functools.cache
 def constant(value: float, dtype: torch.dtype) -> Tensor:
-    """Return a number as a tensor, which a call takes sooner than it takes a number."""
+    """Return a number as a CPU tensor, which dispatches faster than a Python number."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")
 

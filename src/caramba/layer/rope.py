@@ -17,7 +17,7 @@ from caramba.ops import cos_sin, has_kernel, is_fused, rope, rope_cos_sin
 from caramba.ops.upcast import upcast
 
 MIN_TABLE_TOKENS = 64
-"""Tokens from which a compiled graph keeps cosines and sines: at fewer a launch costs more than it spares."""
+"""Minimum tokens for which a compiled graph stores cos and sin: below it the launch costs more than it saves."""
 
 
 def rope_frequencies(width: int, base: float, scaling: RopeScalingConfig | None = None) -> Tensor:
@@ -77,7 +77,7 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Rotate pair p, made of features p and p + D/2, by its angle, the rotate-half convention, and multiply by `scale`.
+    """Apply RoPE (rotate-half convention: pair p is features p and p + D/2) and multiply by `scale`.
 
     Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2] or [B, N or 1, T, D/2]; returns [B, N, T, D] in at least
     float32, or rounded to `dtype`.
@@ -85,34 +85,36 @@ def rotate(
     if is_fused("rope", x) and not cos.requires_grad:
         return rope(x, cos, sin, scale, dtype or torch.promote_types(x.dtype, torch.float32))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        first, second = upcast(x).chunk(2, dim=-1)  # the same numbers by fewer calls
+        first, second = upcast(x).chunk(2, dim=-1)  # same result, fewer calls
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     else:
         pairs = upcast(x).unflatten(-1, (2, -1))
-        # Gradients of `unbind` join in one pass, where each of two views would pad its own to a whole tensor.
+        # The backward of `unbind` is one pass; two views would each pad their gradient to a whole tensor.
         real, imaginary = pairs.unbind(-2)
-        turned = torch.stack((-imaginary, real), dim=-2)
+        rotated_by_90 = torch.stack((-imaginary, real), dim=-2)
         # cos and sin are broadcast over both halves, so that a compiled kernel computes each once per element.
-        rotated = (pairs * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).flatten(-2)
+        rotated = (pairs * cos.unsqueeze(-2) + rotated_by_90 * sin.unsqueeze(-2)).flatten(-2)
     rotated = rotated if scale == 1.0 else rotated * scale
     return rotated if dtype is None or dtype == rotated.dtype else rotated.to(dtype)
 
 
 def apply_rope_halves(halves: Tensor, cos: Tensor, sines: Tensor) -> Tensor:
-    """Return `rotate` of features as halves [B, N, T, 2, D/2], by cos [G, T, 1, D/2] and (-sin, sin) [G, T, 2, D/2]:
-    the same numbers without gradients. Shape: that of `halves`."""
+    """Return `rotate` for features viewed as halves, without gradients.
+
+    Shape: halves [B, N, T, 2, D/2], cos [G, T, 1, D/2], sines (-sin, sin) [G, T, 2, D/2]; returns the shape of halves.
+    """
     return (halves * cos).add_(halves.flip(-2).mul_(sines))
 
 
 class RopeTable:
-    """cos and sin [G, S, D/2] of positions 0 to S - 1, which decode steps of all layers of the same angles read."""
+    """Cached cos and sin [G, S, D/2] of positions 0 to S - 1, shared by layers of equal frequencies."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
         self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     def reaches(self, n_tokens: int, device: torch.device) -> bool:
-        """Whether it holds so many positions on a device."""
+        """True if the table covers `n_tokens` positions on a device."""
         return self.cos.shape[1] >= n_tokens and self.cos.device == device
 
     def at(self, offset: int, n_tokens: int) -> tuple[Tensor, Tensor]:
@@ -120,8 +122,10 @@ class RopeTable:
         return self.cos.narrow(1, offset, n_tokens), self.sin.narrow(1, offset, n_tokens)
 
     def halves(self, offset: int, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cos [G, T, 1, D/2] and (-sin, sin) [G, T, 2, D/2] of these positions: made by the first layer of a
-        step, read by the others."""
+        """Return cos [G, T, 1, D/2] and (-sin, sin) [G, T, 2, D/2] of these positions.
+
+        The first layer of a step computes them, the others reuse them.
+        """
         key, last = (offset, n_tokens), self._last
         if last is None or last[0] != key:
             cos, sin = self.at(offset, n_tokens)
@@ -130,20 +134,19 @@ class RopeTable:
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles of rotary positions, from frequencies held in a buffer `inv_freq` [G, D/2], one row per head
-    group.
+    """Rotary position embedding from frequencies in a buffer `inv_freq` [G, D/2], one row per head group.
 
     The buffer stays float32 whatever the module is cast to, because half precision cannot hold an angle, and
     it is real even in a model built on the meta device. `explicit` puts it into the state dict: surgery
     chooses the frequencies of decoupled attention per key/value head, so they are part of the weights there.
 
-    A `table` of cos and sin, see `share_rope_tables`, is read where it reaches far enough; the numbers are the same.
+    A `table` of cos and sin, see `share_rope_tables`, is used if it is long enough; results are identical.
 
     Under `dynamic` a forward of L tokens, L above the original length, multiplies the frequency of pair p by
     s^(-2p / (D - 2)) with s = factor * L / original - (factor - 1), which is the base times s^(D / (D - 2)).
-    All its tokens share these frequencies. Cached keys were turned by those of an earlier length, and so were
-    the features that they came from, so a decode cannot equal the forward over everything there: tokens beyond
-    the original length run in one forward, and a forward that goes on from a cache past it is refused.
+    All its tokens share these frequencies. Cached keys were rotated by those of an earlier length, so a decode cannot
+    equal the full forward: tokens beyond the original length must run in one forward, and a forward that continues a
+    cache past it is refused.
 
     Raises:
         ConfigError: a `dynamic` forward that starts behind cached tokens, or holds several documents, and is longer
@@ -168,16 +171,16 @@ class RotaryEmbedding(nn.Module):
         self.dynamic = scaling if scaling is not None and scaling.type == "dynamic" else None
         frequencies = rope_frequencies(width, base, scaling).expand(n_groups, -1).clone()
         self.register_buffer("inv_freq", frequencies, persistent=explicit)
-        # What the angles follow from, where nothing can change them: layers of one key share a table.
+        # Identifies fixed angles: layers of equal key share a table.
         is_fixed = not explicit and self.dynamic is None
         self.key = repr((width, base, scaling, n_groups)) if is_fixed else None
         self.table: tuple[Tensor, Tensor] | None = None
         self.step_table: RopeTable | None = None
 
     def forward(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2] float32.
+        """Return cos and sin at positions offset to offset + T - 1, each [G, T, D/2] float32.
 
-        An `offset` [B, T] gives every token's own position, and cos and sin of [B, G, T, D/2].
+        An `offset` [B, T] gives every token's position, and cos and sin of [B, G, T, D/2].
         """
         if isinstance(offset, int):
             if offset == 0 and (table := _table_if_covers(self.table, n_tokens, device)) is not None:
@@ -204,14 +207,14 @@ class RotaryEmbedding(nn.Module):
             angles = offset.to(torch.float32)[:, None, :, None] * frequencies[:, None, :]
         elif (
             n_tokens == 1 and self.dynamic is None
-        ):  # a decode step launches little: one product, no positions
+        ):  # a decode step should launch few kernels: one product, no position tensor
             angles = (frequencies * float(offset))[:, None]
         else:
             positions = torch.arange(offset, offset + n_tokens, dtype=torch.float32, device=device)
             if self.dynamic is not None and offset + n_tokens > self.dynamic.original_max_position_embeddings:
                 frequencies = frequencies * self._stretch(self.dynamic, offset, n_tokens, device)
             angles = positions[:, None] * frequencies[:, None, :]
-        # With kernels, as on a GPU: what a compiled graph fuses into rotations is slower than a table.
+        # With kernels, as on a GPU: cos and sin that a compiler fuses into rotations are slower than a table.
         if torch.compiler.is_compiling() and has_kernel("rope", angles) and n_tokens >= MIN_TABLE_TOKENS:
             cos, sin = cos_sin(angles)
         else:
@@ -221,8 +224,10 @@ class RotaryEmbedding(nn.Module):
         return cos * self.attention_factor, sin * self.attention_factor
 
     def apply_rope(self, x: Tensor, offset: int | Tensor) -> Tensor:
-        """Return `rotate` of x [B, N, T, D] by the angles of its positions, in a decode step on a table by fewer
-        calls: the same numbers."""
+        """Apply RoPE to x [B, N, T, D] at positions from `offset`.
+
+        A decode step with a table takes fewer calls and gives the same result.
+        """
         n_tokens = x.shape[2]
         angles = None
         if isinstance(offset, int) and not (
@@ -236,7 +241,7 @@ class RotaryEmbedding(nn.Module):
     def cached_cos_sin(
         self, offset: int, n_tokens: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what `apply_rope_halves` takes at these positions, None where no table holds them."""
+        """Return the angles for `apply_rope_halves` at these positions, None if no table covers them."""
         table = self.step_table
         if table is None or not table.reaches(offset + n_tokens, device):
             return None
@@ -246,7 +251,7 @@ class RotaryEmbedding(nn.Module):
         if self.dynamic is None or n_tokens <= self.dynamic.original_max_position_embeddings:
             return
         raise ConfigError(
-            f"rope_scaling: type=dynamic: rows of {n_tokens} tokens with documents kept apart exceed "
+            f"rope_scaling: type=dynamic: rows of {n_tokens} tokens of packed documents exceed "
             f"original_max_position_embeddings={self.dynamic.original_max_position_embeddings}, and each document "
             "would need frequencies of its own; use a block_size within it, or type: yarn"
         )
@@ -254,7 +259,7 @@ class RotaryEmbedding(nn.Module):
     def _stretch(
         self, scaling: RopeScalingConfig, offset: int, n_tokens: int, device: torch.device
     ) -> Tensor:
-        """Return what `dynamic` multiplies the frequencies by, [D/2]."""
+        """Return the factors of the frequencies under `dynamic`, [D/2]."""
         original, end = scaling.original_max_position_embeddings, offset + n_tokens
         if offset > 0:
             raise ConfigError(
@@ -283,8 +288,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def share_frequencies(ropes: Sequence[RotaryEmbedding]) -> bool:
-    """Whether `angles_of` takes them: frequencies of one shape that are parts of the weights, and no `forward` of their
-    own: a rank's share of the heads has the angles of these alone."""
+    """True if `angles_of` supports these embeddings: equal shapes, frequencies that are weights, unmodified class.
+
+    Tensor parallelism changes the class: a rank has the angles of its own heads only.
+    """
     kinds = {(rope.inv_freq.shape, rope.attention_factor, rope.key, rope.dynamic is None) for rope in ropes}
     return (
         len(kinds) == 1
@@ -295,13 +302,13 @@ def share_frequencies(ropes: Sequence[RotaryEmbedding]) -> bool:
 
 
 def angles_of(ropes: Sequence[RotaryEmbedding], offset: Tensor) -> dict[Hashable, tuple[Tensor, Tensor]]:
-    """Return cos and sin of embeddings that `share_frequencies`, each as `forward` has it.
+    """Return cos and sin of embeddings for which `share_frequencies` holds, each as `forward` returns it.
 
-    A step on the device launches kernels for each layer's angles otherwise.
+    Otherwise a decode step launches kernels for each layer's angles.
 
     Shape: offset [B, T] to [B, G, T, D/2] each.
     """
-    # Every part of what a compiler fuses would be a kernel of its own.
+    # One op: a compiler would make a kernel of every part.
     cos, sin = rope_cos_sin(offset, torch.stack([rope.inv_freq.to(offset.device) for rope in ropes]))
     if (factor := ropes[0].attention_factor) != 1.0:
         cos, sin = cos * factor, sin * factor
@@ -311,7 +318,7 @@ def angles_of(ropes: Sequence[RotaryEmbedding], offset: Tensor) -> dict[Hashable
 def _table_if_covers(
     table: tuple[Tensor, Tensor] | None, n_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return a table that holds so many positions on a device, else None."""
+    """Return the table if it covers `n_tokens` positions on a device, else None."""
     if table is None or table[0].shape[1] < n_tokens or table[0].device != device:
         return None
     return table
@@ -322,8 +329,10 @@ _own = threading.local()
 
 @contextmanager
 def shared_angles() -> Iterator[None]:
-    """Make the angles of tokens that all have positions of their own once for all layers of equal frequencies, in the
-    eager forwards of this thread: a layer launches four kernels for them otherwise."""
+    """Compute angles of per-token positions once for all layers of equal frequencies.
+
+    Applies to eager forwards of this thread; otherwise each layer launches four kernels for them.
+    """
     before, _own.angles = getattr(_own, "angles", None), {}
     try:
         yield
@@ -335,11 +344,11 @@ def shared_angles() -> Iterator[None]:
 def share_rope_tables(
     module: nn.Module, n_tokens: int, device: torch.device, *, for_steps: bool = False
 ) -> None:
-    """Give all rotary embeddings of a module whose angles nothing can change a table of positions 0 to T - 1.
+    """Set a shared cos/sin table of positions 0 to T - 1 on all rotary embeddings with fixed angles.
 
-    A compiler would otherwise compute both functions anew in every layer, for every element of every head and batch,
-    forward and backward, which takes longer than reading the element; eager layers save the launches. A table
-    `for_steps` is one of its own, which forwards behind cached tokens read: its length changes no compiled forward.
+    A compiler would otherwise recompute both functions in every layer, for every element of every head and batch,
+    forward and backward, which is slower than reading a table; eager layers save launches. `for_steps` sets a separate
+    table for forwards after cached tokens, so its length does not change a compiled forward.
     """
     tables: dict[str, tuple[Tensor, Tensor]] = {}
     steps: dict[str, RopeTable] = {}

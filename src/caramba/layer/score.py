@@ -16,7 +16,7 @@ Null = tuple[Tensor, Tensor] | None
 """A key [K*Dqk] and a value [K*Dv] that belong to no position."""
 
 LOWER_RIGHT_ON = ("cuda",)
-"""Devices whose backends know the last T of S positions as such: no mask [T, S] is made or read there."""
+"""Devices whose backends support lower-right causality (the last T of S positions) without a mask [T, S]."""
 
 
 TWO_WIDTHS = (
@@ -38,9 +38,9 @@ class CausalScore(nn.Module):
     Shape: q [B, H, T, Dqk], k [B, K, S, Dqk], v [B, K, S, Dv], returns [B, H, T, Dv] in q's dtype; k and v
     may come in another dtype, that of a cache. `null`, when given, is a key [K*Dqk] and a value [K*Dv] that
     belong to no position: every query sees them, whatever its window. `first`, when given, is the first key that
-    each query may see, int64 [B, T] (see `Documents`), and then S = T. With `starts` besides, which say the same,
-    a variable-length kernel attends where one is active and takes the call: no null key, no dropout, 16 bits and at
-    most 256 features.
+    each query may see, int64 [B, T] (see `Documents`), and then S = T. `starts` gives the same documents as offsets;
+    an active variable-length kernel then computes the attention if it supports the call: no null key, no dropout,
+    16 bits and at most 256 features.
     """
 
     def __init__(self, window: int | None = None, dropout: float = 0.0, q_chunk: int | None = None) -> None:
@@ -76,7 +76,7 @@ class CausalScore(nn.Module):
         return torch.cat(outputs, dim=2)
 
     def varlen_kernel(self, q: Tensor, v: Tensor, null: Null, starts: Tensor | None) -> VarlenKernel | None:
-        """Return what attends inside documents without a mask, None where a mask does."""
+        """Return the variable-length kernel for attention within documents, or None if a mask is needed."""
         if starts is None or null is not None or (self.training and self.dropout > 0):
             return None
         kernel = active_kernel(q.device)
@@ -102,7 +102,7 @@ class CausalScore(nn.Module):
         return _attend(q, k, v, self._mask(n_queries, n_keys, null is not None, first, q.device), dropout)
 
     def _is_lower_right(self, q: Tensor, n_keys: int, null: Null, first: Tensor | None) -> bool:
-        """Whether plain causality behind a prefix says it all, and a backend is to be told so in place of a mask."""
+        """True if lower-right causality suffices, so that a backend flag replaces the mask."""
         return (
             q.device.type in LOWER_RIGHT_ON
             and q.shape[2] < n_keys
@@ -116,9 +116,9 @@ class CausalScore(nn.Module):
     def _mask(
         self, n_queries: int, n_keys: int, has_null: bool, first: Tensor | None, device: torch.device
     ) -> Tensor | None:
-        """Return which keys each query sees, [T, S], or None where plain causality says it all.
+        """Return the mask of keys that each query sees, [T, S], or None if plain causality suffices.
 
-        With `first` it is [B, 1, T, S]. The null key stands first: [..., 1 + S].
+        With `first` it is [B, 1, T, S]. The null key comes first: [..., 1 + S].
         """
         window = n_keys if self.window is None else self.window
         if n_queries == n_keys and window >= n_keys and not has_null and first is None:

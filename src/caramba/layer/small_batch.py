@@ -1,4 +1,4 @@
-"""The few rows of a decode step, whose products have a kernel of their own: when it is taken."""
+"""When the small-batch linear kernel (GEMV and skinny GEMM) of decode steps applies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ longer than reading the weights.
 
 
 def is_small_batch(x: Tensor) -> bool:
-    """Whether x is few rows, without gradients, on a device that has the kernel."""
+    """True if the small-batch kernel applies: kernel attached, few rows, no grad or autocast."""
     return (
         not torch.is_grad_enabled()
         and 0 < x.numel() <= SMALL_BATCH_ROWS.get(x.dtype, 0) * x.shape[-1]
@@ -28,16 +28,18 @@ def is_small_batch(x: Tensor) -> bool:
 
 
 def has_separate_norm(x: Tensor) -> bool:
-    """Whether the kernel of few rows x has the norm before it as a launch of its own: then one product should take what
-    it makes, not several."""
+    """True if the small-batch kernel runs the norm as a separate launch.
+
+    Then one fused linear should read the norm's output, not several.
+    """
     return x.dtype in HALF and x.numel() > x.shape[-1]
 
 
 def has_kernel_weight(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes the product of few rows x with a weight: a plain one, neither quantised nor sharded."""
+    """True if the small-batch kernel supports the product of x and a plain weight, not quantised or sharded."""
     return type(weight) is nn.Parameter and rows_fit(x, weight)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes into a module or comes out of it, or has given it a forward of its own."""
+    """True if the module has forward hooks or an instance-level `forward`."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

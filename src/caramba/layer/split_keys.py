@@ -1,5 +1,7 @@
-"""Keys of two parts that are attended to where they lie: where they are wider than fused backends take, and behind a
-prefix."""
+"""Split-key attention: keys in two parts, read in place.
+
+Used if keys are wider than fused backends support, and after a cached prefix.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ OP = "decoupled_attention"
 def supports_split_keys(
     score: CausalScore, q: Tensor, n_keys: int, widths: tuple[int, int, int], *, are_concatenated: bool
 ) -> bool:
-    """Whether a kernel attends with the queries q [B, H, T, A + G] in the place of `score`, to keys whose parts, and to
-    values, that are A, G and D features wide: `widths`. Up to `WIDEST` cuDNN is faster where T = S. With fewer queries
-    that leaves flash, for which keys would have to be joined first; where they lie so (`are_concatenated`) it has them.
+    """True if the split-key kernel replaces `score` for queries q [B, H, T, A + G].
 
-    A `q_chunk` counts for nothing: no scores are held.
+    `widths` are the features A, G and D of both key parts and of values. Up to `WIDEST` cuDNN is faster if T = S. With
+    fewer queries only flash is left, which needs concatenated keys; `are_concatenated` is True if the cache stores
+    them so. `q_chunk` is ignored: the kernel stores no scores.
     """
     sem, geo, _ = widths
     return (
@@ -37,7 +39,7 @@ def supports_split_keys(
 
 
 def split_key_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
-    """Attend, with keys and values by tokens first, as products give them; `first` as in the score op.
+    """Attend to keys in two parts, token-major as linear layers return them; `first` as in the score op.
 
     Shape: q [B, H, T, A + G], k_sem [B, S, K1, A], k_geo [B, S, K2, G], v [B, S, K3, D] -> [B, H, T, D].
     """
@@ -46,7 +48,7 @@ def split_key_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, firs
 
 
 def uses_split_keys_kernel(config: AttentionLayerConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers of a config attend so wherever they train on a device in a dtype; with a window some may not."""
+    """True if training layers of a config on a device in a dtype always use the split-key kernel."""
     dims, width = config.dims(), config.query_dim
     if not config.is_latent or config.null_attn or dims.first_tokens or config.dropout > 0:
         return False

@@ -1,4 +1,4 @@
-"""Attention of one width per head, with its queries, keys and values made in one product where that is faster."""
+"""Attention with one width per head; uses fused QKV where that is faster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from caramba.layer.projection import (
     attend_per_head,
     head_norm,
     in_parts,
-    picked,
+    select_rows,
     split_heads,
 )
 from caramba.layer.rms_norm import RMSNorm
@@ -82,26 +82,26 @@ class StandardProjection(Projection):
                 return self._rotate_fused_qkv(together, offset)
             q, k, v = products(x, (self.q, self.k, self.v))
         else:
-            q, k, v = self.q(picked(x, rows)), self.k(x), self.v(x)
+            q, k, v = self.q(select_rows(x, rows)), self.k(x), self.v(x)
         q = self.q_norm(split_heads(q, self.dims.n_heads))
         k = self.k_norm(split_heads(k, self.dims.n_kv_heads))
         v = split_heads(v, self.dims.n_kv_heads)
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         if found is not None:
             cos, sin = found
-            # Without a temperature the scale is one number, which the rotation takes along.
+            # Without a temperature the scale is one number, so the rotation applies it.
             is_plain = self.temperature is None
             dtype, scale = (v.dtype, self.scale) if is_plain else (None, 1.0)
             q = rotate(q, angles_at(cos, rows), angles_at(sin, rows), dtype, scale)
             k = k if angles is not None else rotate(k, cos, sin, v.dtype)
             if is_plain:
                 return q, {"k": k.to(v.dtype), "v": v}
-        return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+        return self.scale_queries(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def _fused_qkv_rotated(
         self, fused_linear: FusedLinear, x: Tensor, offset: int | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `forward` without norms, queries and keys turned as heads of one tensor: half the calls of a step."""
+        """Like `forward` without QK-norm; queries and keys are rotated as heads of one tensor, with half the calls."""
         heads, kv_heads, width = self.dims.n_heads, self.dims.n_kv_heads, self.dims.qk
         n_rotated, (batch, n_tokens, _) = heads + kv_heads, x.shape
         qk, v = fused_linear.product(x).split_with_sizes([n_rotated * width, kv_heads * self.dims.v], dim=-1)
@@ -110,12 +110,12 @@ class StandardProjection(Projection):
         if self.rope is not None:
             qk = self.rope.apply_rope(qk, offset)
         q, k = qk.split_with_sizes([heads, kv_heads], dim=1)
-        return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+        return self.scale_queries(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def _fused_qkv(self, x: Tensor) -> Tensor | None:
-        """Return q, k and v of x as one product, where a kernel turns and splits it and joins the gradients.
+        """Return the fused QKV output of x if a kernel rotates and splits it, else None.
 
-        The compiler would compute all three of them at every element of theirs.
+        A compiler would compute each of the three gradients at every element of the fused gradient.
         """
         is_plain = self.rope is not None and self.rotates_qk_together and self.temperature is None
         if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
@@ -133,13 +133,12 @@ class StandardProjection(Projection):
         return streams["k"], streams["v"]
 
     def _key_parts(self) -> tuple[int, int]:
-        """Return the widths in which the kernel reads keys, padded to powers of two: the first is the largest that
-        leaves a rest."""
+        """Return the two widths in which the kernel reads keys; the first is the largest power of two below Dqk."""
         sem = 1 << max((self.dims.qk - 1).bit_length() - 1, 0)
         return sem, self.dims.qk - sem
 
     def cache_queries(self, q: Tensor) -> Queries:
-        """Return the queries, and as many of their features as a second part of quantised keys has, which is zeros."""
+        """Return the queries, and a slice of them for the second key part, which is zeros for quantised keys."""
         return q, q[..., :ZERO_WIDTH]
 
     def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
@@ -148,7 +147,7 @@ class StandardProjection(Projection):
             widths = self._key_parts()
             queries = in_parts(q[0], widths)
             k_sem, k_geo = (StoredStream(k.kind, part) for part in k.values.split(widths, dim=-1))
-        else:  # blocks of a head cannot be cut in two in every format
+        else:  # not every format can split a head's blocks in two
             queries, k_sem, k_geo = q, k, zero_keys(k, q[1].shape[-1])
             if null is not None:
                 null_k = null[0].view(kv_heads, -1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer.float8 import Float8Linear
-from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
+from caramba.layer.float8_swiglu import float8_feed_forward, is_fusible_swiglu
 from caramba.layer.fused_linear import FusedLinear, can_use_fused, fused_prefill_product
 from caramba.layer.fused_small_batch import are_unmodified, linear_residual, norm_linear
 from caramba.layer.products import fused_product, products
@@ -39,7 +39,7 @@ class SwiGLULayer(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
-        if isinstance(self.gate, Float8Linear) and is_one_function((self.gate, self.up, self.down)):
+        if isinstance(self.gate, Float8Linear) and is_fusible_swiglu((self.gate, self.up, self.down)):
             return float8_feed_forward(x, self.gate, self.up, self.down)  # pyright: ignore[reportArgumentType]
         if has_kernel("swiglu_packed", x):
             # The compiler joins the gradients of both halves by computing either at every element of the pair.

@@ -1,4 +1,4 @@
-"""Attention inside the documents of packed rows by variable-length kernels, which compute nothing across them."""
+"""Attention within the documents of packed rows by variable-length kernels, without work across documents."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class VarlenKernel:
         if tuple(parameters)[: len(OPERANDS)] != OPERANDS or not needed <= set(OPERANDS):
             raise KernelUnavailable(
                 f"varlen_attn of torch {torch.__version__} takes ({', '.join(parameters)}), expected "
-                f"({', '.join(OPERANDS)}) and options; documents are kept apart by a mask"
+                f"({', '.join(OPERANDS)}) and options; documents are separated by a mask"
             )
         if not {"window_size", "is_causal"} & set(parameters):
             raise KernelUnavailable(
                 f"varlen_attn of torch {torch.__version__} has neither window_size nor is_causal, so no causality; "
-                "documents are kept apart by a mask"
+                "documents are separated by a mask"
             )
         return cls(call, frozenset(parameters), is_grouped="enable_gqa" in parameters, **serves)
 
     def serves(self, q: Tensor, v: Tensor, window: int | None) -> bool:
-        """Return whether it takes these queries [B, H, T, Dqk] and values [B, K, T, Dv]."""
+        """Return whether the kernel supports these queries [B, H, T, Dqk] and values [B, K, T, Dv]."""
         return (
             q.device.type == self.device
             and q.dtype in self.dtypes
@@ -74,10 +74,10 @@ class VarlenKernel:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
-        """Return softmax(q k^T) v of every sequence by itself, causal, over at most the last `window` keys.
+        """Return causal softmax(q k^T) v within every sequence, over at most the last `window` keys.
 
-        The longest sequence is known to the device alone; the length of a row bounds it. The narrower of keys and
-        values is widened by zeros, which change neither the score nor the part of the output that is kept.
+        Only the device knows the longest sequence; the row length bounds it. The narrower of keys and values is padded
+        with zeros, which change neither the scores nor the features returned.
 
         Shape: q [B, H, T, Dqk], k [B, K, T, Dqk], v [B, K, T, Dv], starts as `Documents` has them -> [B, H, T, Dv].
         """
@@ -97,7 +97,7 @@ class VarlenKernel:
             words["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             words["is_causal"] = True
-        # A pad by nothing would be a copy, which those need that begin where no load of 16 bytes may.
+        # Padding by zero features copies, which misaligned rows need for 16-byte loads.
         wide = (x if has_aligned_rows(x, width) else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         rows = (x.transpose(1, 2).flatten(0, 1) for x in wide)
         out = self.call(*rows, starts, starts, tokens, tokens, **words)
@@ -105,9 +105,9 @@ class VarlenKernel:
 
 
 def has_aligned_rows(x: Tensor, width: int) -> bool:
-    """Return whether rows are `width` features wide, side by side, and each at a multiple of `EVEN` in its memory.
+    """Return whether rows are contiguous, `width` features wide, and each aligned to `EVEN` elements.
 
-    Parts of a joined product may lie at others. In a graph that is compiled nobody can say, as it has no memory yet.
+    Parts of a fused linear's output may be misaligned. False while compiling, where addresses are unknown.
     """
     if torch.compiler.is_compiling():
         return False
@@ -120,8 +120,10 @@ _own = threading.local()
 
 
 def active_kernel(device: torch.device) -> VarlenKernel | None:
-    """Return what attends inside documents now: None inside a graph, whose sizes may not follow the documents, but in
-    a block of `fixed_documents`."""
+    """Return the active kernel for attention within documents, or None.
+
+    None inside a graph, whose shapes cannot follow the documents, except inside `fixed_documents`.
+    """
     own: VarlenKernel | None = getattr(_own, "kernel", None)
     if own is not None and own.device == device.type:
         return own
@@ -134,7 +136,7 @@ def active_kernel(device: torch.device) -> VarlenKernel | None:
 
 @contextmanager
 def varlen_attention(kernel: VarlenKernel | None) -> Iterator[None]:
-    """Attend inside documents with `kernel`, where it serves, and None: with a mask."""
+    """Use `kernel` for attention within documents if it supports the call; None uses a mask."""
     global _active
     before, _active = _active, kernel
     try:
@@ -145,8 +147,10 @@ def varlen_attention(kernel: VarlenKernel | None) -> Iterator[None]:
 
 @contextmanager
 def fixed_documents(kernel: VarlenKernel | None) -> Iterator[None]:
-    """Attend with `kernel` in this thread, where it serves, inside documents whose number does not change: forwards
-    without gradients, which a graph may hold."""
+    """Use `kernel` in this thread for a fixed number of documents.
+
+    Only for forwards without gradients, which may then be captured in a graph.
+    """
     before, _own.kernel = getattr(_own, "kernel", None), kernel
     try:
         yield
@@ -156,21 +160,21 @@ def fixed_documents(kernel: VarlenKernel | None) -> Iterator[None]:
 
 @functools.cache
 def find_kernel(device: torch.device) -> VarlenKernel | str:
-    """Return the kernel of a device, after it gave the numbers of a mask, or why there is none."""
+    """Return the device's kernel after checking it against a mask, or why there is none."""
     if device.type != "cuda":
         return f"variable-length attention is for CUDA, not for {device.type}"
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return f"torch {torch.__version__} has no varlen_attn, expected 2.11 or later"
-    return checked(varlen_attn, device)
+    return check_kernel(varlen_attn, device)
 
 
-def checked(call: Callable[..., Any], device: torch.device, **serves: Any) -> VarlenKernel | str:
-    """Return the kernel of a function that gives the numbers of a mask on a device, or what is wrong with it.
+def check_kernel(call: Callable[..., Any], device: torch.device, **serves: Any) -> VarlenKernel | str:
+    """Check a function against a mask on a device; return its kernel, or what is wrong with it.
 
-    torch 2.11 has no word for grouped heads, and its kernel for NVIDIA's devices reads them (seen on an H200): that is
-    tried first.
+    torch 2.11 has no argument for grouped heads, but its NVIDIA kernel supports them (seen on an H200): that is tried
+    first.
     """
     try:
         plain = VarlenKernel.of(call, device=device.type, **serves)
@@ -183,9 +187,9 @@ def checked(call: Callable[..., Any], device: torch.device, **serves: Any) -> Va
 
 
 def _refusal(kernel: VarlenKernel, device: torch.device) -> str | None:
-    """Return what is wrong with a kernel on a device, None where it gives the numbers of a mask."""
+    """Return what is wrong with a kernel on a device, None if it agrees with a mask."""
     try:
-        error = measured_error(kernel, device)
+        error = measure_error(kernel, device)
     except (RuntimeError, TypeError, ValueError) as refusal:
         return f"varlen_attn does not run: {type(refusal).__name__}: {str(refusal).partition(chr(10))[0]}"
     if not error <= TOLERANCE:
@@ -193,23 +197,24 @@ def _refusal(kernel: VarlenKernel, device: torch.device) -> str | None:
     return None
 
 
-def measured_error(kernel: VarlenKernel, device: torch.device) -> float:
-    """Return the largest relative error of outputs and gradients against a mask, in fp32 or float64, on small rows.
+def measure_error(kernel: VarlenKernel, device: torch.device) -> float:
+    """Return the largest relative error of outputs and gradients against a mask, on small rows.
 
-    Grouped heads, keys wider than values, documents of one token, and a window where the kernel has one.
+    The reference runs in float32 or float64. Cases: grouped heads, keys wider than values, documents of one token, and
+    a window if the kernel supports one.
     """
     generator = torch.Generator(device).manual_seed(0)
     places = torch.tensor([0, 1, 40, 96, 111, 192], device=device)
     starts = places.to(torch.int32)
     document = torch.bucketize(torch.arange(192, device=device), places, right=True).view(2, 96)
-    apart = (document[:, :, None] != document[:, None, :])[:, None]
+    is_other = (document[:, :, None] != document[:, None, :])[:, None]
     distance = torch.arange(96, device=device)[:, None] - torch.arange(96, device=device)
 
-    def drawn(heads: int, width: int) -> Tensor:
+    def sample(heads: int, width: int) -> Tensor:
         x = torch.randn(2, 96, heads, width, device=device, generator=generator)
         return x.to(kernel.dtypes[-1]).transpose(1, 2).requires_grad_()
 
-    q, k, v, gradient = drawn(4, 72), drawn(2, 72), drawn(2, 64), drawn(4, 64).detach()
+    q, k, v, gradient = sample(4, 72), sample(2, 72), sample(2, 64), sample(4, 64).detach()
     worst = 0.0
     for window in (None, 7) if "window_size" in kernel.takes else (None,):
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -218,7 +223,7 @@ def measured_error(kernel: VarlenKernel, device: torch.device) -> float:
             wide = torch.promote_types(q.dtype, torch.float32)
             q_wide, k_wide, v_wide = (x.to(wide) for x in (q, k, v))
             scores = (q_wide * 72**-0.5) @ k_wide.repeat_interleave(2, 1).mT
-            hidden = apart | (distance < 0) | (distance >= (window or 96))
+            hidden = is_other | (distance < 0) | (distance >= (window or 96))
             weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
             exact = weights @ v_wide.repeat_interleave(2, 1)
             theirs = (exact, *torch.autograd.grad(exact, (q, k, v), gradient.to(wide)))

@@ -83,8 +83,8 @@ def test_autocast_and_layers_of_one_input_cast_once(monkeypatch: pytest.MonkeyPa
     with torch.autocast("cpu", torch.bfloat16):
         apart = products(x, layers)
         n_apart, seen[:] = len(seen), []
-        monkeypatch.setattr(products_module, "JOINED_ON", frozenset({"cpu"}))
-        monkeypatch.setattr(products_module, "LEAST_ROWS", 1)
+        monkeypatch.setattr(products_module, "FUSED_DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr(products_module, "MIN_ROWS", 1)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         together = products(x, layers)
         assert (n_apart, [tuple(shape) for shape in seen]) == (4, [(64, 32), (48, 32)])
@@ -154,8 +154,8 @@ def test_swiglu_as_one_function_is_its_parts(recipe: RecipeName, monkeypatch: py
 
 
 def test_a_compiled_step_is_one_graph_with_three_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products_module, "JOINED_ON", frozenset({"cpu"}))
-    monkeypatch.setattr(products_module, "LEAST_ROWS", 1)
+    monkeypatch.setattr(products_module, "FUSED_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(products_module, "MIN_ROWS", 1)
     torch.manual_seed(0)
     recipe = Float8Recipe("rowwise", "cpu")
     layers = [Float8Linear(nn.Linear(32, 16, bias=False).bfloat16(), recipe) for _ in range(2)]

@@ -25,8 +25,8 @@ WIDTHS = (8, 3, 5)
 @pytest.fixture
 def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a compiled step on a GPU, uncompiled and here."""
-    monkeypatch.setattr(module, "JOINED_ON", frozenset({"cpu"}))
-    monkeypatch.setattr(module, "LEAST_ROWS", 6)
+    monkeypatch.setattr(module, "FUSED_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(module, "MIN_ROWS", 6)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
@@ -55,7 +55,7 @@ def test_one_product_gives_what_each_layer_gives(
 ) -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     joined, is_one = step(layers_of(bias), x)
-    monkeypatch.setattr(module, "LEAST_ROWS", 7)
+    monkeypatch.setattr(module, "MIN_ROWS", 7)
     apart, is_still_one = step(layers_of(bias), x)
     assert (is_one, is_still_one) == (True, False)
     assert len(joined) == len(apart) == 3 + 1 + 3 * (1 + bias)

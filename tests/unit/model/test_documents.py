@@ -93,5 +93,5 @@ def test_documents_are_refused_where_they_have_no_meaning() -> None:
         Documents.of(ids.float())
     scaling = RopeScalingConfig(type="dynamic", factor=2.0, original_max_position_embeddings=8)
     rope = RotaryEmbedding(4, 100.0, scaling)
-    with pytest.raises(ConfigError, match="rows of 12 tokens with documents kept apart exceed"):
+    with pytest.raises(ConfigError, match="rows of 12 tokens of packed documents exceed"):
         rope(Documents.of(ids).positions, 12, ids.device)

@@ -12,7 +12,7 @@ from caramba.cache import KVCacheKind, new_layer_cache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import CacheFull
 from caramba.layer import cache_view
-from caramba.layer.attention import _say_plain
+from caramba.layer.attention import _log_unfused_decode
 from caramba.model import Model, build_model
 from caramba.ops import backend
 from caramba.ops.dba_decode import WIDEST
@@ -134,7 +134,7 @@ def test_what_the_kernels_cannot_do_takes_the_plain_path(
         monkeypatch.setitem(WIDEST, torch.float64, 2)
     else:
         monkeypatch.delitem(WIDEST, torch.float64)
-    _say_plain.cache_clear()
+    _log_unfused_decode.cache_clear()
     out, full = decoded(model, KVCacheKind.FP32, [10, 11, 15]), model(tokens_of())
     torch.testing.assert_close(out, full, rtol=2e-5, atol=2e-5)
     assert not calls

@@ -19,11 +19,11 @@ from caramba.errors import ConfigError, KernelUnavailable
 from caramba.layer import AttentionLayer, Documents, StoredDocuments, attention_backends, documents_path
 from caramba.layer.varlen import (
     VarlenKernel,
-    checked,
+    check_kernel,
     find_kernel,
     fixed_documents,
     has_aligned_rows,
-    measured_error,
+    measure_error,
     varlen_attention,
 )
 from caramba.runtime import AttentionChoice
@@ -109,7 +109,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("call", [newer, older])
 def test_models_give_the_same_numbers_and_gradients(call: Any) -> None:
     kernel = on_cpu(call)
-    assert measured_error(kernel, CPU) < 1e-12
+    assert measure_error(kernel, CPU) < 1e-12
     layers = [attention("gqa_scaled"), block("decoupled_gate"), attention("window"), attention("latent")]
     model = lively(spec(*layers, max_positions=12)).double()
     tokens = torch.randint(VOCAB, IDS.shape, generator=torch.Generator().manual_seed(1))
@@ -292,12 +292,12 @@ def test_a_function_is_taken_only_if_it_gives_the_numbers_of_the_mask() -> None:
         return by_sequence(query, key, value, cu_seq_q, query.shape[-1] ** -0.5, -1, 0 if is_causal else -1)
 
     for call, is_grouped in ((newer, True), (older, False), (reads_groups, True)):
-        kernel = checked(call, CPU, **serves)
+        kernel = check_kernel(call, CPU, **serves)
         assert isinstance(kernel, VarlenKernel)
         assert kernel.is_grouped == is_grouped, "keys and values are repeated where they have to be"
-    assert "differs from the mask by" in str(checked(rows_only, CPU, **serves))
-    assert checked(fails, CPU, **serves) == "varlen_attn does not run: RuntimeError: no kernel image"
-    assert "expected (query, key" in str(checked(lambda q: q, CPU, **serves))
+    assert "differs from the mask by" in str(check_kernel(rows_only, CPU, **serves))
+    assert check_kernel(fails, CPU, **serves) == "varlen_attn does not run: RuntimeError: no kernel image"
+    assert "expected (query, key" in str(check_kernel(lambda q: q, CPU, **serves))
 
 
 def test_signatures_that_are_not_known_are_refused() -> None:
