@@ -76,11 +76,11 @@ def attention_kl(
     documents: Documents | None = None,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and the queries at `rows`; of
-    these only the `counted` ones, which padding is not.
+    """Return the mean KL(A_t || A_s) of attention probabilities in nats.
 
-    Scores are [B, H, n, S] at most, never [T, S], and a latent student expands no keys. Layers of the same number of
-    query heads are compared head by head.
+    The mean is over sequences, heads and the queries at `rows`, of which `counted` excludes padding. Scores are
+    [B, H, n, S] at most, never [T, S], and a latent student expands no keys. Both layers need the same number of query
+    heads.
 
     Shape: both inputs [B, T, M], rows int64 [B, n] (see `sample_queries`), counted bool [B, T] -> [].
     """
@@ -88,7 +88,7 @@ def attention_kl(
         log_p = attention_log_probabilities(teacher, teacher_x, rows, documents)
     log_q = attention_log_probabilities(student, student_x, rows, documents)
     log_p, log_q = _without_null(teacher, log_p), _without_null(student, log_q)
-    # What a mask hides is -inf, of which neither a difference nor a gradient may be taken.
+    # Masked positions are -inf: exclude them from differences and gradients.
     seen = (log_p > float("-inf")) & (log_q > float("-inf"))
     difference = log_p.masked_fill(~seen, 0.0) - log_q.masked_fill(~seen, 0.0)
     per_query = (log_p.exp() * difference).sum(-1)
@@ -101,7 +101,7 @@ def attention_kl(
 def attention_log_probabilities(
     layer: AttentionLayer, x: Tensor, rows: Tensor, documents: Documents | None = None
 ) -> Tensor:
-    """Log-probabilities of attention from the queries at `rows`, in at least fp32; a null key stands first.
+    """Log-probabilities of attention from the queries at `rows`, in at least fp32; a null key comes first.
 
     Shape: x [B, T, M], rows int64 [B, n] -> [B, H, n, T], or [B, H, n, 1 + T] with a null key.
     """

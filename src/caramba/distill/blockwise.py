@@ -126,7 +126,7 @@ class BlockwiseObjective(Objective):
 
     def compilable(self) -> list[nn.Module]:
         layers = [source for _, source, _ in self.pairs]
-        if self.on_student:  # layers that do not train run as they are, beside the steps of those that do
+        if self.on_student:  # frozen layers run as well as the steps of trained ones
             layers += [student for _, _, student in self.pairs]
         return [*layers, *self.steps.values(), *([self.divergence] if self.attention_weight else [])]
 

@@ -1,4 +1,4 @@
-"""Running a model only as far as its last tapped attention layer, with what each one reads and gives."""
+"""Capture inputs and outputs of attention layers, without running the model past the last of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OnCall = Callable[[str, Tensor, Tensor], object]
 Replacement = Callable[[str, AttentionLayer, Tensor], Tensor]
 
 
-class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward whose rest nobody reads
-    """The last tapped call has been made."""
+class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward early
+    """The last captured call has been made."""
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def capture_attention_io(
     """Run the model on tokens [B, T] and call on_call(name, input, output), both [B, T, M], after each given layer.
 
     Nothing runs after the last of the calls: no feed-forward layer, norm or head. A layer that runs several times
-    (shared weights) calls once for each application. `documents` [B, T] are kept apart, as in `Model`.
+    (shared weights) calls once for each application. `documents` [B, T] are document ids, as in `Model`.
     """
     left = _calls(model, layers)
 
@@ -56,8 +56,7 @@ def replace_attention(
 ) -> None:
     """Run the model on tokens [B, T] with call(name, layer, input) -> output in place of each given layer's forward.
 
-    `call` may run the layer itself, with gradients: what it returns goes on without them. Nothing runs after the
-    last of the calls.
+    `call` may run the layer itself, with gradients: its result is detached. Nothing runs after the last of the calls.
     """
     left = _calls(model, layers)
 
@@ -95,7 +94,7 @@ def _run(model: Model, tokens: Tensor, documents: Tensor | None) -> None:
 
 @contextmanager
 def _own_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Give one module a forward of its own, and afterwards the one it had."""
+    """Override one module's forward inside a block."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:

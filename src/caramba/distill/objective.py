@@ -1,4 +1,4 @@
-"""What a phase minimises. An objective owns its losses and which weights they train; Lightning only drives it."""
+"""Training objectives: an objective defines the losses and the weights they train; Lightning runs it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from caramba.model import Model
 from caramba.topology import Granularity, checkpoint_topology
 
 Batch = tuple[Tensor, ...]
-"""x and y [B, T] int64, y being IGNORED where nothing counts; then document ids [B, T] where documents are kept apart,
-and the samples' indices [B] where a phase keeps the teacher's outputs."""
+"""x and y [B, T] int64, with IGNORED in y at masked tokens; then document ids [B, T] if documents are masked, and
+sample indices [B] if a phase caches the teacher's outputs."""
 Backward = Callable[[Tensor], None]
 
 
@@ -21,7 +21,7 @@ class Objective(ABC):
 
     model: Model
     is_sharded = False
-    """Whether what shards the model over ranks hooks the nodes of its blocks."""
+    """Whether weight sharding hooks the nodes of the model's blocks."""
 
     @abstractmethod
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -40,10 +40,10 @@ class Objective(ABC):
         return [[parameter for _, parameter in self.trainable()]]
 
     def join_gradients(self) -> None:  # noqa: B027 - most objectives have all gradients of a weight in one place
-        """Bring together, before clipping, what several ranks have for one weight. Called once a step on every rank."""
+        """Sum gradients of one weight over ranks, before clipping. Called once a step on every rank."""
 
     def replicated_params(self) -> list[Tensor]:
-        """Return parameters here that are another rank's too, which counts them in norms."""
+        """Return local parameters that another rank also has and counts in norms."""
         return []
 
     def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class Objective(ABC):
         return step, steps
 
     def at(self, step: int, steps: int) -> None:  # noqa: B027 - most losses are the same at every step
-        """Say that optimiser step `step` of `steps` comes next, before its first batch."""
+        """Announce optimiser step `step` of `steps`, before its first batch."""
 
     def advance(self, losses: Mapping[str, Tensor]) -> None:  # noqa: B027 - most objectives keep no count
         """Count one optimiser step that ended with the scalars `losses`."""

@@ -19,8 +19,8 @@ from caramba.topology import ResidualTopology
 class ResidualDistance:
     """mean over residual blocks and tokens of |h_s - h_t|^2 / |h_t|^2, h being the stream after the block.
 
-    Forwards run inside `watch()`; `value()` then compares what they gave. A token counts the same wherever it stands,
-    so that the few tokens of very large norm do not decide.
+    Run forwards inside `watch()`; `value()` then compares them. Each token is normalised by its own norm, so that the
+    few tokens of very large norm do not dominate.
 
     Raises:
         ConfigError: the models have another number of residual blocks.

@@ -85,7 +85,7 @@ class BlockSchedule:
         name = self.active()[0]
         return self._taken.get(name, 0), self._limits[name]
 
-    def smoothed(self) -> dict[str, float]:
+    def block_losses(self) -> dict[str, float]:
         """Return the smoothed loss of each block that has one, in the order of the blocks."""
         return {
             name: self._sums[name] / (1.0 - SMOOTHING ** self._seen[name])
@@ -95,11 +95,11 @@ class BlockSchedule:
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return the steps, smoothed loss and end of each block, for a phase's record."""
-        smoothed = self.smoothed()
+        losses = self.block_losses()
         return {
             name: {
                 "steps": self._taken.get(name, 0),
-                "smoothed_loss": smoothed.get(name),
+                "smoothed_loss": losses.get(name),
                 "ended": self._ended.get(name),
             }
             for name in self.names
@@ -127,7 +127,7 @@ class BlockSchedule:
         self._sums[name] = SMOOTHING * self._sums.get(name, 0.0) + (1.0 - SMOOTHING) * loss
         self._seen[name] = self._seen.get(name, 0) + 1
         if self.convergence is not None:
-            is_low = self.smoothed()[name] <= self.convergence.target
+            is_low = self.block_losses()[name] <= self.convergence.target
             self._held[name] = self._held.get(name, 0) + 1 if is_low else 0
 
     def _limits_of(self, steps: int) -> dict[str, int]:

@@ -73,8 +73,8 @@ def vocabulary_losses(
 ) -> VocabularyLosses:
     """Losses of the head on features: (1 - w) CE + w T^2 KL(teacher || student), means over tokens that count.
 
-    Gradients are made chunk by chunk in the forward, so that beside [chunk, V] only the gradients of the features and
-    of the head's own weights are kept.
+    Gradients are computed chunk by chunk in the forward, so that only [chunk, V] and the gradients of the features and
+    of the head's own weights are stored.
 
     Args:
         hidden: features before the head.
@@ -84,7 +84,7 @@ def vocabulary_losses(
 
     Shape: hidden [B, T, M], targets [B, T] -> [] each.
     """
-    if rows is None and is_plain(model):
+    if rows is None and has_single_matmul_head(model):
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
             head_weight(model),
@@ -130,7 +130,7 @@ class LiveTeacher:
     def is_fusable(self, student: Model) -> bool:
         """True if both heads are one product of an unsharded weight, and no hook watches them."""
         return all(
-            is_plain(model)
+            has_single_matmul_head(model)
             and type(head_weight(model)) is nn.Parameter
             and not model.head._forward_hooks
             and not model.head._forward_pre_hooks
@@ -233,8 +233,8 @@ class _FusedDistillation(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
-def is_plain(model: Model) -> bool:
-    """Whether the head is one product with a weight [V, M], which has an op of its own for the loss on the data."""
+def has_single_matmul_head(model: Model) -> bool:
+    """True if the head is one matrix product with a weight [V, M], which the fused cross-entropy op supports."""
     if isinstance(model.head, TiedHead):
         return True
     return isinstance(model.head, Head) and model.head.bias is None
@@ -242,7 +242,7 @@ def is_plain(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a chunk's losses are made of, besides tensors that take gradients."""
+    """Inputs of a chunk's losses that take no gradients."""
 
     model: Model
     targets: Tensor

@@ -193,7 +193,7 @@ def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> 
         share_layers(opened.model, mesh)
     quantised = quantise_opened(opened, words)
     if quantised is not None:
-        logger.info(quantised.words)
+        logger.info(quantised.summary)
         opened = dataclasses.replace(opened, quantised=quantised)
     return opened, tokenizer
 

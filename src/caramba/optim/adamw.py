@@ -88,7 +88,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_masters(self, weights: Masters) -> None:
-        """Update every parameter, the master of a weight, by the weight's gradient, and round it into the weight."""
+        """Update each float32 master by its weight's gradient, and round it to nearest into the weight."""
         clip, self.clip = self.clip, None
         for group in self.param_groups:
             stepped = [p for p in group["params"] if weights[p].grad is not None]
@@ -98,7 +98,7 @@ class AdamW(torch.optim.AdamW):
     def supports_stochastic_rounding(self, weights: Masters) -> bool:
         """Whether `step_stochastic_rounding` can step these weights by a kernel.
 
-        Without one, copies of some at a time are faster: torch's fused step beside the op's reference in chunks.
+        Without one, torch's fused step on copies of some weights at a time is faster than the op's reference in chunks.
         """
         return not any(map(is_capturing, list(weights)[:1])) and all(
             weight.dtype == torch.bfloat16 and can_step(weight, grad, self.state.get(p))
@@ -108,9 +108,9 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_stochastic_rounding(self, weights: Masters, seed: Tensor) -> None:
-        """Update the weights, bfloat16, that the parameters stand for, and round them at random by `seed`, [] int64.
+        """Update bfloat16 `weights` with stochastic rounding by `seed`, [] int64.
 
-        Groups and states are the parameters', whose own values are not looked at.
+        Keys are the optimiser's parameters: their groups and states are used, their values are not read.
         """
         clip, self.clip = self.clip, None
         first = 0
@@ -122,10 +122,10 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_packed_masters(self, weights: Masters) -> None:
-        """Update the float32 values that weights, bfloat16, stand for with what their moments keep of them.
+        """Update bfloat16 `weights` whose float32 masters have their low bits packed into the moments.
 
-        Groups and states are the parameters', whose own values are not looked at. Where the op has no kernel, and while
-        a CUDA graph is captured, its reference takes the step.
+        Keys are the optimiser's parameters: their groups and states are used, their values are not read. Without a
+        kernel, and during CUDA graph capture, the op's reference takes the step.
         """
         clip, self.clip = self.clip, None
         for group in self.param_groups:
@@ -220,7 +220,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _step_dense(columns: list[list[Tensor]], settings: dict[str, Any]) -> None:
-    """Step bfloat16 weights with moments that keep the rest of them, through copies of what is not dense in order."""
+    """Step packed masters; tensors that are not contiguous are stepped through copies."""
     held, rest = columns[:3], columns[3:]
     dense = [[x.contiguous() for x in xs] for xs in held]
     given: list[Any] = [*dense, *rest]
@@ -240,7 +240,7 @@ def _step_dense(columns: list[list[Tensor]], settings: dict[str, Any]) -> None:
 
 
 def can_step(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bool:
-    """Whether `adamw_step` has a kernel for a parameter, its gradient and its state, if any, as they lie."""
+    """True if `adamw_step` has a kernel for a parameter, its gradient and its state, with their current layout."""
     held = (p, state["exp_avg"], state["exp_avg_sq"]) if state else (p,)
     if type(p) not in PLAIN or type(grad) not in PLAIN:
         sharded: Any = (*held, grad)
@@ -254,15 +254,15 @@ def can_step(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bo
 
 
 def is_capturing(p: Tensor) -> bool:
-    """Whether the step goes into a CUDA graph, which would keep addresses that are looked up as they are now."""
+    """True during CUDA graph capture, which would record addresses that are looked up at each step."""
     return p.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def on(device: torch.device, value: Tensor) -> Tensor:
-    """Return one number on a device in float32, itself where it is that."""
+    """Return a scalar tensor on a device in float32, without a copy if it is that already."""
     return value.detach().to(device, torch.float32, non_blocking=True)
 
 
 def _given(optimizer: torch.optim.Optimizer, name: str) -> Tensor | None:
-    """Return what a GradScaler has set for the step it takes."""
+    """Return an attribute that GradScaler sets on the optimiser for its step, or None."""
     return getattr(optimizer, name, None)

@@ -11,8 +11,9 @@ WARM_UP = 10
 
 
 class WeightAverage:
-    """Running average a <- d a + (1 - d) w after each step, with d = min(decay, (1 + n) / (10 + n)) at step n, so that
-    the first steps, which are far from where training ends, are soon forgotten. It is kept in at least float32.
+    """Exponential moving average of weights: a <- d a + (1 - d) w after each step.
+
+    d = min(decay, (1 + n) / (10 + n)) at step n, so early weights decay quickly. Stored in at least float32.
 
     Reference: Polyak and Juditsky, 1992; the warm-up is TensorFlow's ExponentialMovingAverage.
     """
@@ -20,7 +21,7 @@ class WeightAverage:
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
         self.decay, self.steps = decay, 0
         self._parameters = dict(named)
-        self._weights: dict[str, Tensor] = {}  # while the average is lent
+        self._weights: dict[str, Tensor] = {}  # the trained weights, between `swap_in` and `swap_out`
         self._average = {
             name: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
             for name, value in self._parameters.items()
@@ -28,7 +29,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of one more step."""
+        """Add the weights of one more step to the average."""
         self.steps += 1
         weight = 1.0 - min(self.decay, (1 + self.steps) / (WARM_UP + self.steps))
         for name, value in self._parameters.items():
@@ -44,13 +45,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the average in place of the weights until `swap_out`, where weights and compiled code know them."""
+        """Copy the average into the weights' memory until `swap_out`, so that compiled code sees it."""
         self._weights = {name: value.detach().clone() for name, value in self._parameters.items()}
         self.copy_to_weights()
 
     @torch.no_grad()
     def swap_out(self) -> None:
-        """Put the weights that are trained back in their place, bit for bit."""
+        """Restore the trained weights exactly."""
         for name, value in self._weights.items():
             self._parameters[name].copy_(value)
         self._weights = {}

@@ -21,19 +21,18 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfi
     """Build the phase's optimiser over trainable parameters. Norms, biases, gates and embeddings take no weight decay.
 
     Weight decay is decoupled from the gradient but in SGD, where it is added to it as in torch. With `master_weights`
-    or `stochastic_rounding` the optimiser steps bfloat16 weights in float32, by way of copies or, AdamW at random or
-    with what bfloat16 does not hold in its moments, within its pass; with `optimizer_offload` it steps copies of any
-    weights, on the host.
+    or `stochastic_rounding` the optimiser steps bfloat16 weights in float32, through copies. AdamW needs no copies for
+    stochastic rounding or for masters packed into its moments. With `optimizer_offload` it steps copies on the host.
 
     Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101 (AdamW); Chen et al., 2023, arXiv:2302.06675 (Lion);
     Shazeer and Stern, 2018, arXiv:1804.04235 (Adafactor); Jordan et al., 2024 (Muon).
     """
-    assert phase.lr != "auto", "lr is settled for the model's width before a phase starts"
+    assert phase.lr != "auto", "lr is resolved for the model's width before a phase starts"
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if phase.master_weights or phase.stochastic_rounding or phase.optimizer_offload:
         return MasterWeights(
             trained,
-            lambda wide: _optimizer(wide, phase),
+            lambda copies: _optimizer(copies, phase),
             keeps=not phase.stochastic_rounding and phase.master_weights != "in_moments",
             on_host=phase.optimizer_offload,
             in_moments=phase.master_weights == "in_moments",

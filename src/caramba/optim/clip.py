@@ -1,4 +1,4 @@
-"""Clipping of gradients by fixed limits: one pass for the norms of all of them, one for each group's scale."""
+"""Gradient clipping by norm or value: one pass for all norms, one per group for scaling."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def clip_gradients(
     copies: Sequence[Tensor] = (),
     hand_over: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Scale each group's gradients in place by min(1, max_norm / (|g| + 1e-6)), |g| the 2-norm of the whole group, and
-    return the norm of all groups before that, [].
+    """Clip each group's gradients in place to 2-norm `max_norm`; return the total norm before clipping, [].
 
-    As `torch.nn.utils.clip_grad_norm_` on every group, without a dozen launches and a pass of its own for each.
-    Groups without gradients count nothing; with `max_norm` None nothing is scaled. Gradients are on one device, or each
-    rank holds a part of them, and norms are of the whole. With `has_stages` every rank has other parameters, in as many
-    groups, and norms are of those of all ranks; `copies` are parameters here that another rank counts.
+    Each group is scaled by min(1, max_norm / (|g| + 1e-6)), like `torch.nn.utils.clip_grad_norm_` on every group but
+    with fewer launches and passes. Groups without gradients are ignored; with `max_norm` None nothing is scaled.
+    Gradients are on one device, or sharded over ranks, and norms are of the whole. With `has_stages` every rank has
+    different parameters in the same number of groups, and norms cover all ranks; `copies` are local parameters that
+    another rank counts.
     """
     listed = [[p for p in group if p.grad is not None] for group in groups]
     listed = [group for group in listed if group]
@@ -46,7 +46,7 @@ def clip_gradients(
     if len(set(sizes)) == 1:  # blocks of one kind: no launch for each of them
         rows = norms.view(len(sizes), sizes[0])
     else:
-        # Groups of fewer gradients are filled up with zeros, which no norm sees.
+        # Pad groups of fewer gradients with zeros, which do not change a norm.
         rows = nn.utils.rnn.pad_sequence(list(norms.split(sizes)), batch_first=True)
     totals = torch.linalg.vector_norm(rows, dim=1)
     if has_stages:
@@ -62,7 +62,10 @@ def clip_gradients(
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norms of n tensors, or of all parts of sharded ones, in one pass, [n], in at least float32."""
+    """Return the 2-norms of n tensors in one pass, [n], in at least float32.
+
+    For sharded tensors the norms are of the whole.
+    """
     parts = [local(tensor) for tensor in tensors]
     norms = foreach_norm(parts) if _has_kernel(parts) else reference_foreach_norm(parts)
     if not any(is_sharded(tensor) for tensor in tensors):
@@ -71,7 +74,10 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _has_kernel(parts: Sequence[Tensor]) -> bool:
-    """Whether `foreach_norm` has a kernel for tensors as they lie; none in a CUDA graph, which would keep addresses."""
+    """True if `foreach_norm` has a kernel for these tensors.
+
+    False during CUDA graph capture, which would record addresses.
+    """
     first = parts[0]
     if not has_kernel("list_norms", first) or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False

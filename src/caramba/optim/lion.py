@@ -13,7 +13,7 @@ from caramba.ops import lion_step
 
 
 class Lion(torch.optim.Optimizer):
-    """Step every weight by lr against the sign of an average of its gradients, all tensors of a device in one launch:
+    """Lion: step by lr against the sign of averaged gradients, all tensors of a device in one launch:
 
         w <- (1 - lr weight_decay) w - lr sign(beta1 m + (1 - beta1) g),  m <- beta2 m + (1 - beta2) g
 

@@ -1,5 +1,4 @@
-"""An optimiser over float32 copies of the weights, kept here or on the host, or over bfloat16 weights that it rounds at
-random, or whose other bits are in the moments."""
+"""Float32 master weights on the device, on the host or packed into moments, and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -18,27 +17,26 @@ from caramba.optim.shards import local, of_rank_0
 from caramba.runtime import synchronize
 
 PARTS, LEAST = 16, 2**24
-"""Weights are copied a sixteenth of them at a time, or the largest, or as many as together have so many elements."""
+"""Weights are copied in parts: a 1/PARTS share, the largest weight, or LEAST elements, whichever is largest."""
 Pair = tuple[nn.Parameter, nn.Parameter]
 
 
 class MasterWeights(torch.optim.Optimizer):
     """Steps weights in float32 with any optimiser, whose states are then float32 too.
 
-    With `keeps` the copies (masters) stay and a weight is its master rounded to nearest, as exact as float32 weights.
-    Without, each weight is rounded at random, up with the probability of how far up it is, so that the expected weight
-    is exact and small updates are not lost; nothing but the states stays. AdamW's kernel reads and rounds the
-    weights themselves. Without it, and for other optimisers, weights and gradients are copied for the step, some at a
-    time, so that it needs little memory beside the states.
+    With `keeps` the copies (masters) persist and a weight is its master rounded to nearest, as in float32 training.
+    Without it, weights use stochastic rounding: the expected weight is exact, so small updates are not lost, and only
+    the states persist. AdamW's kernel reads and rounds the weights in place. Without that kernel, and for other
+    optimisers, weights and gradients are copied for the step in parts, which bounds the extra memory.
 
-    With `in_moments`, of AdamW alone, what bfloat16 does not hold of a master is in the last bits of the states
-    (`caramba.ops.packed_masters`): masters that take no memory, and a weight is its master rounded to nearest. What
-    float32 weights had beyond bfloat16 when the optimiser was made is not among it.
+    With `in_moments`, for AdamW only, the low bits of a master are stored in the last bits of the states
+    (`caramba.ops.packed_masters`): masters take no memory, and a weight is its master rounded to nearest. The low bits
+    of float32 weights at construction are lost.
 
-    With `on_host` masters and states are in the host's memory, and the step is taken there: gradients go down and
-    weights come up once a step. `param_groups` are the inner optimiser's, over the copies. The randomness is one number
-    a step of torch's global generator of the device, which a run seeds and saves; ranks all take rank 0's, so that
-    copies of a model stay one.
+    With `on_host` masters and states are in host memory and the step runs there: gradients are copied down and weights
+    up once a step. `param_groups` are the inner optimiser's, over the copies. Rounding draws one number a step from
+    torch's global generator of the device, which a run seeds and saves; all ranks use rank 0's, so that replicas stay
+    equal.
 
     Reference: Micikevicius et al., 2018, arXiv:1710.03740 (masters); Zamirai et al., 2020, arXiv:2010.06192
     (stochastic rounding).
@@ -106,29 +104,29 @@ class MasterWeights(torch.optim.Optimizer):
         return is_taken
 
     def _parts(self) -> Iterator[list[Pair]]:
-        """Yield weights that have a gradient and their copies, as many on one device as are copied at once."""
+        """Yield parts of the weights that have a gradient, with their copies; a part is on one device."""
         stepped = [pair for pair in zip(self.weights, self.copies, strict=True) if pair[0].grad is not None]
         sizes = [local(weight).numel() for weight, _ in stepped]
         most = sum(sizes) if self.on_host else max([sum(sizes) // PARTS, LEAST, *sizes])
         part: list[Pair] = []
-        held = 0
+        part_size = 0
         for pair, size in zip(stepped, sizes, strict=True):
-            if part and (held + size > most or pair[0].device != part[0][0].device):
+            if part and (part_size + size > most or pair[0].device != part[0][0].device):
                 yield part
-                part, held = [], 0
+                part, part_size = [], 0
             part.append(pair)
-            held += size
+            part_size += size
         if part:
             yield part
 
     def _step_copies(self, part: list[Pair], seed: Tensor | None, first: int) -> None:
-        """Step weights by way of float32 copies: those that stay, or new ones that are rounded at random by `seed`."""
+        """Step weights through float32 copies: masters, or temporary ones rounded stochastically by `seed`."""
         for weight, copy in part:
             if not self.keeps:
                 copy.data = weight.detach().float()
             assert weight.grad is not None
             copy.grad = weight.grad.to(copy.device, torch.float32, non_blocking=True)
-        if self.on_host:  # gradients are here, and the weights of the step before are there
+        if self.on_host:  # wait for the copies of gradients and of the previous step's weights
             synchronize(part[0][0].device)
         self.inner.step()  # of those that have a gradient
         if seed is None:
@@ -142,18 +140,20 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def fused_inner(self) -> AdamW | None:
-        """The inner optimiser if it can step by the weights' own gradients: masters, which it rounds into the weights,
-        or the weights, rounded at random or with the rest in their moments."""
+        """The inner AdamW if it can step from the weights' own gradients without copies, else None.
+
+        It then steps masters, stochastically rounded weights, or packed masters.
+        """
         return self.inner if not self.on_host and isinstance(self.inner, AdamW) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the weights' gradients; those of the copies live within a step only."""
+        """Drop the weights' gradients; those of the copies exist within a step only."""
         for weight in self.weights:
             weight.grad = None
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the masters in place of the weights, which are float32 by now; without masters do nothing."""
+        """Copy the masters into the weights, which must be float32; without masters do nothing."""
         for weight, copy in zip(self.weights, self.copies, strict=True) if self.in_moments else ():
             if state := self.inner.state.get(copy):
                 restore_masters_(local(weight), local(state["exp_avg"]), local(state["exp_avg_sq"]))
@@ -162,7 +162,7 @@ class MasterWeights(torch.optim.Optimizer):
                 weight.copy_(copy)
 
     def forget(self) -> None:
-        """Let masters and states go, when no step follows."""
+        """Free masters and states after the last step."""
         self.state.clear()
         self.inner.state.clear()
         for copy in self.copies:
@@ -180,21 +180,21 @@ class MasterWeights(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
 
     def _copy_of(self, weight: Tensor) -> Tensor:
-        """Return a float32 copy of a weight, or the memory of one that is float32 and about to be narrowed."""
+        """Return a float32 copy of a weight, or its own memory if it is float32 and on the device."""
         if not self.on_host:
             return weight.detach().float()
         copy = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
         return copy.copy_(weight.detach())
 
     def _release(self, part: list[Pair]) -> None:
-        """Give the memory of copies back that are made anew at the next step."""
+        """Free temporary copies, which the next step makes again."""
         if not self.keeps:
             for _, copy in part:
                 copy.data = copy.data.new_empty(0)
 
 
 def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
-    """Round copies into their weights, bfloat16, at random by `seed`, [] int64, as tensors number `first` and on."""
+    """Round copies stochastically into bfloat16 weights by `seed`, [] int64, as tensors `first` and following."""
     weights, copies = ([local(x.detach()) for x in column] for column in zip(*part, strict=True))
     outs = [w if w.is_contiguous() else w.contiguous() for w in weights]
     xs, seed = [x.contiguous() for x in copies], seed.to(outs[0].device)
@@ -208,8 +208,7 @@ def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
 
 
 def restore_masters_(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """Put the master that moments keep the rest of in the place of a float32 weight, a part of it at a time: whole
-    tensors on the way would take more memory than a step."""
+    """Rebuild float32 masters in place from moment bits, in chunks to bound memory."""
     flat, *moments = (x.detach().contiguous().view(-1) for x in (weight, exp_avg, exp_avg_sq))
     for start, stop in chunks(flat.numel(), flat.device):
         flat[start:stop] = unpack_masters(flat[start:stop], *(x[start:stop] for x in moments))
@@ -218,7 +217,7 @@ def restore_masters_(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Non
 
 
 def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:
-    """Return the optimiser whose next step multiplies gradients by a clip as its kernel reads them, if there is one."""
+    """Return the optimiser whose kernel can apply the clip scale while it reads gradients, if any."""
     inner = optimizer.fused_inner if isinstance(optimizer, MasterWeights) else optimizer
     if not isinstance(inner, AdamW):
         return None

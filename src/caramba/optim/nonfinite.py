@@ -1,4 +1,4 @@
-"""What happens at a step whose loss or gradient is not finite."""
+"""Handling of steps whose loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SKIPPED_IN_A_ROW = 20
 
 @dataclass(frozen=True)
 class _Seen:
-    """Loss and norm of a step, on their way to the host; `is_here` is the event after which they can be read."""
+    """Loss and norm of a step, copied to the host; readable after the event `is_here`."""
 
     step: int
     loss: Tensor
@@ -35,12 +35,12 @@ class _Seen:
 
 
 class NonFiniteWatch:
-    """Holds the loss and the gradient's norm of every optimiser step against the phase's `nonfinite`.
+    """Check the loss and gradient norm of every optimiser step by the phase's `nonfinite`.
 
     `stop` writes the step, its loss and norm, and the windows of its batch to nonfinite.json, and raises. On a CUDA
-    device it reads a step while the next one runs, so that nothing waits, and a save waits for the reading. `skip`
-    waits for the device at every step: the step is left out and told as the event `step_skipped`. All ranks of a run
-    decide alike; one `writes`.
+    device it reads a step's values while the next step runs, to avoid synchronising; a save waits for them. `skip`
+    synchronises at every step, skips the step and writes the event `step_skipped`. All ranks decide alike; one
+    `writes`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class NonFiniteWatch:
         Raises:
             CarambaError: by `stop` at this step or the one before; by `skip` after twenty steps in a row.
         """
-        self.settle()
+        self.flush()
         seen = _on_its_way(step, loss, norm)
         if self.phase.nonfinite == "stop" and seen.is_here is not None:
             self._unread = seen
@@ -81,7 +81,7 @@ class NonFiniteWatch:
             raise self._stop(step, *values, before=f"{self._in_a_row} steps in a row were skipped, and ")
         return False
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Read the step that was not read yet.
 
         Raises:

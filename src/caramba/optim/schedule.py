@@ -8,7 +8,7 @@ from caramba.config.train import PhaseConfig
 
 
 def learning_rate(phase: PhaseConfig, step: int, steps: int | None = None) -> float:
-    """Return the learning rate of optimiser step `step` (0-based): linear warm-up, then what the scheduler says.
+    """Return the learning rate of optimiser step `step` (0-based): linear warm-up, then the phase's scheduler.
 
     With p from 0 at the end of the warm-up (of wsd: at the last `decay_ratio` of the steps) to 1 on the last step:
     lr * (r + (1 - r) f(p)), r = min_lr_ratio, f = 1 - p (linear), (1 + cos pi p) / 2 (cosine), 1 - sqrt(p) (wsd).

@@ -1,8 +1,8 @@
-"""What ranks exchange at the borders of a split layer, and how gradients go back through it.
+"""Differentiable collectives at the borders of a split layer.
 
-Each forward returns a tensor that nothing else in it is: torch 2.11 compiles a function so that it also returns every
-tensor on the way. One of them that is the result itself, as what an operation in place returns or `contiguous()` of
-what is contiguous, takes the result's gradient, and its argument has a gradient of zeros, without a word.
+Each forward returns a new tensor or view: torch 2.11 compiles a function so that it also returns its intermediates. An
+intermediate that is the result itself (of an in-place op, or `contiguous()` of a contiguous tensor) would receive the
+result's gradient, and the argument would silently get zeros.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# By its name since torch 2.13; the older one warns there, and is all there is before.
+# torch 2.13 renamed the function and deprecates the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -25,7 +25,7 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # A copy: the gradient that comes in may be that of other tensors too.
+        # A copy: other tensors may share the incoming gradient.
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -44,7 +44,7 @@ class _ReduceFromRegion(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All ranks' tokens; the gradient of a rank's own is the sum of what all ranks have for them, or its own part."""
+    """All-gather tokens forward; reduce-scatter or slice the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, is_summed: bool) -> Tensor:
@@ -58,7 +58,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ScatterSequence(torch.autograd.Function):
-    """A rank's own tokens, of the ranks' sum or of what all of them have; the gradient is that of all tokens."""
+    """Reduce-scatter or slice tokens forward; all-gather the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, is_summed: bool) -> Tensor:
@@ -71,7 +71,7 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
-    """Return all ranks' tokens, for work that each does a part of (`is_summed`) or that all do alike.
+    """All-gather tokens. `is_summed` is True if each rank then does a part of the work, so gradients are summed.
 
     Shape: [B, T / ranks, ...] to [B, T, ...].
     """
@@ -79,7 +79,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> 
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
-    """Return a rank's own tokens of the ranks' sum, or of an x that all have.
+    """Return this rank's tokens: of the sum over ranks if `is_summed`, otherwise of an x equal on all ranks.
 
     Shape: [B, T, ...] to [B, T / ranks, ...].
     """
@@ -95,7 +95,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = torch.cat(x.chunk(dist.get_world_size(group), dim=1))  # what a compiler knows as one collective
+    parts = torch.cat(x.chunk(dist.get_world_size(group), dim=1))  # compilers support this as one collective
     own = parts.new_empty((x.shape[0], x.shape[1] // dist.get_world_size(group), *x.shape[2:]))
     _reduce_scatter(own, parts, group=group)
     return own.view_as(own)
@@ -107,14 +107,14 @@ def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x, the same on all ranks, for work that each rank does a part of: its gradient is the sum of theirs."""
+    """Identity forward; all-reduce backward (Megatron's f). x is equal on all ranks."""
     return _CopyToRegion.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of every rank's x, on all ranks; each rank's part has the gradient of the sum.
+    """All-reduce forward; identity backward (Megatron's g).
 
-    Without gradients the sum takes the place of x.
+    Without gradients the all-reduce is in place.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return _ReduceFromRegion.apply(x, group)
@@ -124,7 +124,7 @@ def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather_vocab(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's x side by side on the last dimension. It has no gradient.
+    """All-gather x on the last dimension, without a gradient.
 
     Shape: [..., V / ranks] to [..., V].
     """

@@ -1,4 +1,4 @@
-"""Modules whose parameters are DTensors and whose forward sees this rank's part of them, as plain tensors."""
+"""Modules whose parameters are DTensors and whose forward reads this rank's shard as plain tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from caramba.parallel.collectives import copy_to_region
 def split_parameters(
     module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int], shared: Collection[str] = ()
 ) -> None:
-    """Make a module's own parameters DTensors on `mesh`, and let its forward read this rank's part of them.
+    """Replace a module's direct parameters by DTensors on `mesh`; its forward reads this rank's shard.
 
-    Names stay as they are, in `parameters()` and in the state dict. Layers go on with plain tensors, so the kernels,
-    compilation and caches that serve one device serve a rank.
+    Names do not change in `parameters()` and the state dict. Layers still compute with plain tensors, so kernels,
+    compilation and caches work as on one device.
 
     Args:
-        dims: the dimension on which a parameter is split, by its name; those not named are the same on all ranks.
-        shared: which of these all ranks use for a part of the work each: their gradients are summed.
+        dims: split dimension of each parameter by name; other parameters are replicated.
+        shared: replicated parameters that each rank uses for a part of the work: their gradients are summed.
     """
     rank, n_ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -41,23 +41,23 @@ def split_parameters(
 
 @dataclass(frozen=True)
 class RankShare:
-    """The ranks that share a module's work, and the parameters that all of them use for a part of it each."""
+    """The process group that shares a module's work, and its parameters whose gradients are summed."""
 
     group: dist.ProcessGroup
     summed: frozenset[str] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankShare:
-        return self  # a copied model is shared by the same ranks
+        return self  # a copied model belongs to the same ranks
 
 
 def add_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Give a module the methods of a mixin, before those of its class, and attributes that are no parts of it."""
+    """Put a mixin before a module's class, and set plain attributes."""
     module.__dict__.update(attributes)
     module.__class__ = _mixed(mixin, type(module))
 
 
 def rank_share(module: nn.Module) -> RankShare:
-    """Return what `split_parameters` noted of a module."""
+    """Return the RankShare that `split_parameters` stored on a module."""
     return module.__dict__["share"]
 
 
@@ -68,14 +68,14 @@ def _mixed(mixin: type, base: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def _local_mixin(names: tuple[str, ...]) -> type:
-    """Return a mixin whose attributes of these names are local tensors."""
+    """Return a mixin with properties that read the local shards of these parameters."""
     return type("Local", (), {name: property(_local_reader(name)) for name in names})
 
 
 def _local_reader(name: str) -> Callable[[nn.Module], Tensor | None]:
     def read(self: nn.Module) -> Tensor | None:
         value = self._parameters[name]
-        # Of more than one dimension is what FSDP holds between forwards: no rank's part of a layer.
+        # On a mesh of several dimensions it is FSDP's sharded state between forwards, not a layer's shard.
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
             return value
         local, share = value.to_local(), rank_share(self)
@@ -85,9 +85,9 @@ def _local_reader(name: str) -> Callable[[nn.Module], Tensor | None]:
 
 
 def keep_local(module: nn.Module) -> None:
-    """Keep this rank's part of every weight as a plain parameter without a gradient: to serve, not to train.
+    """Replace every DTensor parameter by this rank's shard as a frozen plain parameter, for inference.
 
-    What reads parameters then, quantisation and captured steps among it, finds the tensors that the forward reads.
+    Quantisation and captured steps then read the same tensors as the forward.
     """
     for one in module.modules():
         for name, parameter in list(one.named_parameters(recurse=False)):
@@ -96,7 +96,7 @@ def keep_local(module: nn.Module) -> None:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return whole weights and buffers, by the names and shapes of one process. Every rank calls it, and gets them."""
+    """Return unsharded weights and buffers with single-process names and shapes. Every rank must call it."""
     with torch.no_grad():
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value

@@ -51,7 +51,7 @@ def apply_tensor_parallel(
 
         split_sequence: whether norms and what else is not split works on a rank's own tokens, and activations between
             layers are kept of these alone: to train, without a cache or dropout layers, on lengths that the ranks
-            divide. Whoever looks at the residual stream inside the model sees these tokens.
+            divide. Hooks on the residual stream see these tokens only.
 
     Raises:
         ConfigError: a mesh of several dimensions, a model that is split already, heads or features that the ranks
@@ -63,7 +63,7 @@ def apply_tensor_parallel(
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
-            "tensor parallel: the model is split already; build it anew, and split it before FSDP does"
+            "tensor parallel: the model is split already; build a new one, and split it before FSDP does"
         )
     options = {"split_vocabulary": split_vocabulary, "split_sequence": split_sequence}
     plan = tensor_parallel_plan(model, mesh.size(), **options)

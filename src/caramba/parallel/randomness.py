@@ -1,4 +1,4 @@
-"""Random numbers of a rank's own, in a layer that is shared by ranks whose streams are otherwise the same."""
+"""Separate random numbers per rank in layers that are split over equally seeded ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from caramba.parallel.local import add_mixin, rank_share
 
 @contextlib.contextmanager
 def rank_rng(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
-    """Draw on `device` from a stream of this rank's own, and go on with the shared one afterwards.
+    """Use a separate random stream for this rank on `device`, and restore the shared one on exit.
 
-    Ranks that are seeded alike stay so: each takes its own of the seeds that all draw, on the host, so that no device
-    is waited for. What is computed again in backward (activation checkpointing puts the shared stream back) draws the
-    same numbers again.
+    Equally seeded ranks stay in step: all draw the same seeds on the host, without synchronising, and each uses its
+    own. Activation checkpointing restores the shared stream, so recomputation draws the same numbers.
     """
     seeds = torch.randint(2**63 - 1, (dist.get_world_size(group),))
     streams = torch if device.type == "cpu" else torch.get_device_module(device)
@@ -34,9 +33,9 @@ def rank_rng(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def use_rank_dropout(score: CausalScore) -> None:
-    """Let a rank's heads drop other probabilities than those of other ranks, which draw the same numbers elsewhere.
+    """Give each rank's heads separate attention dropout.
 
-    Compiled code leaves such an attention out: the streams are changed by the host.
+    Such an attention is excluded from compilation, because the host changes the random stream.
     """
     if score.dropout > 0:
         add_mixin(score, _dropout_mixin())
@@ -51,5 +50,5 @@ def _attend(self: Any, q: Tensor, *rest: Any) -> Tensor:
 
 @functools.cache
 def _dropout_mixin() -> type:
-    # Made when it is needed: this loads torch's compiler, which most processes do without.
+    # Created on first use: this imports torch's compiler, which most processes do not need.
     return type("OwnDropout", (), {"forward": torch.compiler.disable(_attend)})

@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline: every rank keeps its share of the stack's blocks."""
+"""Pipeline stages: every rank keeps its share of the stack's blocks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TIED = "embedder.token.weight"
 
 
 class PassThrough(nn.Module):
-    """In the place of a node that another stage runs: hands on what it gets, so that names stay as they are."""
+    """Identity placeholder for another stage's node; keeps state-dict names."""
 
     def forward(self, x: Tensor, ctx: Any = None) -> Tensor:
         return x
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline over a model that `split_stage` left with this stage's layers.
+    """One pipeline stage of a model that `split_stage` reduced to this stage's layers.
 
     Shape: tokens [B, T] int64 on the first stage, else features [B, T, M], to features [B, T, M] in the weights' dtype.
     """
@@ -44,18 +44,18 @@ class Stage(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What features are sent in."""
+        """Dtype of the features sent between stages."""
         return next(self.model.parameters()).dtype
 
     @property
     def tied(self) -> Tensor | None:
-        """The weight that the first stage embeds with and the last one has a copy of for its tied head."""
+        """The embedding weight shared with a tied head, on the first and the last stage."""
         is_tied = self.model.spec.head.tied and (self.is_first or self.is_last)
         return self.model.embedder.token.weight if is_tied else None
 
     @torch.no_grad()
     def join_gradients(self) -> None:
-        """Give the tied weight of the first and the last stage the sum of both gradients, to the same bits."""
+        """Sum the tied weight's gradients of the first and last stage, bitwise equal on both."""
         if self.tied is None:
             return
         gradient = self.tied.grad
@@ -75,10 +75,10 @@ class Stage(nn.Module):
 
 
 def split_stage(model: Model, index: int, n_stages: int) -> Stage:
-    """Leave in a model the layers of stage `index` of `n_stages`, in place, under the names they had.
+    """Reduce a model in place to the layers of stage `index` of `n_stages`; names do not change.
 
-    The first stage has the embedder and what comes before the stack, the last one what comes after it and the head,
-    and of a tied head a copy of the embedding.
+    The first stage has the embedder and the layers before the stack; the last one has the layers after it, the head
+    and, for a tied head, a copy of the embedding.
 
     Raises:
         ConfigError: the topology is no uniform stack, or its blocks do not divide.
@@ -101,7 +101,7 @@ def split_stage(model: Model, index: int, n_stages: int) -> Stage:
 
 
 def _lists(model: Model) -> list[tuple[str, int, nn.ModuleList]]:
-    """Return (name of the list, place in it, list) of the nodes that a stage has or has not."""
+    """Return (name of the list, index, list) of the nodes that are assigned to stages."""
     found: list[tuple[str, int, nn.ModuleList]] = []
     assert isinstance(model.topology, Topology)
     for place, node in enumerate(model.topology.layers):
@@ -114,7 +114,7 @@ def _lists(model: Model) -> list[tuple[str, int, nn.ModuleList]]:
 
 
 def stage_of(name: str, spec: ModelSpec, n_stages: int) -> int:
-    """Return which stage has the weight of that name, as the whole model names it."""
+    """Return the stage of a weight, by its name in the whole model."""
     found = stack_of(spec)
     assert found is not None
     at, stack = found
@@ -131,7 +131,7 @@ def stage_of(name: str, spec: ModelSpec, n_stages: int) -> int:
 
 @torch.no_grad()
 def send_stages(whole: Model | None, stage: Stage, device: torch.device) -> None:
-    """Give a stage on meta its memory and its part of rank 0's `whole` model, which other ranks need not have."""
+    """Allocate a stage that is on meta, and send it its weights of rank 0's `whole` model."""
     stage.model.to_empty(device=device)
     own = stage.model.state_dict()
     if whole is None:
@@ -148,7 +148,7 @@ def send_stages(whole: Model | None, stage: Stage, device: torch.device) -> None
 
 @torch.no_grad()
 def gather_stages(stage: Stage, whole: Model | None) -> None:
-    """Put the weights of all stages into rank 0's `whole` model."""
+    """Copy the weights of all stages into rank 0's `whole` model."""
     own = stage.model.state_dict()
     if whole is None:
         for name, value in own.items():

@@ -47,12 +47,11 @@ OF_ALL_HEADS = (
     "null_c",
     "null_geo",
 )
-"""Parameters of attention, or modules that hold them, by what they belong to; those of heads lie head after head."""
+"""Attention parameters, or modules that own them, by owner; per-head parameters are ordered head by head."""
 
 
 class Replicated(ParallelStyle):
-    """Every rank does the whole work of a layer: norms, positions, maps between features. With `by_sequence`, on
-    its own tokens."""
+    """Every rank computes the whole layer; with `by_sequence`, on its own tokens only."""
 
     def __init__(self, *, by_sequence: bool = False) -> None:
         self.by_sequence = by_sequence
@@ -65,7 +64,7 @@ class Replicated(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """A topology whose layers see a rank's own tokens between those that ranks share; outside it all have all tokens.
+    """Sequence parallelism for a topology: layers between split ones see this rank's tokens only.
 
     Reference: Korthikanti et al., 2022, arXiv:2205.05198, section 4.2.2.
     """
@@ -77,10 +76,10 @@ class SequenceParallel(ParallelStyle):
 
 
 class HeadParallel(ParallelStyle):
-    """Attention, each rank with its heads. Keys and values that all heads read, the latent and the geometric key of a
-    latent layer or the one head of multi-query attention, every rank computes and caches.
+    """Attention split by heads. Keys and values shared by all heads are computed and cached on every rank.
 
-    One exchange: the sum of what the ranks' heads give to the output. Dropout draws numbers of each rank's own.
+    These are the latent and geometric key of a latent layer, or the one head of multi-query attention. One all-reduce
+    sums the ranks' outputs. Dropout uses separate random numbers per rank.
 
     Reference: Shoeybi et al., 2019, arXiv:1909.08053, section 3.
     """
@@ -111,7 +110,7 @@ class HeadParallel(ParallelStyle):
 
 
 class GatedMLPParallel(ParallelStyle):
-    """A gated feed-forward network, each rank with its share of the d_ff features and the sum of what they give."""
+    """Gated MLP split by its d_ff features, with one all-reduce of the outputs."""
 
     def __init__(self, *, by_sequence: bool = False) -> None:
         self.by_sequence = by_sequence
@@ -126,7 +125,7 @@ class GatedMLPParallel(ParallelStyle):
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """A token embedding, each rank with its entries: other tokens are zero, and the ranks' results are summed."""
+    """Token embedding split by vocabulary entries: other tokens give zero, and results are all-reduced."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split_parameters(module, device_mesh, {"weight": 0})
@@ -137,7 +136,7 @@ class VocabParallelEmbedding(ParallelStyle):
 
 
 class VocabParallelHead(ParallelStyle):
-    """The projection to the vocabulary, each rank with its entries: all ranks get all logits, without a gradient."""
+    """Head split by vocabulary entries: logits are all-gathered, without a gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split_parameters(module, device_mesh, {"weight": 0, "bias": 0})
@@ -146,7 +145,7 @@ class VocabParallelHead(ParallelStyle):
 
 
 def _splits_by_head(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool]:
-    """Return of every parameter whether ranks split it, by heads on dimension 0; those of `out` are left out.
+    """Return for every parameter except those of `out` whether ranks split it by heads, on dimension 0.
 
     Raises:
         ConfigError: a parameter that no head is known to own.
@@ -172,7 +171,7 @@ def _splits_by_head(attention: AttentionLayer, *, splits_keys: bool) -> dict[str
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, by_sequence: bool) -> None:
-    """Split a map on the features that it reads; its bias joins the sum once."""
+    """Split a linear layer on its input features; the bias is added once."""
     split_parameters(linear, mesh, {"weight": 1}, ("bias",) if by_sequence else ())
     add_mixin(linear, _RowParallelScatter if by_sequence else _RowParallel)
 

@@ -38,7 +38,7 @@ class LargestMagnitudes:
         self.largest: Tensor | None = None
 
     def observe(self, x: Tensor) -> None:
-        """Take in activations. Shape: [..., d_in]."""
+        """Update with activations. Shape: [..., d_in]."""
         found = x.detach().flatten(0, -2).abs().float()
         every = found if self.largest is None else torch.cat((self.largest, found))
         self.largest = every.topk(min(self.k, len(every)), dim=0).values

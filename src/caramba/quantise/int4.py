@@ -1,4 +1,4 @@
-"""Codes of 4 bits of a weight: in groups of inputs, from the smallest of a group up in fifteen steps."""
+"""int4 weight quantisation: asymmetric, one scale and zero for each group of inputs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ GROUP_SIZES = (128, 64, 32)
 MOST = 15
 SMALLEST = 2.0**-100
 AT_A_TIME = 2**24
-"""Numbers of a weight that are looked at together: what is made on the way takes some 50 bytes of each."""
+"""Weight elements quantised at once: temporaries take some 50 bytes each."""
 
 
 def group_of(width: int) -> int | None:
-    """Return how many inputs of a width share a scale, None where no group divides it."""
+    """Return the largest group size that divides a width, or None."""
     return next((size for size in GROUP_SIZES if width % size == 0), None)
 
 
 def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return codes q, as words, and a scale s and a zero z of each group: w is q s + z.
+    """Return packed codes q, scales s and zeros z of a weight w = q s + z.
 
-    s is a fifteenth of the group's range and z its smallest number, both rounded before codes are chosen, so that q is
-    the nearest code to what is multiplied later. (torchao's z is the number of code 8; the smallest is a weight itself,
-    which bfloat16 holds exactly where weights are of it, and s q + z needs no subtraction.)
+    s is a fifteenth of the group's range and z its minimum. Both are rounded to bfloat16 before codes are chosen, so
+    that q is the nearest code for the values used later. (torchao's z is the value of code 8. The minimum is itself a
+    weight, exact in bfloat16 for bfloat16 weights, and s q + z needs no subtraction.)
 
     Shape: weight [N, K] to int16 [N, K / 4] and bfloat16 [N, K / group, 2].
     """

@@ -48,9 +48,11 @@ def format_refusal(form: WeightFormat, device: torch.device) -> str | None:
     return None
 
 
-def packed_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why torchao's packed 4-bit product, which layers that ranks share take, cannot run on a device and beside
-    activations of a type; None where it can."""
+def refuse_packed_int4(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why torchao's packed int4 GEMM cannot run on a device with activations of a dtype, or None.
+
+    Layers split over ranks use it.
+    """
     if device.type != "cuda":
         return (
             f"weights=int4: torchao's packed 4-bit product of a shared layer needs a CUDA device, the model is on "

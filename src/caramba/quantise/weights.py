@@ -23,7 +23,7 @@ from caramba.ops.upcast import upcast
 from caramba.quantise.calibrate import HEAD, Ranges
 from caramba.quantise.dynamic import DynamicLinear
 from caramba.quantise.int4 import GROUP_SIZES, group_of, quantize_int4
-from caramba.quantise.library import format_refusal, load_torchao, packed_refusal
+from caramba.quantise.library import format_refusal, load_torchao, refuse_packed_int4
 
 TILE = 8
 """Both widths of an 8-bit product on CUDA are multiples of this."""
@@ -52,8 +52,8 @@ class QuantisedWeights:
     calibration_tokens: int = 0
 
     @property
-    def words(self) -> str:
-        """What became of the model, for a person."""
+    def summary(self) -> str:
+        """One line about the result, for a log."""
         kept = "".join(f"; {n} kept ({why})" for why, n in Counter(self.kept.values()).items())
         sizes = f"{self.bytes_before / 1e6:.2f} to {self.bytes_after / 1e6:.2f} MB"
         return f"weights {self.form.value}: {len(self.layers)} linear layers, {sizes}{kept}"
@@ -79,7 +79,7 @@ class Candidates:
 
 
 class QuantisedTiedHead(TiedHead):
-    """A tied head with codes of its own beside the embedding, whose rows are still looked up as they were.
+    """A tied head with a quantised copy of the embedding, which is still used for lookups.
 
     Shape: hidden [..., M] and the embedding [V, M], which is not read, to logits [..., V].
     """
@@ -162,7 +162,9 @@ def quantise_weights(
         raise ConfigError(f"weights={form}: no linear layer of this model can be quantised ({why})")
     if form is WeightFormat.INT4:
         for name, layer in found.layers.items():
-            reason = None if type(layer) in CODED else packed_refusal(weight.device, weight_of(layer).dtype)
+            reason = (
+                None if type(layer) in CODED else refuse_packed_int4(weight.device, weight_of(layer).dtype)
+            )
             if reason is not None:
                 raise KernelUnavailable(f"{reason} ({name} is a {type(layer).__name__})")
     before = model_bytes(model)
@@ -193,7 +195,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 
 def _unfit(layer: nn.Module, form: WeightFormat, device: torch.device) -> str | None:
-    """Return why a product cannot read a layer's weight [N, K] as codes, None where it can."""
+    """Return why a layer's weight [N, K] cannot be quantised to a format, or None."""
     n_out, n_in = weight_of(layer).shape
     if form is WeightFormat.INT4 and n_in % GROUP_SIZES[-1]:
         return f"{n_in} inputs, not a multiple of {GROUP_SIZES[-1]}"
@@ -203,7 +205,7 @@ def _unfit(layer: nn.Module, form: WeightFormat, device: torch.device) -> str | 
 
 
 def _codes(torchao: Any, weight: Tensor, form: WeightFormat) -> Tensor:
-    """Return the tensor that stands for a weight [N, K]."""
+    """Return torchao's quantised tensor of a weight [N, K]."""
     carrier = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     carrier.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if form is WeightFormat.INT8:

@@ -1,4 +1,4 @@
-"""What every topology shares: its list of nodes, and how often a forward runs through it."""
+"""Base class of topologies: a list of nodes, and how often a forward runs through it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Topology(nn.Module):
         self.fast_path: CpuDecodeStep | None = None  # inside a block of `fuse_linears`, where there is one
 
     def decode_fast_path(self) -> CpuDecodeStep | None:
-        """Return what runs one token on a CPU in the place of `forward`, None where the nodes do as ever."""
+        """Return a faster CPU forward for one token, or None to run the nodes."""
         return None
 
     def run_fast_path(self, x: Tensor, ctx: Context | DeviceContext | Documents | None) -> Tensor | None:
-        """Return what `step` makes of one token behind a cache, None where there is none that takes it."""
+        """Run `fast_path` on one cached token; return None if there is none or it does not apply."""
         step = self.fast_path
         if step is None or not isinstance(ctx, Context) or not takes_step(step, x):
             return None
@@ -48,8 +48,10 @@ class Topology(nn.Module):
 
 
 def chain_fast_paths(nodes: Iterable[nn.Module]) -> CpuDecodeStep | None:
-    """Return what runs a list of nodes in order on one token, None where one of them has no step, is watched or has
-    another forward."""
+    """Return a decode fast path that runs the nodes in order, or None.
+
+    None if a node has no fast path, has hooks, or has an overridden forward.
+    """
     steps: list[CpuDecodeStep] = []
     for node in nodes:
         found = node.decode_fast_path() if isinstance(node, Topology) else NormStep.of(node)
@@ -60,10 +62,9 @@ def chain_fast_paths(nodes: Iterable[nn.Module]) -> CpuDecodeStep | None:
 
 
 def applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (qualified name, layer) for every application of attention, or of a layer of somebody's own, of one
-    forward, in execution order.
+    """Yield (qualified name, layer) for every attention or custom-layer application, in execution order.
 
-    Shared weights that run several times appear as many times. What is inside of such a layer is its own affair.
+    Shared weights that run several times appear as many times. Layers inside a custom layer are not listed.
     """
     if isinstance(module, AttentionLayer) or own_config(module) is not None:
         yield name, module

@@ -30,7 +30,7 @@ class NestedTopology(Topology):
             self.layers.extend(build_nodes(config.layers))
 
     def decode_fast_path(self) -> CpuDecodeStep | None:
-        # A subclass has a forward of its own.
+        # A subclass overrides forward.
         is_own = type(self) is NestedTopology and self.runs is None
         return chain_fast_paths(self.layers) if is_own else None
 

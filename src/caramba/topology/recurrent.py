@@ -12,9 +12,9 @@ from caramba.topology.base import Topology
 
 
 class RecurrentTopology(Topology):
-    """Repeat h <- f(h + x) `steps` times from h = 0, f being the list run in order, and return h.
+    """Return h after `steps` updates h <- f(h + x) from h = 0.
 
-    The input stays visible at every depth. Each step's attention has a cache of its own.
+    f runs the list in order. The input stays visible at every depth. Each step's attention has a separate cache.
 
     Shape: [B, T, M] to [B, T, M].
     """

@@ -1,4 +1,4 @@
-"""Where a topology is cut: for compilation, and for weights that are sharded over ranks."""
+"""Regions of a topology for compilation, and units for weight sharding."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def compilable_regions(module: nn.Module) -> list[nn.Module]:
 
 
 def sharding_units(module: nn.Module, types: tuple[str, ...] | None = None) -> list[list[nn.Module]]:
-    """Return what is gathered as one when weights are sharded over ranks: neighbours that run one after another.
+    """Return the FSDP units: consecutive nodes whose weights are gathered together.
 
     A unit is one repeat of a NestedTopology's list, or a node that a plain list holds, at whatever depth; lists whose
     weights run several times (cyclic, recurrent) stay whole, so that they are gathered once. Nodes without children,
     such as a last norm, are too small to gather alone. With `types` every outermost node of these classes is a unit.
     """
     if types is not None:
-        # A layer that ranks share is of a class made from its own.
+        # Tensor parallelism derives a new class from a layer's.
         if any(kind.__name__ in types for kind in type(module).__mro__):
             return [[module]]
         return [unit for child in module.children() for unit in sharding_units(child, types)]
@@ -45,7 +45,7 @@ def sharding_units(module: nn.Module, types: tuple[str, ...] | None = None) -> l
 
 
 def join_repeats(topology: nn.Module) -> None:
-    """Have each repeat of a nested list run as one module, and be compiled as one, until `clear_checkpointing`.
+    """Run and compile each repeat of a nested list as one module, until `clear_checkpointing`.
 
     A residual sum and the norm after it are then one pass. Hooks on modules within a repeat would run inside its
     compiled code, so a topology with any is left as it is. Parts that are checkpointed stay what is compiled.

@@ -17,8 +17,8 @@ from caramba.topology.base import Topology
 class ResidualTopology(Topology):
     """y = x + f(x), f being the list run in order.
 
-    In a decode step of few rows a norm and an attention or feed-forward layer run as that layer's products alone, where
-    there is a kernel for these; on a CPU a step of one token runs by the fewest calls.
+    In small-batch decode a norm and an attention or MLP layer run as that layer's fused linears if there is a kernel;
+    on a CPU a one-token step uses the `cpu_decode` fast path.
 
     Shape: [..., M] to [..., M].
 
@@ -26,7 +26,7 @@ class ResidualTopology(Topology):
     """
 
     def decode_fast_path(self) -> CpuDecodeStep | None:
-        # A subclass has a forward of its own.
+        # A subclass overrides forward.
         return residual_step(self.layers) if type(self) is ResidualTopology else None
 
     def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
@@ -40,11 +40,11 @@ class ResidualTopology(Topology):
         return x + self.run(x, ctx)
 
     def _fused_residual(self, x: Tensor, ctx: Context | DeviceContext) -> Tensor | None:
-        """Return y without a pass for the norm or the sum, None where a node is not as it was built."""
+        """Return y with norm and sum fused into the linears, or None if a node was modified."""
         norm, layer = self.layers[0], self.layers[-1]
         if len(self.layers) != 2 or type(norm) is not RMSNormLayer or has_hooks(norm) or has_hooks(layer):
             return None
-        # Exact types: what shares a layer out over ranks gives it a class of its own.
+        # Exact types: tensor parallelism changes the class of a layer.
         if type(layer) is AttentionLayer and layer.is_unmodified(x):
             return layer.fused_residual(x, norm, ctx)
         if type(layer) is SwiGLULayer and layer.is_unmodified(x):

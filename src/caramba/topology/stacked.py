@@ -17,7 +17,7 @@ class StackedTopology(Topology):
     """
 
     def decode_fast_path(self) -> CpuDecodeStep | None:
-        # A subclass has a forward of its own.
+        # A subclass overrides forward.
         return chain_fast_paths(self.layers) if type(self) is StackedTopology else None
 
     def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:

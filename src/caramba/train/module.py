@@ -302,7 +302,7 @@ class CarambaModule(pl.LightningModule):
         Raises:
             CarambaError: training has diverged.
         """
-        self.watch.settle()
+        self.watch.flush()
         named = list(self.model.named_parameters())
         bad = next((name for name, value in named if not bool(torch.isfinite(local(value)).all())), None)
         is_finite = all_agree(bad is None, named[0][1].device)

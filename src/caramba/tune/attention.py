@@ -1,4 +1,4 @@
-"""Times the ways to attend on families of shapes, the candidates of a family in turn."""
+"""Autotune attention: time the backends on families of shapes, with the candidates of a family interleaved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAMILIES = tuple(
 
 @dataclass(frozen=True)
 class Size:
-    """How large the tensors are that a family is timed on."""
+    """Size of the tensors that a family is timed on."""
 
     batch: int
     n_heads: int
@@ -39,7 +39,7 @@ class Size:
 
     @classmethod
     def on(cls, device: torch.device) -> Size:
-        """Large enough on a GPU that launching does not count; small elsewhere."""
+        """Return a size large enough on a GPU to hide launch overhead, and small elsewhere."""
         if device.type == "cuda":
             return cls(8, 32, 2048, torch.bfloat16)
         return cls(1, 4, 128, torch.float32)
@@ -47,7 +47,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a family: a backend or a way of documents, and whether keys and values get one width."""
+    """A candidate for a family: an SDPA or document backend, and whether keys and values are padded to one width."""
 
     backend: str
     pads: bool
@@ -63,13 +63,15 @@ def candidates(family: Family, device: torch.device) -> list[Candidate]:
     Variable-length attention and FlexAttention, compiled, are candidates for documents on CUDA.
     """
     backends = ("cudnn", "flash", "efficient") if device.type == "cuda" else ("flash", "math")
-    ways: tuple[bool, ...] = (False,)
+    pad_options: tuple[bool, ...] = (False,)
     if family.d_qk != family.d_v:  # elsewhere than on CUDA the layers widen in any case
-        ways = (False, True) if device.type == "cuda" else (True,)
+        pad_options = (False, True) if device.type == "cuda" else (True,)
     apart = (
-        [Candidate(way, False) for way in DOCUMENT_WAYS] if family.is_masked and device.type == "cuda" else []
+        [Candidate(backend, False) for backend in DOCUMENT_WAYS]
+        if family.is_masked and device.type == "cuda"
+        else []
     )
-    return [*apart, *(Candidate(backend, pads) for pads in ways for backend in backends)]
+    return [*apart, *(Candidate(backend, pads) for pads in pad_options for backend in backends)]
 
 
 def measure_family(
@@ -81,7 +83,7 @@ def measure_family(
 
     On CUDA the time is that of a replayed graph, so that what the host does is left out.
     """
-    inputs = Inputs.drawn(family, device, size or Size.on(device))
+    inputs = Inputs.random(family, device, size or Size.on(device))
     timed: list[Timed] = [
         Timed(candidate.name, inputs.call(candidate)) for candidate in candidates(family, device)
     ]
@@ -105,12 +107,12 @@ class Inputs:
     gradient: Tensor
 
     @classmethod
-    def drawn(cls, family: Family, device: torch.device, size: Size) -> Inputs:
-        """Draw tensors as the layers make them, [B, T, H, D] seen as [B, H, T, D], queries scaled."""
+    def random(cls, family: Family, device: torch.device, size: Size) -> Inputs:
+        """Sample tensors in the layers' layout, [B, T, H, D] viewed as [B, H, T, D], with scaled queries."""
         generator = torch.Generator(device).manual_seed(0)
         kv_heads = size.n_heads // 4 if family.is_grouped else size.n_heads
 
-        def drawn(heads: int, width: int, scale: float = 1.0) -> Tensor:
+        def sample(heads: int, width: int, scale: float = 1.0) -> Tensor:
             shape = (size.batch, size.tokens, heads, width)
             x = torch.randn(shape, device=device, dtype=size.dtype, generator=generator)
             return (x * scale).transpose(1, 2)
@@ -118,16 +120,16 @@ class Inputs:
         return cls(
             family,
             size,
-            drawn(size.n_heads, family.d_qk, family.d_qk**-0.5).requires_grad_(family.trains),
-            drawn(kv_heads, family.d_qk).requires_grad_(family.trains),
-            drawn(kv_heads, family.d_v).requires_grad_(family.trains),
-            drawn(size.n_heads, family.d_v),
+            sample(size.n_heads, family.d_qk, family.d_qk**-0.5).requires_grad_(family.trains),
+            sample(kv_heads, family.d_qk).requires_grad_(family.trains),
+            sample(kv_heads, family.d_v).requires_grad_(family.trains),
+            sample(size.n_heads, family.d_v),
         )
 
     def call(self, candidate: Candidate) -> Callable[[], object]:
-        """Return the work of one repetition; what it needs beside the tensors is made in the first."""
-        ways = {VARLEN: self._varlen, FLEX: self._flex}
-        forward = ways.get(candidate.backend) or partial(self._fused, candidate)
+        """Return one repetition's work; anything else it needs is built in the first call."""
+        document_calls = {VARLEN: self._varlen, FLEX: self._flex}
+        forward = document_calls.get(candidate.backend) or partial(self._fused, candidate)
 
         def both() -> object:
             return torch.autograd.grad(forward(), (self.q, self.k, self.v), self.gradient)

@@ -1,4 +1,4 @@
-"""Times the ways to cut decode attention into programs, on caches larger than the device's own."""
+"""Autotune decode attention: time tile and split configs on caches larger than the device's L2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from caramba.tune.timing import Timed, time_interleaved
 COLD_BYTES = (
     200 * 10**6
 )  # copies of a cache are read in turn until they fill this, over three times an L2 cache
-MOST_ERROR = 0.02  # of a way's results, relative to the reference's
+MOST_ERROR = 0.02  # relative error of a config against the reference
 PROBE_TOKENS = 700
 MOST_BYTES = 0.3  # of a GPU's free memory
 TAIL = 128
@@ -42,7 +42,7 @@ WEIGHT = {
 class DecodeCase:
     """A decode step to tune: formats and widths of semantic and geometric keys and, unless latent, of values.
 
-    Beside quantised keys of plain attention the geometric ones are `ZEROS`.
+    With quantised keys of plain attention the geometric ones are `ZEROS`.
     """
 
     kinds: tuple[str, ...]
@@ -90,10 +90,10 @@ CASES = tuple(case for size in SIZES for case in _cases(*size))
 def tune_decode(
     device: torch.device, seconds: float, cases: Sequence[DecodeCase] = CASES
 ) -> dict[str, dict[str, Any]]:
-    """Return the fastest way to cut of as many cases as the time allows: the kernel's key of a shape -> the way.
+    """Return the fastest config of as many cases as the time allows, by the kernel's shape key.
 
-    The time goes to the first size of each format and layout, where every way has to be compiled, and what it leaves
-    to the others. A way is a mapping that `choices` of the kernel's table takes.
+    The first size of each format and layout gets the time first, because every config has to be compiled there; the
+    others get the rest. A config is a mapping accepted by `choices` of the kernel's table.
     """
     ends = time.perf_counter() + seconds
     n_first = len({(case.kinds, case.dims, case.n_kv_heads) for case in cases})
@@ -127,20 +127,22 @@ def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[st
         torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     )
     in_cuda = device.type == "cuda" and import_module("caramba.kernels.cuda.nvrtc").version() is not None
-    # The likeliest first, each way to read a tile, which has to be compiled, with all its counts of splits.
-    ways = {str(index): way for index, way in enumerate(table.candidates(shape, processors, in_cuda))}
-    timed = [Timed(name, _call(launcher.launch, way, copies)) for name, way in ways.items()]
+    # Most promising first; each tile config, which has to be compiled, comes with all its split counts.
+    configs = {
+        str(index): config for index, config in enumerate(table.candidates(shape, processors, in_cuda))
+    }
+    timed = [Timed(name, _call(launcher.launch, config, copies)) for name, config in configs.items()]
     times, refused = time_interleaved(timed, device, seconds, least=1)
     if not times:
         logger.warning(f"tune: the decode kernel does not run {case.name}: {next(iter(refused.values()))}")
         return {}
     small, wanted = _probe(case, device)
     for name in sorted(times, key=lambda name: statistics.median(times[name])):
-        error = _error(launcher.launch(ways[name], *small, [], 0), wanted)
+        error = _error(launcher.launch(configs[name], *small, [], 0), wanted)
         if error <= MOST_ERROR:
-            return {shape.key: asdict(ways[name])}
+            return {shape.key: asdict(configs[name])}
         logger.warning(
-            f"tune: {case.name}: {ways[name]} is off by {error:.1e} of what the reference gives and is not taken"
+            f"tune: {case.name}: {configs[name]} is off by {error:.1e} of what the reference gives and is not taken"
         )
     return {}
 
@@ -217,7 +219,7 @@ def _stored(
         return StoredStream(kind, torch.randn(shape, device=device, dtype=NUMBERS[kind], generator=generator))
     row = torch.randn(1, case.tokens, case.n_kv_heads * width, device=device, generator=generator)
     codes, scales = quantize(row, kind)
-    # Of one sequence's numbers, which every sequence has as its own bytes: a code costs the same whatever it says.
+    # Every sequence gets a copy of one sequence's codes: the values do not change the time.
     codes, scales = (
         x.transpose(1, 2).expand(case.batch, *(-1,) * (x.dim() - 1)).contiguous() for x in (codes, scales)
     )

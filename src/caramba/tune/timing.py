@@ -1,4 +1,4 @@
-"""Times calls in turn: what disturbs the machine disturbs all of them alike."""
+"""Interleaved timing: disturbances of the machine affect all candidates alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timed:
 def time_interleaved(
     items: Sequence[Timed], device: torch.device, seconds: float, least: int | None = None
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return milliseconds of each call by name, one per round, and the messages of those that refused.
+    """Return milliseconds of each call by name, one per round, and the error messages of those that failed.
 
     At least 5 rounds, then more while `seconds` last, at most 50. All calls take part, or with `least` that many and
     more while half of the time lasts.
@@ -54,13 +54,13 @@ def time_interleaved(
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line that says something, cut to what a table holds."""
+    """Return the first non-empty line of an error, cut to 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _step(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Warm a call up and return what runs it once and gives its milliseconds."""
+    """Warm a call up; return a function that runs it once and returns milliseconds."""
     if device.type == "cuda":
         return _graph_step(call, device)
     for _ in range(WARM_UP):

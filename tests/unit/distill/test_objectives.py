@@ -183,7 +183,7 @@ def test_a_converged_block_is_frozen_and_skipped() -> None:
     below = []
     while first in schedule.active():
         schedule.advance({first: 0.0 if below else 0.9, second: 0.9})
-        below.append(schedule.smoothed()[first] <= 0.5)
+        below.append(schedule.block_losses()[first] <= 0.5)
     assert below == [False, True, True, True], "patience: three steps in a row, of the smoothed loss"
     runs = calls_of(pairs[0][2], AttentionLayer, lambda: objective.step(BATCH, backward))
     assert runs == 0, "no student forward"
@@ -208,10 +208,10 @@ def test_a_converged_block_is_frozen_and_skipped() -> None:
 def test_schedule_smooths_from_an_unbiased_start() -> None:
     schedule = BlockSchedule(["a"], steps=1000)
     schedule.advance({"a": 2.0})
-    assert schedule.smoothed()["a"] == pytest.approx(2.0), "the first value is unbiased"
+    assert schedule.block_losses()["a"] == pytest.approx(2.0), "the first value is unbiased"
     for _ in range(500):
         schedule.advance({"a": 1.0})
-    assert schedule.smoothed()["a"] == pytest.approx(1.0, abs=1e-3)
+    assert schedule.block_losses()["a"] == pytest.approx(1.0, abs=1e-3)
     assert not schedule.is_done, "without convergence a phase ends with its steps"
 
 

@@ -24,7 +24,7 @@ class BlockwiseDistillation(pl.Callback):
         if pl_module.micro_steps:
             return
         if trainer.global_step % pl_module.log_every == 0:
-            smoothed = self.schedule.smoothed()
+            smoothed = self.schedule.block_losses()
             pl_module.record({f"smoothed_block/{name}": value for name, value in smoothed.items()})
         if self.schedule.is_done:
             trainer.should_stop = True
