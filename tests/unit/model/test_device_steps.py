@@ -122,7 +122,7 @@ def test_steps_look_for_angles_of_layers_once_and_swapped_layers_make_their_own(
     layers = model.attention_layers()
     monkeypatch.setattr(Model, "attention_layers", lambda _: walks.append(1) or layers)
     wanted = stepped(model, step)
-    assert (len(walks), len(step.apart or ())) == (1, n_apart)
+    assert (len(walks), len(step.separate_ropes or ())) == (1, n_apart)
     for path, layer in layers:
         model.set_submodule(path, copy.deepcopy(layer))
         rope = layer.projection.rope

@@ -301,8 +301,10 @@ def test_layers_of_equal_frequencies_share_the_angles_of_packed_prompts(
 ) -> None:
     model = sharp(transformer("gqa_scaled", repeat=3))
     made: list[object] = []
-    make = RotaryEmbedding._made
-    monkeypatch.setattr(RotaryEmbedding, "_made", lambda *given: made.append(given[1]) or make(*given))
+    make = RotaryEmbedding._compute_cos_sin
+    monkeypatch.setattr(
+        RotaryEmbedding, "_compute_cos_sin", lambda *given: made.append(given[1]) or make(*given)
+    )
     ctx = model.new_context(2, 48, KVCacheKind.FP32, static=True)
     for texts in (TEXTS[:2], TEXTS[2:4]):
         made.clear()
