@@ -11,7 +11,7 @@ from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.attention_weights import attention_shapes
 from caramba.config.cost import Cost, Width
 from caramba.config.kvcache import CacheFormat
-from caramba.config.leaf import LayerConfig, Positive, Probability, Shapes
+from caramba.config.leaf import Dimension, LayerConfig, Probability, Shapes
 from caramba.config.names import member
 from caramba.config.rope import RopeScalingConfig
 
@@ -38,10 +38,12 @@ class AttentionLayerConfig(LayerConfig):
     type: Literal["AttentionLayer"] = Field(
         default="AttentionLayer", description="name of the class of this node"
     )
-    d_model: Positive = Field(description="width of the residual stream")
-    n_heads: Positive = Field(description="number of query heads")
-    n_kv_heads: Positive | None = Field(default=None, description="number of key/value heads; unset: n_heads")
-    head_dim: Positive | None = Field(default=None, description="width of a head; unset: d_model / n_heads")
+    d_model: Dimension = Field(description="width of the residual stream")
+    n_heads: Dimension = Field(description="number of query heads")
+    n_kv_heads: Dimension | None = Field(
+        default=None, description="number of key/value heads; unset: n_heads"
+    )
+    head_dim: Dimension | None = Field(default=None, description="width of a head; unset: d_model / n_heads")
     mode: Annotated[AttentionMode, BeforeValidator(_mode)] = Field(
         default=AttentionMode.STANDARD,
         description="standard, gqa (fewer key/value heads), decoupled (semantic and geometric keys) or "
@@ -51,17 +53,17 @@ class AttentionLayerConfig(LayerConfig):
         default="per_head",
         description="mode=decoupled: per_head caches keys and values of each head, latent one shared latent",
     )
-    sem_dim: Positive | None = Field(
+    sem_dim: Dimension | None = Field(
         default=None, description="mode=decoupled: cached width of the semantic keys, all heads together"
     )
-    geo_dim: Positive | None = Field(
+    geo_dim: Dimension | None = Field(
         default=None, description="mode=decoupled: cached width of the geometric keys, all heads together"
     )
-    v_dim: Positive | None = Field(
+    v_dim: Dimension | None = Field(
         default=None,
         description="mode=decoupled: cached width of the values, all heads together; unset: head_dim per head",
     )
-    attn_dim: Positive | None = Field(
+    attn_dim: Dimension | None = Field(
         default=None, description="mode=bottleneck: width of queries, keys and values, all heads together"
     )
     rope_enabled: bool = Field(default=True, description="whether rotary position embeddings are applied")
@@ -103,10 +105,10 @@ class AttentionLayerConfig(LayerConfig):
     learned_temperature: bool = Field(
         default=False, description="whether the scale of the attention scores is learned per head"
     )
-    local_window: Positive | None = Field(
+    local_window: Dimension | None = Field(
         default=None, description="number of last tokens that a query attends to; unset: all"
     )
-    q_chunk: Positive | None = Field(
+    q_chunk: Dimension | None = Field(
         default=None, description="number of queries that attend in one step; the result is equal; unset: all"
     )
     bias: bool | Literal["qkv"] = Field(

@@ -11,6 +11,8 @@ from typing import Literal
 from caramba.config.kvcache import EXACT_BYTES, KVCacheKind, Streams, bytes_of_streams
 
 Unknown = Literal["flops", "activations", "cache"]
+MOST_RUNS = 100_000
+"""Layers that one forward runs, repeats included. A model of 126 blocks runs under 1,000."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,17 @@ class WidthError(Exception):
     def inside(self, step: str, previous: str | None = None) -> WidthError:
         """Return this error as the container sees it: `step` is the child, `previous` what feeds it."""
         source = f"{step}.{self.source}" if self.source is not None else previous
-        return WidthError(self.message, self.got, self.fix, (step, *self.path), source)
+        return type(self)(self.message, self.got, self.fix, (step, *self.path), source)
 
     def __str__(self) -> str:
         return f"{self.message}, got {self.got} from {self.source or 'the embedder'}; {self.fix}"
+
+
+class TooManyRuns(WidthError):  # noqa: N818 - names the fault
+    """A node runs more layers than a forward may."""
+
+    def __str__(self) -> str:
+        return f"{self.message}, got {self.got}; {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,7 @@ class Cost:
             Temporaries within a kernel are not counted.
         spared_elements: how many of `activation_elements` are not kept where a kernel attends to keys in two parts.
         repeat: how often the children run; `shared` tells whether every time with the same weights.
+        runs: how many layers a forward runs.
         unknown: what a person's own layers do not declare, as (`flops`, `activations` or `cache`, type of layer); the
             numbers of that kind leave these layers out, and are to be shown as no more than a lower bound.
     """
@@ -132,6 +142,7 @@ class Cost:
     children: tuple[Cost, ...] = ()
     repeat: int = 1
     shared: bool = False
+    runs: int = 1
     unknown: frozenset[tuple[Unknown, str]] = frozenset()
 
     def undeclared(self, kind: Unknown) -> tuple[str, ...]:
@@ -257,7 +268,14 @@ def container_cost(
     shared: bool = False,
     label: str = "",
 ) -> Cost:
-    """Return the cost of a node that runs its children `repeat` times, with the same weights if `shared`."""
+    """Return the cost of a node that runs its children `repeat` times, with the same weights if `shared`.
+
+    Raises:
+        TooManyRuns: the node runs more than `MOST_RUNS` layers.
+    """
+    runs = sum(child.runs for child in children) * repeat
+    if runs > MOST_RUNS:
+        raise TooManyRuns(f"runs at most {MOST_RUNS:,} layers in a forward", f"{runs:,}", "repeat fewer")
     return Cost(
         label=label,
         type=type,
@@ -273,6 +291,7 @@ def container_cost(
         children=children,
         repeat=repeat,
         shared=shared,
+        runs=runs,
         unknown=frozenset(item for child in children for item in child.unknown),
     )
 

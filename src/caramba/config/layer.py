@@ -9,7 +9,7 @@ from pydantic import Field
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
-from caramba.config.leaf import LayerConfig, Positive, Probability, Shapes
+from caramba.config.leaf import Dimension, LayerConfig, Positive, Probability, Shapes
 from caramba.config.rope import RopeScalingConfig
 
 __all__ = [
@@ -37,7 +37,7 @@ class RMSNormLayerConfig(LayerConfig):
     type: Literal["RMSNormLayer"] = Field(
         default="RMSNormLayer", description="name of the class of this node"
     )
-    d_model: Positive = Field(description="width of the input and output")
+    d_model: Dimension = Field(description="width of the input and output")
     eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-5, description="added to the mean square for stability"
     )
@@ -61,7 +61,7 @@ class LayerNormLayerConfig(LayerConfig):
     type: Literal["LayerNormLayer"] = Field(
         default="LayerNormLayer", description="name of the class of this node"
     )
-    d_model: Positive = Field(description="width of the input and output")
+    d_model: Dimension = Field(description="width of the input and output")
     eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-5, description="added to the variance for stability"
     )
@@ -83,8 +83,8 @@ class SwiGLULayerConfig(LayerConfig):
     target = "caramba.layer.swiglu:SwiGLULayer"
 
     type: Literal["SwiGLULayer"] = Field(default="SwiGLULayer", description="name of the class of this node")
-    d_model: Positive = Field(description="width of the input and output")
-    d_ff: Positive = Field(description="width of the hidden features")
+    d_model: Dimension = Field(description="width of the input and output")
+    d_ff: Dimension = Field(description="width of the hidden features")
     bias: bool = Field(default=False, description="whether the projections have biases")
 
     def parameter_shapes(self) -> Shapes:
@@ -112,8 +112,8 @@ class LinearLayerConfig(LayerConfig):
     target = "caramba.layer.linear:LinearLayer"
 
     type: Literal["LinearLayer"] = Field(default="LinearLayer", description="name of the class of this node")
-    d_in: Positive = Field(description="width of the input")
-    d_out: Positive = Field(description="width of the output")
+    d_in: Dimension = Field(description="width of the input")
+    d_out: Dimension = Field(description="width of the output")
     bias: bool = Field(default=False, description="whether there is a bias")
     reduce: Literal["mean", "sum", "concat"] | None = Field(
         default=None,

@@ -11,7 +11,10 @@ from caramba.config.cost import Cost, Unknown, Width, expect_width, layer_cost
 from caramba.config.kvcache import Streams
 from caramba.config.node import NodeConfig
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=2**63 - 1)]
+"""What a 64-bit integer of torch holds."""
+Dimension = Annotated[int, Field(gt=0, le=2**31 - 1)]
+"""A width of a layer; products of two are sizes of tensors."""
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Shapes = dict[str, tuple[int, ...]]
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from caramba.config.base import Config
 from caramba.config.kvcache import CacheFormat
-from caramba.config.layer import Positive
+from caramba.config.leaf import Dimension, Positive
 from caramba.config.node import parse_node
 from caramba.config.topology import TopologyConfig
 from caramba.errors import quote
@@ -29,9 +29,9 @@ class EmbedderConfig(Config):
     type: Literal["token", "token_position"] = Field(
         default="token", description="token, or token_position with learned position embeddings"
     )
-    vocab_size: Positive = Field(description="entries of the vocabulary")
-    d_model: Positive = Field(description="width of the residual stream")
-    max_positions: Positive | None = Field(
+    vocab_size: Dimension = Field(description="entries of the vocabulary")
+    d_model: Dimension = Field(description="width of the residual stream")
+    max_positions: Dimension | None = Field(
         default=None, description="learned positions, for type=token_position only"
     )
 
@@ -103,13 +103,13 @@ class SurgeryConfig(Config):
         default="dba",
         description="dba (from activations), weight_svd, random, or copy (pooled key/value heads)",
     )
-    sem_dim: Positive | None = Field(
+    sem_dim: Dimension | None = Field(
         default=None, description="cached width of the semantic keys; attention reads it from here"
     )
-    geo_dim: Positive | None = Field(
+    geo_dim: Dimension | None = Field(
         default=None, description="cached width of the geometric keys; attention reads it from here"
     )
-    v_dim: Positive | None = Field(
+    v_dim: Dimension | None = Field(
         default=None, description="cached width of the values; attention reads it from here"
     )
     layout: Literal["per_head", "latent"] | None = Field(

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from caramba.config.cost import Cost, Width, WidthError, container_cost
-from caramba.config.layer import Positive
+from caramba.config.cost import MOST_RUNS, Cost, Width, WidthError, container_cost
 from caramba.config.node import Node, NodeConfig
 from caramba.config.own_layer import LayerError, infer_node
 
+Repeats = Annotated[int, Field(gt=0, le=MOST_RUNS)]
 Nodes = Annotated[tuple[Node, ...], Field(min_length=1)]
 
 
@@ -112,7 +112,7 @@ class NestedTopologyConfig(TopologyConfig):
     type: Literal["NestedTopology"] = Field(
         default="NestedTopology", description="name of the class of this node"
     )
-    repeat: Positive = Field(description="number of repeats of the list, each with its own weights")
+    repeat: Repeats = Field(description="number of repeats of the list, each with its own weights")
 
     def infer(self, width: Width) -> Cost:
         """Chain the nodes once, count them `repeat` times; repeated, they give back the width they took."""
@@ -165,7 +165,7 @@ class CyclicTopologyConfig(TopologyConfig):
     type: Literal["CyclicTopology"] = Field(
         default="CyclicTopology", description="name of the class of this node"
     )
-    n_cycles: Positive = Field(description="number of passes through the list, with shared weights")
+    n_cycles: Repeats = Field(description="number of passes through the list, with shared weights")
 
     def infer(self, width: Width) -> Cost:
         """Count weights once, work and caches once per cycle; each feeds the next, so the width is kept."""
@@ -184,7 +184,7 @@ class RecurrentTopologyConfig(TopologyConfig):
     type: Literal["RecurrentTopology"] = Field(
         default="RecurrentTopology", description="name of the class of this node"
     )
-    steps: Positive = Field(description="number of steps in depth, with shared weights")
+    steps: Repeats = Field(description="number of steps in depth, with shared weights")
 
     def infer(self, width: Width) -> Cost:
         """Count weights once, work and caches once per step; the output is the next state: same width."""

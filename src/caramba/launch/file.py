@@ -10,10 +10,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from caramba.config.expansion import load_nodes
+from caramba.config.expansion import load_tree
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, quote
 from caramba.launch.groups import groups, show_file
 from caramba.launch.locate import Given, Layer, Origin
 from caramba.launch.refuse import refuse_words
@@ -38,12 +38,14 @@ def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
     refuse_words(overrides)
     words = read_words(overrides, {}, ())
     refuse_sweeps(words)
+    tree: Any = _load(file, name)
     try:
-        config = OmegaConf.create(_load(file, name))
-        assert isinstance(config, DictConfig)
-        for word in words:
-            _apply(config, word, name)
-        tree = OmegaConf.to_container(config, resolve=False)
+        if words:  # only overrides need a config; it takes most of the time
+            config = OmegaConf.create(tree)
+            assert isinstance(config, DictConfig)
+            for word in words:
+                _apply(config, word, name)
+            tree = OmegaConf.to_container(config, resolve=False)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
     assert isinstance(tree, dict)
@@ -56,14 +58,14 @@ def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
 
 def _load(file: File, name: str) -> dict[str, Any]:
     try:
-        load_nodes(file.read_text(encoding="utf-8"), name)
-        loaded = OmegaConf.load(file)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        tree = load_tree(file.read_text(encoding="utf-8"), name)
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, OSError) as error:
         raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
-    tree = OmegaConf.to_container(loaded, resolve=False)
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{name}: a manifest is a mapping with name, model and groups; got a list")
-    return {str(key): value for key, value in tree.items()}
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{name}: a manifest is a mapping with name, model and groups; got {quote(tree)}")
+    return {str(key): value for key, value in (tree or {}).items()}
 
 
 def _apply(config: DictConfig, word: Word, name: str) -> None:

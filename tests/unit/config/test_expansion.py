@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from caramba.cli import main
-from caramba.config.expansion import load_nodes
+from caramba.config.expansion import load_nodes, load_tree
 from caramba.config.resolve import resolve
 from caramba.errors import ConfigError
 
@@ -47,7 +49,7 @@ def test_load_nodes_refuses_an_anchor_that_contains_itself() -> None:
 
 @pytest.mark.parametrize("depth", [200, 20_000])
 def test_load_nodes_refuses_deep_nesting(depth: int) -> None:
-    with pytest.raises(ConfigError, match="nests deeper than 100 levels"):
+    with pytest.raises(ConfigError, match="nests deeper than 64 levels"):
         load_nodes("[" * depth + "]" * depth, "m.yaml")
 
 
@@ -55,5 +57,48 @@ def test_resolve_refuses_deep_trees() -> None:
     tree: dict = {"x": 1}
     for _ in range(300):
         tree = {"x": tree}
-    with pytest.raises(ConfigError, match="nests deeper than 100 levels"):
+    with pytest.raises(ConfigError, match="nests deeper than 64 levels"):
         resolve(tree)
+
+
+def test_load_nodes_names_the_key_that_nests_too_deep() -> None:
+    deep = "name: m\nmodel:\n  head: " + "[" * 90 + "]" * 90
+    with pytest.raises(ConfigError, match=r"^m\.yaml:3: model\.head\[0\].*: nests deeper than 64 levels"):
+        load_nodes(deep, "m.yaml")
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "0x" + "f" * 5_000, "-" + "1" * 101])
+def test_load_nodes_refuses_a_giant_number_by_key(number: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^m\.yaml:1: seed: a whole number of .* digits, expected at most 100"
+    ):
+        load_nodes(f"seed: {number}", "m.yaml")
+
+
+def test_load_tree_reads_scalars_as_omegaconf_does() -> None:
+    text = "a: 1e3\nb: 2024-01-01\nc: 1_000\nd: 1.5e-3\ne: .5\nf: yes\ng: ~\nh: 0x10\ni: '1'\nj: 1e-3\nk: -.inf\n"
+    expected = OmegaConf.to_container(OmegaConf.create(text))
+    assert load_tree(text, "m.yaml") == expected
+    assert load_tree("a: &a {b: 1}\nc: {<<: *a, d: 2}\n", "m.yaml") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1\na: 2\n",
+        "a: !!python/object:os.system {}\n",
+        "a: !!set {x}\n",
+        "a: !!binary aGk=\n",
+        "a: !!int x",
+    ],
+)
+def test_load_tree_refuses_what_is_no_plain_data(text: str) -> None:
+    with pytest.raises((yaml.YAMLError, ValueError)):
+        load_tree(text, "m.yaml")
+
+
+def test_load_nodes_of_the_most_nodes_takes_under_two_seconds() -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="expand to more than"):
+        load_nodes("a: [" + "x," * 3_000_000 + "]", "m.yaml")
+    assert time.process_time() - began < 2.0

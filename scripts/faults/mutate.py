@@ -1,0 +1,225 @@
+"""Mutate manifests of conf and check that `compile` accepts each or refuses it as a user's mistake.
+
+A case is one manifest after one to four mutations: a composed experiment as a single file, or an option of a group in a
+folder of its own. Each runs what `caramba compile` runs, under limits of CPU time and memory, in forked processes.
+
+Usage: python scripts/faults/mutate.py [--seed 1] [--count 10000] [--first 0] [--out FILE]
+
+It prints one JSON object and ends with status 1 when a case did neither, took too long or too much memory, or was
+refused in a message that is long or has control characters. `--first N --count 1` repeats case N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from manifest_mutations import Case, Originals, make_case, originals
+
+CPU_S, MEMORY_BYTES, LONGEST_MESSAGE, STUCK_S = 2.0, 500 << 20, 2000, 60.0
+BATCH = 200
+
+
+class TooSlow(BaseException):
+    """A case used its CPU time; not an error, so that nothing handles it."""
+
+
+@dataclass
+class Result:
+    """What the cases did; `faults` lists the first of every kind in full."""
+
+    accepted: int = 0
+    refused: int = 0
+    unnamed: int = 0
+    named: int = 0
+    longest_cpu_s: float = 0.0
+    longest_message: int = 0
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    unnamed_examples: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, index: int, found: dict[str, Any]) -> None:
+        self.longest_cpu_s = max(self.longest_cpu_s, found.get("cpu_s", 0.0))
+        self.kinds.update(found.get("kinds", ()))
+        message = found.get("message", "")
+        if found["fault"]:
+            self.faults.append({"case": index, **found})
+        elif found["outcome"] == "accepted":
+            self.accepted += 1
+        else:
+            self.refused += 1
+            self.longest_message = max(self.longest_message, len(message))
+        if found.get("names_key") is not None:
+            self.named += found["names_key"]
+            self.unnamed += not found["names_key"]
+            if not found["names_key"] and len(self.unnamed_examples) < 40:
+                self.unnamed_examples.append({"case": index, "key": found["key"], "message": message[:300]})
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "accepted": self.accepted,
+            "refused": self.refused,
+            "n_faults": len(self.faults),
+            "fault_kinds": dict(collections.Counter(str(fault["fault"]) for fault in self.faults)),
+            "refusals_that_name_the_key": self.named,
+            "refusals_that_do_not": self.unnamed,
+            "longest_cpu_s": round(self.longest_cpu_s, 3),
+            "longest_message": self.longest_message,
+            "mutations": dict(sorted(self.kinds.items())),
+            "faults": self.faults[:40],
+            "unnamed": self.unnamed_examples,
+        }
+
+
+def compile_case(case: Case, folder: Path) -> None:
+    """Do what `caramba compile` does with a manifest, without printing."""
+    from caramba.cost import as_json, plan, render_text
+    from caramba.launch.freeze import freeze
+
+    overrides, folders = case.write(folder)
+    frozen = freeze(overrides, folders)
+    frozen.unbuilt()
+    experiment = plan(frozen.manifest, command="x", fit=frozen.fit)
+    render_text(experiment)
+    json.dumps(as_json(experiment), allow_nan=False)
+
+
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    """Return what a case did, and which fault that is, None for none."""
+    from caramba.errors import CarambaError
+
+    began, fault, outcome, message = time.process_time(), None, "accepted", ""
+    signal.setitimer(signal.ITIMER_PROF, 2 * CPU_S)
+    try:
+        compile_case(case, folder)
+    except CarambaError as error:
+        outcome, message = type(error).__name__, str(error)
+        if error.exit_status != 2:
+            fault = f"exit status {error.exit_status}: {outcome}"
+        elif len(message) > LONGEST_MESSAGE:
+            fault = "long message"
+        elif not message.replace("\n", "").replace("\t", "").isprintable():
+            fault = "control characters"
+    except TooSlow:
+        fault = "slow"
+        message = traceback.format_exc()[-1500:]
+    except MemoryError:
+        fault, message = "memory", traceback.format_exc()[-1500:]
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        fault = f"{type(error).__name__} at {Path(place.filename).name}:{place.name}"
+        message = traceback.format_exc()[-1500:]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    cpu_s = time.process_time() - began
+    if fault is None and cpu_s > CPU_S:
+        fault = "slow"
+    names_key = None
+    if fault is None and outcome != "accepted" and case.key is not None:
+        names_key = case.key in message
+    return {
+        "outcome": outcome,
+        "fault": fault,
+        "message": message if fault or names_key is False else message[:LONGEST_MESSAGE],
+        "cpu_s": cpu_s,
+        "kinds": case.kinds,
+        "key": case.key,
+        "names_key": names_key,
+    }
+
+
+def _raise_slow(number: int, frame: Any) -> None:
+    raise TooSlow
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _work(seed: int, batch: range, sources: Originals, pipe: multiprocessing.connection.Connection) -> None:
+    signal.signal(signal.SIGPROF, _raise_slow)
+    _limit_memory()
+    with tempfile.TemporaryDirectory(prefix="caramba-mutate-") as name:
+        os.chdir(name)
+        for index in batch:
+            pipe.send((index, None))
+            pipe.send((index, run_case(make_case(sources, seed, index), Path(name))))
+    pipe.close()
+
+
+def _outcomes(seed: int, batch: range, sources: Originals) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run a batch in a forked process; a case that ends the process is a fault, and the next one goes to another."""
+    context, start = multiprocessing.get_context("fork"), batch.start
+    while start < batch.stop:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(seed, range(start, batch.stop), sources, theirs))
+        process.start()
+        theirs.close()
+        current = start
+        try:
+            while ours.poll(STUCK_S):
+                current, found = ours.recv()
+                if found is not None:
+                    start = current + 1
+                    yield current, found
+            process.kill()
+        except EOFError:
+            pass
+        process.join()
+        if start < batch.stop:
+            fault = f"process ended: {process.exitcode}"
+            yield current, {"outcome": "died", "fault": fault}
+            start = current + 1
+
+
+def mutate(seed: int, first: int, count: int) -> Result:
+    """Run `count` cases from number `first` on, and return what they did."""
+    result, sources = Result(), originals()
+    for start in range(first, first + count, BATCH):
+        batch = range(start, min(start + BATCH, first + count))
+        for index, found in _outcomes(seed, batch, sources):
+            result.add(index, found)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--out", type=Path, help="file of the JSON result")
+    words = parser.parse_args()
+    began = time.monotonic()
+    result = mutate(words.seed, words.first, words.count)
+    seconds = round(time.monotonic() - began, 1)
+    text = json.dumps(
+        {"seed": words.seed, "count": words.count, "seconds": seconds, **result.as_json()}, indent=2
+    )
+    print(text)
+    if words.out is not None:
+        words.out.write_text(f"{text}\n", encoding="utf-8")
+    return 1 if result.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

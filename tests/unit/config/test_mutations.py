@@ -1,0 +1,47 @@
+"""Mutated manifests are accepted or refused as a user's mistake: a short run of scripts/faults/mutate.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+N_CASES = 150
+
+
+@pytest.fixture(scope="module")
+def mutations() -> Any:
+    sys.path.insert(0, str(ROOT / "scripts" / "faults"))
+    try:
+        import mutate  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.pop(0)
+    return mutate
+
+
+def test_mutate_finds_no_fault_and_reaches_both_ends(mutations: Any) -> None:
+    result = mutations.mutate(seed=20, first=0, count=N_CASES)
+    assert result.faults == []
+    assert result.accepted + result.refused == N_CASES
+    assert result.accepted > 10
+    assert result.refused > 50
+
+
+def test_mutate_counts_a_crash_and_a_slow_case_as_faults(
+    mutations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_case(case: Any, folder: Path) -> None:
+        if len(case.text) % 2:
+            raise TypeError("x")
+        while True:
+            pass
+
+    monkeypatch.setattr(mutations, "compile_case", compile_case)
+    monkeypatch.setattr(mutations, "CPU_S", 0.05)
+    result = mutations.mutate(seed=1, first=0, count=6)
+    kinds = {str(fault["fault"]) for fault in result.faults}
+    assert len(result.faults) == 6
+    assert kinds <= {"TypeError at test_mutations.py:compile_case", "slow"}
