@@ -16,7 +16,7 @@ from caramba.serve.guard import Guard, read_json
 from caramba.serve.metrics import CONTENT_TYPE
 from caramba.serve.openapi import document
 from caramba.serve.reply import EventStream, Reply
-from caramba.serve.running import Running
+from caramba.serve.running import ActiveRequest
 from caramba.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -92,7 +92,7 @@ def _json(value: BaseModel, status: int = 200) -> Response:
 
 
 def _reply(
-    service: Service, wanted: SamplingRequest, running: Running, shape: Shape, with_tokens: bool
+    service: Service, wanted: SamplingRequest, running: ActiveRequest, shape: Shape, with_tokens: bool
 ) -> Reply:
     timeout_s = service.limits.timeout_s
     if not wanted.stream:

@@ -75,7 +75,7 @@ def serve(argv: list[str]) -> int:
         engine = _engine(opened, tokenizer, config)
         limits = Limits(most, words.max_request_bytes, words.timeout)
         template = chat_template(opened, words)
-        service = Service(engine, tokenizer, served_name(opened), limits, template=template)
+        service = Service(engine, tokenizer, model_name(opened), limits, template=template)
         listener.listen(BACKLOG)
         _announce(service, listener.getsockname(), has_key=key is not None)
         most_open = connections_that_fit(words.max_connections)
@@ -98,7 +98,7 @@ def _engine(opened: OpenedModel, tokenizer: Tokenizer, config: EngineConfig) -> 
             raise
         raise ConfigError(
             f"serve: the cache of {config.n_slots} slots and {config.n_ahead} prompts ahead, {config.max_len} tokens "
-            "each, does not fit beside the model; lower --max-batch, --prompts-ahead or --max-len, or take a "
+            "each, does not fit next to the model; lower --max-batch, --prompts-ahead or --max-len, or take a "
             "smaller --cache-kind"
         ) from None
 
@@ -117,7 +117,7 @@ def _announce(service: Service, name: tuple[Any, ...], *, has_key: bool) -> None
         logger.warning(f"--prompts-ahead {service.engine.config.n_ahead} was not followed: {stats.not_ahead}")
 
 
-def served_name(opened: OpenedModel) -> str:
+def model_name(opened: OpenedModel) -> str:
     """Return the model's name for clients: of a run its name and time, of a folder or file its own."""
     if opened.run_dir is not None:
         folder = opened.run_dir.resolve()

@@ -172,7 +172,7 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-def bounded(most_open: int, metrics: Metrics | None = None) -> type[TimedProtocol]:
+def protocol_class(most_open: int, metrics: Metrics | None = None) -> type[TimedProtocol]:
     """Return the protocol of one server that keeps at most `most_open` connections, and counts those it refuses."""
 
     class Bounded(TimedProtocol):

@@ -27,7 +27,7 @@ REASONS = {
     413: "the body is larger than the server takes",
     415: "the body is not application/json",
     421: "the Host header names another machine",
-    429: "the queue is full; Retry-After says when to ask again",
+    429: "the queue is full; Retry-After gives the time to wait",
     500: "the model failed",
     503: "the server is stopping, or too many connections are open",
     504: "the answer took longer than the server allows",
@@ -38,7 +38,7 @@ LONGEST_MESSAGE, LONGEST_PARAM = 4000, 200
 """Characters of an answer's message and key: what a client sent is quoted only in part."""
 
 
-def clipped(text: str, length: int) -> str:
+def clip_text(text: str, length: int) -> str:
     """Return a text of at most `length` characters; what is left out is counted."""
     if len(text) <= length:
         return text
@@ -57,8 +57,8 @@ class ApiError(CarambaError):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(clipped(message, LONGEST_MESSAGE))
-        param = None if param is None else clipped(param, LONGEST_PARAM)
+        super().__init__(clip_text(message, LONGEST_MESSAGE))
+        param = None if param is None else clip_text(param, LONGEST_PARAM)
         self.status, self.param, self.code, self.headers = status, param, code, headers or {}
 
     @property
@@ -124,4 +124,4 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def on_crash(_: Request, error: Exception) -> JSONResponse:
     """Answer a request that met an error of the server's own; the traceback goes to its log."""
-    return ApiError(500, f"{type(error).__name__}; the server's log says more", code="internal").response()
+    return ApiError(500, f"{type(error).__name__}; the server's log has more", code="internal").response()

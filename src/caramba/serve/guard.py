@@ -1,4 +1,4 @@
-"""What stands before every request: the key, the Host header, the size of the body, and the count of answers."""
+"""Checks before every request: the key, the Host header, the size of the body, and the count of answers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
-        self.open_connections: Callable[[], int] = int  # a server that runs says how many it has
+        self.open_connections: Callable[[], int] = int  # a running server sets this
         self.refused_connections = Counter(
             "caramba_refused_connections", "Connections above the bound", registry=self.registry
         )

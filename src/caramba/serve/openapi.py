@@ -41,7 +41,7 @@ def document(model: str, *, max_tokens: int, vocab_size: int, has_key: bool) -> 
         "openapi": "3.1.0",
         "info": {"title": "caramba serve", "version": __version__},
         "paths": {
-            "/v1/completions": _post("Go on from a text", schema.CompletionRequest, text, text, refused),
+            "/v1/completions": _post("Continue a text", schema.CompletionRequest, text, text, refused),
             "/v1/chat/completions": _post("Answer a conversation", schema.ChatRequest, chat, chunk, refused),
             "/v1/models": _get("The model that is served", schema.ModelList, refused),
             "/v1/models/{model}": _get("The model of this name", schema.ModelCard, (*refused, 404), "model"),

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from caramba.serve.failure import ApiError
-from caramba.serve.running import ClientGone, Piece, Running
+from caramba.serve.running import ActiveRequest, ClientGone, Piece
 from caramba.serve.shapes import Shape
 
 LAST_WORD_SECONDS = 1.0
@@ -24,7 +24,7 @@ EVENT_STREAM = (
 class Reply:
     """The response of one running request. The slot is free as soon as it returns, however it ends."""
 
-    def __init__(self, running: Running, shape: Shape, timeout_s: float) -> None:
+    def __init__(self, running: ActiveRequest, shape: Shape, timeout_s: float) -> None:
         self.running, self.shape, self.timeout_s = running, shape, timeout_s
         self.is_begun = False
 
@@ -58,14 +58,14 @@ class Reply:
         whole = Piece()
         async for piece in self.running.pieces():
             whole.text += piece.text
-            whole.drawn += piece.drawn
+            whole.sampled += piece.sampled
             whole.finish = piece.finish
 
         def written() -> str:
             return self.shape.whole(whole, self.running.usage).model_dump_json()
 
         # Many alternatives take long to write: other requests continue meanwhile.
-        has_alternatives = bool(whole.drawn and whole.drawn[0].alternatives)
+        has_alternatives = bool(whole.sampled and whole.sampled[0].alternatives)
         body = await asyncio.to_thread(written) if has_alternatives else written()
         await Response(body, media_type="application/json")(scope, receive, send)
 
@@ -85,7 +85,7 @@ class EventStream(Reply):
     """The same as events: `data:` and a chunk each, at the end `data: [DONE]`, or an error instead of it."""
 
     def __init__(
-        self, running: Running, shape: Shape, timeout_s: float, *, with_usage: bool, with_tokens: bool
+        self, running: ActiveRequest, shape: Shape, timeout_s: float, *, with_usage: bool, with_tokens: bool
     ) -> None:
         super().__init__(running, shape, timeout_s)
         self.with_usage, self.with_tokens = with_usage, with_tokens

@@ -20,12 +20,12 @@ from caramba.serve.metrics import Metrics
 from caramba.serve.schema import Finish, Usage
 
 
-class ClientGone(Exception):  # noqa: N818 - says what happened
-    """Nobody reads the answer any more."""
+class ClientGone(Exception):  # noqa: N818 - an event, not a fault
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledToken:
     """A new token: its text alone, its log-probability in nats, how much text was certain before it, the most likely
     tokens at its place, and its id."""
 
@@ -47,14 +47,14 @@ class Alternative:
 
 @dataclass
 class Piece:
-    """What came at once: text, the tokens that were drawn, and why the answer ended if it did."""
+    """What came at once: text, the tokens that were sampled, and why the answer ended if it did."""
 
     text: str = ""
-    drawn: list[Drawn] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     finish: Finish | None = None
 
 
-class Mailbox:
+class EventQueue:
     """Brings events from the engine's thread to the loop of the server, all that are there at one wake-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -76,7 +76,7 @@ class Mailbox:
             hear(event)
 
 
-class Running:
+class ActiveRequest:
     """A submitted request. `cancel` may be called at any time, more than once; it frees the slot."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Running:
         tokenizer: Tokenizer,
         text_of: Callable[[int], str],
         metrics: Metrics,
-        mailbox: Mailbox,
+        event_queue: EventQueue,
         prompt: Sequence[int],
         config: GenerateConfig,
         n_alternatives: int = 0,
@@ -103,7 +103,7 @@ class Running:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._at = time.perf_counter()
         self.ticket: Ticket = engine.submit(
-            prompt, config, on_event=partial(mailbox.put, self._note), n_alternatives=n_alternatives
+            prompt, config, on_event=partial(event_queue.put, self._note), n_alternatives=n_alternatives
         )
         metrics.prompt_tokens.inc(self.n_prompt)
 
@@ -155,7 +155,7 @@ class Running:
                 Alternative(token, self._text_of(token), logprob) for token, logprob in event.alternatives
             )
             text = self._text_of(event.token)
-            piece.drawn.append(Drawn(text, event.logprob, self.n_chars, alternatives, event.token))
+            piece.sampled.append(SampledToken(text, event.logprob, self.n_chars, alternatives, event.token))
             self._add(self.stream.push([event.token]), piece)
         if event.finish_reason is None:
             return
@@ -175,5 +175,5 @@ class Running:
 def _failure(error: BaseException | None) -> ApiError:
     known = isinstance(error, CarambaError)
     logging.getLogger("caramba.serve").error("a request failed", exc_info=None if known else error)
-    text = str(error) if known else f"the model failed ({type(error).__name__}); the server's log says more"
+    text = str(error) if known else f"the model failed ({type(error).__name__}); the server's log has more"
     return ApiError(500, text, code="model_failed")

@@ -55,7 +55,7 @@ Prompt = Annotated[
 
 
 class StreamOptions(Config):
-    """What a stream holds beside its text."""
+    """What a stream holds in addition to its text."""
 
     include_usage: bool = Field(
         default=False, description="send a last chunk without choices, with the usage"
@@ -118,7 +118,7 @@ class SamplingRequest(Config):
 
 
 class CompletionRequest(SamplingRequest):
-    """A text to go on from."""
+    """A text to continue."""
 
     prompt: Prompt
     max_tokens: Positive = 16

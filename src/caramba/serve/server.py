@@ -13,7 +13,7 @@ import uvicorn
 from caramba.errors import ConfigError
 from caramba.runs.signals import handled
 from caramba.serve.app import build_app
-from caramba.serve.connections import BACKLOG, bounded
+from caramba.serve.connections import BACKLOG, protocol_class
 from caramba.serve.service import Service
 
 DRAIN_SECONDS = 10.0  # for requests in slots and in the queue to end when the server stops
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 build_app(service, api_key=api_key),
                 lifespan="off",
-                http=bounded(max_connections, service.metrics),
+                http=protocol_class(max_connections, service.metrics),
                 ws="none",
                 backlog=BACKLOG,  # else it listens again with one of its own
                 log_config=None,

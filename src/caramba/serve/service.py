@@ -1,4 +1,4 @@
-"""The model behind the interface: prompts as ids, what a request may ask for, and the requests under way."""
+"""The served model: encodes prompts, checks requests against its limits, and submits them to the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from caramba.infer.engine import Engine, EngineClosed, QueueFull
 from caramba.infer.prompts import encode_prompts
 from caramba.serve.failure import ApiError, queue_full, stopping
 from caramba.serve.metrics import Metrics
-from caramba.serve.running import Mailbox, Running
+from caramba.serve.running import ActiveRequest, EventQueue
 from caramba.serve.schema import ChatRequest, CompletionRequest, Health, ModelCard, SamplingRequest
 
 MOST_TEXTS = 1 << 16
@@ -52,12 +52,12 @@ class Service:
         self.created = int(time.time())
         self.is_stopping = False
         self._refused: EngineClosed | None = None
-        self._mailbox: Mailbox | None = None
-        self._running: WeakSet[Running] = WeakSet()
+        self._event_queue: EventQueue | None = None
+        self._running: WeakSet[ActiveRequest] = WeakSet()
 
     @property
     def failure(self) -> EngineClosed | None:
-        """What the engine ended by, or that somebody closed it; the server ends by it too."""
+        """The error that ended the engine, or a refusal by a closed engine; the server ends with it."""
         error = self.engine.failure
         if self._refused is None and error is not None:
             return EngineClosed(f"engine: closed by a failure: {error}")
@@ -84,7 +84,7 @@ class Service:
         status = "failed" if self.failure else "stopping" if self.is_stopping else "ok"
         return Health(status=status, active=stats.active, queued=stats.queued)
 
-    async def complete(self, request: CompletionRequest) -> Running:
+    async def complete(self, request: CompletionRequest) -> ActiveRequest:
         """Submit a text.
 
         Raises:
@@ -98,7 +98,7 @@ class Service:
         n_new = request.max_tokens if is_asked else min(request.max_tokens, self.limits.max_tokens)
         return self._submit(request, ids, n_new, "max_tokens", request.stops, request.n_alternatives)
 
-    async def answer(self, request: ChatRequest) -> Running:
+    async def answer(self, request: ChatRequest) -> ActiveRequest:
         """Submit a conversation.
 
         Raises:
@@ -158,7 +158,7 @@ class Service:
         param: str,
         stop: tuple[str, ...],
         n_alternatives: int,
-    ) -> Running:
+    ) -> ActiveRequest:
         limits = self.limits
         if n_new > limits.max_tokens:
             raise ApiError(
@@ -174,14 +174,14 @@ class Service:
             )
         seed = secrets.randbits(63) if request.seed is None else request.seed
         config = request.generation(n_new, seed, stop)
-        self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
+        self._event_queue = self._event_queue or EventQueue(asyncio.get_running_loop())
         try:
-            running = Running(
+            running = ActiveRequest(
                 self.engine,
                 self.tokenizer,
                 self._text_of,
                 self.metrics,
-                self._mailbox,
+                self._event_queue,
                 ids,
                 config,
                 n_alternatives,

@@ -1,4 +1,4 @@
-"""Answers in the two forms of the interface: a text that goes on, and the next turn of a conversation."""
+"""Answers in the two forms of the interface: text completions and chat completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from pydantic import BaseModel
 
 from caramba.serve import schema
-from caramba.serve.running import Drawn, Piece
+from caramba.serve.running import Piece, SampledToken
 from caramba.serve.schema import Usage
 
 
@@ -62,10 +62,12 @@ class TextShape:
         logprobs = None
         if self.with_logprobs:
             logprobs = schema.TextLogprobs(
-                tokens=[drawn.text for drawn in piece.drawn],
-                token_logprobs=[drawn.logprob for drawn in piece.drawn],
-                text_offset=[drawn.offset for drawn in piece.drawn],
-                top_logprobs=[_by_text(drawn) for drawn in piece.drawn] if self.n_alternatives else None,
+                tokens=[sampled.text for sampled in piece.sampled],
+                token_logprobs=[sampled.logprob for sampled in piece.sampled],
+                text_offset=[sampled.offset for sampled in piece.sampled],
+                top_logprobs=[_by_text(sampled) for sampled in piece.sampled]
+                if self.n_alternatives
+                else None,
             )
         return schema.TextChoice(text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
 
@@ -92,7 +94,7 @@ class ChatShape:
         self.is_begun = self.is_begun or bool(text)
         choice = schema.DeltaChoice(
             delta=schema.Delta(content=text or None),
-            logprobs=self._logprobs(piece.drawn),
+            logprobs=self._logprobs(piece.sampled),
             finish_reason=piece.finish,
         )
         return self._chunk([choice], None)
@@ -106,14 +108,14 @@ class ChatShape:
         assert piece.finish is not None
         choice = schema.ChatChoice(
             message=schema.Answer(content=piece.text.lstrip()),
-            logprobs=self._logprobs(piece.drawn),
+            logprobs=self._logprobs(piece.sampled),
             finish_reason=piece.finish,
         )
         return schema.ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=[choice], usage=usage
         )
 
-    def _logprobs(self, drawn: Sequence[Drawn]) -> schema.ChatLogprobs | None:
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> schema.ChatLogprobs | None:
         if not self.with_logprobs:
             return None
         return schema.ChatLogprobs(
@@ -127,7 +129,7 @@ class ChatShape:
                         for other in one.alternatives
                     ],
                 )
-                for one in drawn
+                for one in sampled
             ]
         )
 
@@ -137,15 +139,15 @@ class ChatShape:
         )
 
 
-def _by_text(drawn: Drawn) -> dict[str, float]:
+def _by_text(sampled: SampledToken) -> dict[str, float]:
     """Return text -> log-probability of the most likely tokens and of the new one."""
     found: dict[str, float] = {}
-    for other in drawn.alternatives:
-        is_taken = other.text in found or (other.text == drawn.text and other.id != drawn.id)
+    for other in sampled.alternatives:
+        is_taken = other.text in found or (other.text == sampled.text and other.id != sampled.id)
         found[f"token_id:{other.id}" if is_taken else other.text] = other.logprob
-    return found if drawn.text in found else found | {drawn.text: drawn.logprob}
+    return found if sampled.text in found else found | {sampled.text: sampled.logprob}
 
 
 def _bytes(text: str) -> list[int] | None:
-    """Return a token's bytes; None for a part of a character, whose text stands for other bytes."""
+    """Return a token's bytes; None for a part of a character, whose text is not those bytes."""
     return None if "\ufffd" in text else list(text.encode())

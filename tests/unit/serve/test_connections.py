@@ -112,7 +112,7 @@ def test_requests_are_answered_however_long_that_takes_and_the_next_head_is_time
 
 def test_connections_above_the_bound_are_told_so_and_make_room_for_none() -> None:
     metrics = Metrics(EngineStats)
-    protocol = connections.bounded(2, metrics)
+    protocol = connections.protocol_class(2, metrics)
     request = REQUEST % b"quick"
 
     async def answered(address: Address, sent: bytes) -> tuple[bytes, Streams]:
@@ -147,7 +147,7 @@ def test_connections_above_the_bound_are_told_so_and_make_room_for_none() -> Non
 def test_not_even_refused_connections_are_unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SPARE", 2)
     monkeypatch.setattr(connections, "LINGER_SECONDS", LIMIT)
-    protocol = connections.bounded(1)
+    protocol = connections.protocol_class(1)
 
     async def read(address: Address) -> tuple[bytes, float]:
         """Return what a client that says nothing reads, and how long its side of the connection can be written to."""
@@ -176,7 +176,7 @@ def test_not_even_refused_connections_are_unbounded(monkeypatch: pytest.MonkeyPa
 
 
 def test_servers_count_for_themselves() -> None:
-    one, other = connections.bounded(1), connections.bounded(2)
+    one, other = connections.protocol_class(1), connections.protocol_class(2)
     assert one.refused is not other.refused
     assert (one.most_open, other.most_open) == (1, 2)
 

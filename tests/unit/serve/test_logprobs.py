@@ -15,7 +15,7 @@ from caramba.infer import generate
 from caramba.infer.dialogue import Dialogue
 from caramba.infer.engine import Engine
 from caramba.model import Model
-from caramba.serve.running import Alternative, Drawn
+from caramba.serve.running import Alternative, SampledToken
 from caramba.serve.shapes import _by_text
 from tests.unit.serve.served import NAME, byte_model, service_of, serving, subword_model
 
@@ -158,7 +158,7 @@ def test_tokens_of_one_text_have_keys_of_their_own() -> None:
         Alternative(201, "\ufffd", -1.0),
         Alternative(5, "a", -2.0),
     )
-    drawn = Drawn("\ufffd", -1.0, 0, alternatives, 201)
-    assert _by_text(drawn) == {"token_id:200": -0.5, "\ufffd": -1.0, "a": -2.0}
-    drawn = Drawn("\ufffd", -4.0, 0, alternatives, 202)
-    assert _by_text(drawn) == {"token_id:200": -0.5, "token_id:201": -1.0, "a": -2.0, "\ufffd": -4.0}
+    sampled = SampledToken("\ufffd", -1.0, 0, alternatives, 201)
+    assert _by_text(sampled) == {"token_id:200": -0.5, "\ufffd": -1.0, "a": -2.0}
+    sampled = SampledToken("\ufffd", -4.0, 0, alternatives, 202)
+    assert _by_text(sampled) == {"token_id:200": -0.5, "token_id:201": -1.0, "a": -2.0, "\ufffd": -4.0}
