@@ -93,4 +93,4 @@ def test_a_teacher_with_values_that_are_not_finite_is_refused_before_surgery(
     done = caramba([*words(teacher, tokens), "model.surgery.method=random"], tmp_path, cache)
     assert done.returncode == 2, done.stdout + done.stderr
     assert f"model.teacher.checkpoint={teacher}: values that are not finite" in done.stderr
-    assert "topology.layers.0.layers.3.layers.1.down.weight (1 of 6,144 values)" in done.stderr
+    assert "model.safetensors: model.layers.1.mlp.down_proj.weight (1 of 6,144 values)" in done.stderr

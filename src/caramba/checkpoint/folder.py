@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from pathlib import Path
 
 from caramba.checkpoint.refusal import refuse_pickle
+from caramba.config.json_file import read_object
 from caramba.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -50,16 +50,18 @@ def read_index(index: Path) -> dict[str, str]:
     Raises:
         CheckpointError: the index is damaged, or names a file outside its folder.
     """
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        found = {str(name): str(file) for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    found = read_object(index, CheckpointError, "download it again").get("weight_map")
+    if not isinstance(found, dict) or not found:
         raise CheckpointError(
-            f"{index}: damaged, expected JSON with a weight_map ({type(error).__name__}: {error}); download it again"
-        ) from None
-    for file in found.values():
-        if Path(file).name != file:
-            raise CheckpointError(f"{index}: names {file!r}, which is not a file of the same folder")
+            f"{index}: damaged, expected JSON with a weight_map of files, found {str(found)[:100]}; download it again"
+        )
+    for name, file in found.items():
+        is_name = isinstance(file, str) and file not in ("", ".", "..") and "\0" not in file
+        if not is_name or Path(file).name != file or len(file) > 255:
+            raise CheckpointError(
+                f"{index}: names {str(file)[:100]!r} for {name[:100]}, which is not a file of the same folder; "
+                "download it again"
+            )
     return found
 
 

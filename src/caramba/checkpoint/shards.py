@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ def stream_into(
     _, aliases = without_aliases(own)
     stored_name = {key: (names or {}).get(key, key) for key in own}
     problems: list[str] = []
-    jobs: list[tuple[torch.Tensor, StoredTensor]] = []
+    jobs: list[tuple[str, torch.Tensor, StoredTensor]] = []
     used: set[str] = set()
     for key, target in own.items():
         same = [key, aliases.get(key, key), *(alias for alias, kept in aliases.items() if kept == key)]
@@ -128,7 +129,7 @@ def stream_into(
         elif target.is_meta:
             problems.append(f"{name}: the module is on meta, without memory; call to_empty() first")
         elif key not in aliases:
-            jobs.append((target, stored))
+            jobs.append((name, target, stored))
     problems += [
         f"unexpected {name} {item} in {item.file.name}"
         for name, item in tensors.items()
@@ -143,37 +144,60 @@ def stream_into(
             + more
             + "\n  use the description that the checkpoint belongs to, or download it again"
         )
-    _read_all(jobs)
+    if bad := _read_all(jobs):
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        raise CheckpointError(
+            f"{where}: values that are not finite in {', '.join(bad[:4])}{more}; the files are damaged, or were cast "
+            "to a type that their values overflow: download or convert them again"
+        )
 
 
-def _read_all(jobs: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
+def _read_all(jobs: Sequence[tuple[str, torch.Tensor, StoredTensor]]) -> list[str]:
+    """Read tensors into place; return those of parameters with values that are not finite, with their counts."""
     # Reading and converting release the interpreter's lock; large tensors first, so that no reader waits at the end.
-    order = sorted(jobs, key=lambda job: -job[1].nbytes)
+    order = sorted(jobs, key=lambda job: -job[2].nbytes)
     with ThreadPoolExecutor(max_workers=min(MOST_READERS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(lambda job: _read(*job), order):
-            pass
+        counts = list(pool.map(lambda job: _read(*job[1:]), order))
+    return [
+        f"{stored.file.name}: {name} ({count:,} of {target.numel():,} values)"
+        for (name, target, stored), count in zip(order, counts, strict=True)
+        if count and isinstance(target, torch.nn.Parameter)
+    ]
 
 
-def _read(target: torch.Tensor, stored: StoredTensor) -> None:
+def _count_not_finite(part: torch.Tensor) -> int:
+    """Count values of a CPU tensor that are not finite: a finite sum has none, and costs 20 us a MB."""
+    if not part.is_floating_point() or not part.numel() or math.isfinite(float(part.sum())):
+        return 0
+    return part.numel() - int(part.isfinite().sum())
+
+
+def _read(target: torch.Tensor, stored: StoredTensor) -> int:
+    """Read a tensor into place; return how many of its values are not finite."""
     with torch.no_grad(), open(stored.file, "rb", buffering=0) as file:
         file.seek(stored.start)
         data = target.detach()
         if data.device.type == "cpu" and data.dtype == stored.dtype and data.is_contiguous():
             _prefer_huge_pages(data)
             _fill(file, data, stored)
-            return
+            return _count_not_finite(data)
         flat = data.view(-1) if data.is_contiguous() else None
         if flat is None:
             whole = torch.empty(stored.shape, dtype=stored.dtype)
             _fill(file, whole, stored)
             data.copy_(whole)
-            return
+            return _count_not_finite(whole)
+        count = 0
         step = CHUNK_BYTES // stored.dtype.itemsize
         buffer = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
         for start in range(0, flat.numel(), step):
             part = buffer[: min(step, flat.numel() - start)]
             _fill(file, part, stored)
-            flat[start : start + part.numel()].copy_(part)
+            place = flat[start : start + part.numel()]
+            place.copy_(part)
+            # Of what is in the cache and float32, where that is on the CPU.
+            count += _count_not_finite(place if place.device.type == "cpu" else part)
+        return count
 
 
 def _prefer_huge_pages(tensor: torch.Tensor) -> None:
@@ -201,16 +225,17 @@ def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:
 
 
 def _stored(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    dtype = _DTYPES.get(str(entry["dtype"]))
+    dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise CheckpointError(
-            f"{file}: {name} has dtype {entry['dtype']}; expected one of {', '.join(_DTYPES)} (not quantised weights)"
+            f"{file}: {name[:100]} has dtype {entry['dtype'][:100]}; expected one of "
+            f"{', '.join(_DTYPES)} (not quantised weights)"
         )
-    start, end = (int(offset) for offset in entry["data_offsets"])
-    shape = torch.Size(int(size) for size in entry["shape"])
-    if end - start != shape.numel() * dtype.itemsize:
+    start, end = entry["data_offsets"]
+    nbytes = math.prod(entry["shape"]) * dtype.itemsize  # torch.Size would overflow
+    if end - start != nbytes:
         raise CheckpointError(
-            f"{file}: corrupt header: {name} {list(shape)} {entry['dtype']} takes {shape.numel() * dtype.itemsize} "
-            f"bytes, its offsets say {end - start}; copy it again"
+            f"{file}: corrupt header: {name[:100]} {str(entry['shape'])[:100]} {entry['dtype']} takes {nbytes} bytes, "
+            f"its offsets say {end - start}; copy it again"
         )
-    return StoredTensor(file, data_start + start, end - start, dtype, shape)
+    return StoredTensor(file, data_start + start, end - start, dtype, torch.Size(entry["shape"]))

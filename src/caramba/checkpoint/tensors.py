@@ -7,16 +7,18 @@ import struct
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from caramba.checkpoint.refusal import refuse_pickle
+from caramba.config.json_file import parse_object
 from caramba.errors import CheckpointError
 from caramba.runs.checksums import check_file
 from caramba.runs.files import whole_file
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_DIMENSIONS = 64
+_MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors
 
 
 def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -163,14 +165,13 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             raise CheckpointError(
                 f"{path}: the file is truncated: {size} bytes, its header alone needs {8 + length}; copy it again"
             )
-        try:
-            header = json.loads(file.read(length))
-            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(
-                f"{path}: corrupt header in a file of {size} bytes ({type(error).__name__}: {error})"
-            ) from error
-    expected = 8 + length + max(ends, default=0)
+        header = parse_object(
+            file.read(length),
+            f"{path}: corrupt header in a file of {size} bytes",
+            CheckpointError,
+            "copy it again",
+        )
+    expected = 8 + length + _data_bytes(path, header)
     if size != expected:
         kind = "truncated" if size < expected else "corrupt"
         raise CheckpointError(
@@ -178,6 +179,50 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             " earlier checkpoint"
         )
     return header, 8 + length
+
+
+def _data_bytes(path: Path, header: Mapping[str, Any]) -> int:
+    """Return the bytes of data that a header announces.
+
+    Raises:
+        CheckpointError: an entry is malformed, or the tensors overlap or leave holes.
+    """
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(
+            f"{path}: corrupt header: __metadata__ holds {str(metadata)[:100]}, expected text by name; copy it again"
+        )
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        found = entry if isinstance(entry, dict) else {}
+        dtype, shape, span = found.get("dtype"), found.get("shape"), found.get("data_offsets")
+        if (
+            not isinstance(dtype, str)
+            or not _are_sizes(shape)
+            or not _are_sizes(span)
+            or len(span) != 2
+            or len(shape) > _MAX_DIMENSIONS
+        ):
+            raise CheckpointError(
+                f"{path}: corrupt header: {name[:100]} is {str(entry)[:100]}, expected dtype, shape and data_offsets; "
+                "copy it again"
+            )
+        spans.append((span[0], span[1], name))
+    end = 0
+    for start, stop, name in sorted(spans):
+        if start != end or stop < start:
+            raise CheckpointError(
+                f"{path}: corrupt header: {name[:100]} has bytes {start} to {stop}, expected them to begin at {end}; "
+                "copy it again"
+            )
+        end = stop
+    return end
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _check_savable(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:

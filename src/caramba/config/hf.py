@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from caramba.config.json_file import read_object
 from caramba.config.model import ModelSpec
 from caramba.config.names import nearest
 from caramba.config.plain import is_mapping, is_sequence, list_of, mapping_of
@@ -28,6 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 SILU = ("silu", "swish")
+MAX_CONFIG_BYTES = 4 << 20
+MAX_SIZE, MAX_LAYERS, MAX_NUMBER = 2**31 - 1, 4096, 1e30
 ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn")
 
 
@@ -36,8 +38,8 @@ def is_hf_folder(path: Path) -> bool:
     if not (path / CONFIG).is_file():
         return False
     try:
-        return "model_type" in mapping_of(json.loads((path / CONFIG).read_text(encoding="utf-8")))
-    except (ValueError, OSError):
+        return "model_type" in read_object(path / CONFIG, CheckpointError, "", max_bytes=MAX_CONFIG_BYTES)
+    except CheckpointError:
         return True  # damaged, which `read_hf_config` says
 
 
@@ -54,13 +56,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: has no {CONFIG}; give the folder that holds it beside the .safetensors files"
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error}); download it again") from None
-    if not is_mapping(config):
-        raise CheckpointError(f"{file}: expected a JSON object, got {type(config).__name__}")
-    return config
+    return read_object(file, CheckpointError, "download it again", max_bytes=MAX_CONFIG_BYTES)
 
 
 def spec_of_folder(folder: Path) -> ModelSpec:
@@ -76,8 +72,10 @@ def spec_of_folder(folder: Path) -> ModelSpec:
         return ModelSpec.model_validate(
             {"name": hf_name(folder), **describe_hf(config, str(folder / CONFIG))}
         )
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG}: describes no valid network: {error}") from None
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG}: describes no valid network: {str(error)[:500]}; download it again"
+        ) from None
 
 
 def is_remote(config: Mapping[str, Any]) -> bool:
@@ -91,8 +89,10 @@ def _exported_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise CheckpointError(f"{where}: does not say which network it is; export it again")
     try:
         return ModelSpec.model_validate(spec)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: describes no valid network: {error}") from None
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{where}: describes no valid network: {str(error)[:500]}; export it again"
+        ) from None
 
 
 def hf_name(folder: Path) -> str:
@@ -146,7 +146,7 @@ class _Reader:
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
         self.where = where
-        self.family = str(values.get("model_type"))
+        self.family = str(values.get("model_type"))[:100]
 
     def refuse_unsupported(self) -> None:
         values = self.values
@@ -160,13 +160,13 @@ class _Reader:
                 f"{nearest(self.family, FAMILIES)}; it reads {', '.join(FAMILIES)} "
                 "(Llama 2 to 3.2, TinyLlama, SmolLM, Mistral, dense Qwen 2 and 3)"
             )
-        names = [str(name) for name in list_of(values.get("architectures"))]
+        names = [str(name)[:100] for name in list_of(values.get("architectures"))[:10]]
         if names and not any(name.endswith("ForCausalLM") for name in names):
             raise self.error(f"architectures={names} has no head for the next token; expected …ForCausalLM")
         if values.get("quantization_config"):
             raise self.error("quantization_config: the weights are quantised; use the bf16 or fp16 release")
-        if values.get("hidden_act", "silu") not in SILU:
-            raise self.error(f"hidden_act={values['hidden_act']}: SwiGLULayer computes silu")
+        if str(values.get("hidden_act", "silu")) not in SILU:
+            raise self.error(f"hidden_act={str(values['hidden_act'])[:100]}: SwiGLULayer computes silu")
         missing = [key for key in NEEDED if key not in values]
         if missing:
             raise self.error(f"{', '.join(missing)} missing; download {CONFIG} again")
@@ -206,7 +206,8 @@ class _Reader:
         for source in (values, given):
             if source.get("partial_rotary_factor", 1.0) != 1.0:
                 raise self.error(
-                    f"partial_rotary_factor={source['partial_rotary_factor']}: AttentionLayer rotates whole heads"
+                    f"partial_rotary_factor={str(source['partial_rotary_factor'])[:100]}: AttentionLayer rotates "
+                    "whole heads"
                 )
         given = {key: value for key, value in given.items() if value is not None}
         reader = _Reader({**values, **given}, self.where)
@@ -224,7 +225,9 @@ class _Reader:
         if kind == "yarn":
             return theta, reader.yarn()
         if kind != "llama3":
-            raise self.error(f"rope_type={kind} is not read from {CONFIG}; expected {', '.join(ROPE_TYPES)}")
+            raise self.error(
+                f"rope_type={kind[:100]} is not read from {CONFIG}; expected {', '.join(ROPE_TYPES)}"
+            )
         settings = {key: reader.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         self.ordered(settings, "low_freq_factor", "high_freq_factor")
         original = reader.integer("original_max_position_embeddings")
@@ -283,26 +286,28 @@ class _Reader:
             first = self.integer("max_window_layers", least=0)
             return [window if layer >= first else None for layer in range(depth)]
         known = {"full_attention": None, "sliding_attention": window}
-        if not is_sequence(kinds) or len(kinds) != depth or any(kind not in known for kind in kinds):
-            raise self.error(f"layer_types: expected {depth} of {', '.join(known)}, got {kinds}")
+        if not is_sequence(kinds) or len(kinds) != depth or any(str(kind) not in known for kind in kinds):
+            raise self.error(f"layer_types: expected {depth} of {', '.join(known)}, got {str(kinds)[:100]}")
         return [known[kind] for kind in kinds]
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(f"{key}: expected an integer above {least - 1}, got {quote(value)}")
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(f"{key}: expected an integer from {least} to {most}, got {quote(value)[:100]}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"{key}: expected a number, got {quote(value)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= MAX_NUMBER:  # NaN is not within any bound
+            raise self.error(f"{key}: expected a finite number, got {quote(value)[:100]}")
         return float(value)
 
     def flag(self, key: str) -> bool:
         value = self.values.get(key, False)
         if not isinstance(value, bool):
-            raise self.error(f"{key}: expected true or false, got {quote(value)}")
+            raise self.error(f"{key}: expected true or false, got {quote(value)[:100]}")
         return value
 
     def error(self, text: str) -> CheckpointError:

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from caramba.config.json_file import read_object
 from caramba.data.library import LibraryTokenizer
 from caramba.data.npy import NpyWriter, open_npy, token_dtype
 from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter, index_name
 from caramba.data.stream import Tokens, TokenStream
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer
+from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition
 from caramba.errors import DataError
 from caramba.runs.checksums import RECORD, check_folder, has_record, record_files
 from caramba.runs.files import whole_file, write_json
@@ -44,7 +46,13 @@ class TokenFolder:
         """UTF-8 bytes per token, int32 [V], from token_bytes.npy; None when the tokenizer cannot tell."""
         if self.meta["tokenizer"].get("no_bytes_reason") is not None:
             return None
-        return np.asarray(open_npy(self.path / "token_bytes.npy"))
+        lengths = np.asarray(open_npy(self.path / "token_bytes.npy"))
+        if lengths.size != self.meta["tokenizer"]["vocab_size"]:
+            raise DataError(
+                f"{self.path / 'token_bytes.npy'}: {lengths.size} entries, but meta.json says "
+                f"{self.meta['tokenizer']['vocab_size']}; prepare the folder again"
+            )
+        return lengths
 
     @property
     def has_documents(self) -> bool:
@@ -209,7 +217,7 @@ def open_token_folder(folder: Path) -> TokenFolder:
         raise DataError(
             f"{tokenizer_path}: missing; a token folder has it beside meta.json. Prepare it again"
         )
-    definition = tokenizer_path.read_text(encoding="utf-8")
+    definition = read_definition(tokenizer_path)
     if stated["name"] == "byte":
         tokenizer: Tokenizer = ByteTokenizer()
         tokenizer.definition = definition
@@ -239,12 +247,13 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             " expected meta.json, tokenizer.json and train-00000.npy. If it is a cache, delete it"
         )
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_object(path, DataError, "prepare the folder again")
         schema = meta["schema"]
         if schema != SCHEMA:
             raise DataError(
                 f"{path}: schema {schema}, expected {SCHEMA}; prepare the folder again with this version"
             )
+        marks = [meta["tokenizer"].get(key) for key in ("bos_id", "no_bytes_reason")]
         sizes = [
             *(shard["tokens"] for facts in meta["splits"].values() for shard in facts["shards"]),
             *(facts["max_id"] for facts in meta["splits"].values()),
@@ -258,11 +267,20 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}: {type(error).__name__}: {error}; expected what write_token_folder writes"
+            f"{path}: {type(error).__name__}: {str(error)[:100]}; expected what write_token_folder writes"
         ) from error
-    if not all(isinstance(s, int) for s in sizes) or not all(isinstance(s, str) for s in strings):
+    if (
+        not all(type(size) is int and 0 <= size < 2**62 for size in sizes)
+        or not all(isinstance(text, str) for text in strings)
+        or not isinstance(marks[0], int | None)
+        or not isinstance(marks[1], str | None)
+        or not meta["tokenizer"]["eos_id"] < meta["tokenizer"]["vocab_size"] <= MAX_VOCABULARY
+        or meta["dtype"] not in ("uint16", "uint32")
+        or not all(facts["shards"] for facts in meta["splits"].values())
+    ):
+        found = f"sizes {str(sizes)[:100]}, texts {str(strings)[:100]} and marks {str(marks)[:100]}"
         raise DataError(
-            f"{path}: sizes {sizes} must be integers and {strings} strings; prepare the folder again"
+            f"{path}: {found}; expected integers, texts and the facts of a token folder; prepare it again"
         )
     outside = next((name for name in names if name in ("", ".", "..") or Path(name).name != name), None)
     if outside is not None:

@@ -16,6 +16,8 @@ from caramba.data.tokenizer import EOS, Tokenizer, refuse_unknown
 from caramba.errors import DataError
 from caramba.runs.files import write_json
 
+MAX_BPE_SIZE = 1_000_000  # four times the largest vocabularies in use
+
 
 class LibraryTokenizer(Tokenizer):
     """A tokenizer as the `tokenizers` library stores it in tokenizer.json; the library is imported at first use.
@@ -104,7 +106,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     Little text can yield fewer entries than asked for; `vocab_size` of the result is what it has.
 
     Raises:
-        DataError: `vocab_size` cannot hold the 256 bytes and the end mark.
+        DataError: `vocab_size` cannot hold the 256 bytes and the end mark, or is above `MAX_BPE_SIZE`.
 
     Reference: Sennrich, Haddow, Birch 2016, arXiv 1508.07909; bytes as in GPT-2 (Radford et al. 2019, section 2.2).
     """
@@ -113,6 +115,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
 
     if vocab_size < 257:
         raise DataError(f"vocab_size={vocab_size} cannot hold 256 bytes and {EOS}; use at least 257")
+    if vocab_size > MAX_BPE_SIZE:  # the trainer allocates for all entries at once
+        raise DataError(f"vocab_size={vocab_size}: a BPE has at most {MAX_BPE_SIZE:,} entries; use fewer")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from tokenize import TokenError
 from types import TracebackType
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.lib import format as npy_format
 from caramba.errors import DataError
 
 _HEADER_BYTES = 128
+_MAX_HEADER_BYTES = 4096
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -95,7 +97,7 @@ def open_npy(path: Path) -> np.memmap:
         )
     if len(shape) != 1:
         raise DataError(f"{path}: shape {shape}, expected one dimension; save tokens.reshape(-1)")
-    if shape[0] == 0:
+    if shape[0] <= 0:
         raise DataError(f"{path}: the file holds 0 tokens; expected at least one window of tokens")
     expected = offset + shape[0] * dtype.itemsize
     if size < expected:
@@ -110,6 +112,11 @@ def _read_header(path: Path, size: int) -> tuple[tuple[int, ...], np.dtype, int]
     with open(path, "rb") as file:
         try:
             version = npy_format.read_magic(file)
+            width = 2 if version == (1, 0) else 4
+            length = int.from_bytes(file.read(width), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes, expected at most {_MAX_HEADER_BYTES}")
+            file.seek(-width, os.SEEK_CUR)
             readers = {
                 (1, 0): npy_format.read_array_header_1_0,
                 (2, 0): npy_format.read_array_header_2_0,
@@ -117,9 +124,9 @@ def _read_header(path: Path, size: int) -> tuple[tuple[int, ...], np.dtype, int]
             if version not in readers:
                 raise ValueError(f".npy version {version} holds no plain integers")
             shape, _, dtype = readers[version](file)
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, TypeError, SyntaxError, TokenError, RecursionError) as error:
             raise DataError(
-                f"{path}: {size} bytes that are not a .npy array ({error}); expected what numpy.save writes"
+                f"{path}: {size} bytes that are not a .npy array ({str(error)[:100]}); expected what numpy.save writes"
             ) from error
         return shape, dtype, file.tell()
 

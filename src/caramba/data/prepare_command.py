@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from caramba.config.data import DataConfig
 from caramba.console import logger
 from caramba.data.hub import FINEWEB, FINEWEB_SAMPLE, open_hub, open_local
+from caramba.data.library import MAX_BPE_SIZE
 from caramba.data.prepare import Advance, Prepared, Request, prepare
 from caramba.data.shards import SHARD_TOKENS
 from caramba.data.sources import Source, TextSource
@@ -225,9 +226,10 @@ def _count(text: str) -> int:
 
 
 def _entries(text: str) -> int:
-    if not text.isdigit() or int(text) < 257:
+    # Compared by length first: int() of a long text takes time that grows with its square.
+    if not (text.isascii() and text.isdigit() and len(text) <= 12 and 257 <= int(text) <= MAX_BPE_SIZE):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: a byte-level BPE has at least 257 entries (256 bytes, end mark)"
+            f"{text[:40]!r}: a byte-level BPE has from 257 (256 bytes, end mark) to {MAX_BPE_SIZE:,} entries"
         )
     return int(text)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from caramba.config.json_file import parse_object
 from caramba.data.library import LibraryTokenizer
 from caramba.data.tiktoken_file import tiktoken_definition
 from caramba.data.tokenizer import EOS, ByteTokenizer, Tokenizer
 from caramba.errors import DataError
 from caramba.runs.checksums import check_file
 
-# The end marks of tokenizers in wide use, for a tokenizer.json with no file beside it that names its own.
+# The end marks of tokenizers in wide use, for a tokenizer.json with no file next to it that names its own.
+MAX_VOCABULARY = 1 << 24
+_MAX_BYTES = 256 << 20
 _END_MARKS = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -44,18 +46,18 @@ def load_tokenizer(spec: str | Path, *, name: str | None = None) -> Tokenizer:
         )
     if path.suffix == ".tiktoken":
         stem, definition, eos_id = tiktoken_definition(path)
-        return LibraryTokenizer(name or stem, definition, _size(_backend(path, definition)), eos_id)
+        return LibraryTokenizer(name or stem, definition, _size(_backend(path, definition), path), eos_id)
     return _from_json(path, name)
 
 
 def _from_json(path: Path, name: str | None) -> Tokenizer:
     check_file(path, DataError)
-    definition = path.read_text(encoding="utf-8")
+    definition = read_definition(path)
     if definition.startswith("{") and _parse(path, definition).get("type") == "byte":
         return ByteTokenizer()
     backend = _backend(path, definition)
     marks = _marks(path.parent) if path.name == "tokenizer.json" else {}
-    size = _size(backend)
+    size = _size(backend, path)
     bos_id = _id_of(backend, marks.get("bos_token"), path)
     return LibraryTokenizer(
         name or f"bpe-{size}",
@@ -79,18 +81,23 @@ def _no_definition(folder: Path) -> str:
     return text
 
 
-def _parse(path: Path, text: str) -> dict[str, Any]:
+def read_definition(path: Path) -> str:
+    """Return the text of a tokenizer.json or of a file next to it.
+
+    Raises:
+        DataError: the file is too large or is not UTF-8.
+    """
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise DataError(f"{path}: {size} bytes, expected at most {_MAX_BYTES}; copy the file again")
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise DataError(
-            f"{path}: {len(text)} characters that are not a tokenizer definition ({error})"
-        ) from error
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{path}: {type(value).__name__} is not a tokenizer definition; expected a JSON object"
-        )
-    return value
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason}); copy the file again") from error
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    return parse_object(text, f"{path}: not a tokenizer definition", DataError, "copy the file again")
 
 
 def _backend(path: Path, definition: str) -> Any:
@@ -100,21 +107,26 @@ def _backend(path: Path, definition: str) -> Any:
         return Backend.from_str(definition)
     except Exception as error:  # the library raises bare Exception for a definition that it cannot read
         raise DataError(
-            f"{path}: {len(definition)} characters that are not a tokenizer definition ({error})"
+            f"{path}: {len(definition)} characters that are not a tokenizer definition ({str(error)[:100]})"
         ) from error
 
 
-def _size(backend: Any) -> int:
+def _size(backend: Any, path: Path) -> int:
     """One more than the largest id: a vocabulary may have gaps."""
-    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if not 0 < size <= MAX_VOCABULARY:
+        raise DataError(
+            f"{path}: its largest token id is {size - 1}, expected 0 to {MAX_VOCABULARY - 1}; copy the file again"
+        )
+    return size
 
 
 def _marks(folder: Path) -> dict[str, Any]:
-    """The special tokens that the files beside a tokenizer.json name; the configuration wins over the map."""
+    """The special tokens that the files next to a tokenizer.json name; the configuration wins over the map."""
     found: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / file).is_file():
-            content = _parse(folder / file, (folder / file).read_text(encoding="utf-8"))
+            content = _parse(folder / file, read_definition(folder / file))
             found |= {key: value for key, value in content.items() if value is not None}
     return found
 
@@ -123,10 +135,14 @@ def _id_of(backend: Any, mark: Any, path: Path) -> int | None:
     text = mark.get("content") if isinstance(mark, dict) else mark
     if text is None:
         return None
+    if not isinstance(text, str):
+        raise DataError(
+            f"{path}: a mark next to it is {str(text)[:100]}, expected text; copy the folder again"
+        )
     index = backend.token_to_id(text)
     if index is None:
         raise DataError(
-            f"{path}: the files beside it name {text!r} as a mark, and the vocabulary has no such entry;"
+            f"{path}: the files beside it name {text[:100]!r} as a mark, and the vocabulary has no such entry;"
             " the files belong to different tokenizers, copy the folder again"
         )
     return int(index)

@@ -31,7 +31,6 @@ from caramba.experiment.ledger import Ledger
 from caramba.experiment.sources import labels_as
 from caramba.layer import uses_split_keys_kernel
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
-from caramba.model.pretrained import refuse_not_finite
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runs.sources import DATA, check_source
 from caramba.runtime import (
@@ -190,7 +189,6 @@ class Session:
         model, labels = load_pretrained(
             path, expected=expected, device=self.device, where=where, tokenizer_hash=self.tokenizer_hash
         )
-        refuse_not_finite(model, f"{where}={path}")
         self.labels |= labels_as(role, labels)
         if is_main_process():
             check_source(self.run_dir, role, str(path.absolute()), fingerprint(path))

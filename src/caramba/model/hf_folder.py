@@ -10,7 +10,7 @@ import torch
 
 from caramba.checkpoint import is_same_tensor, signature, stored_tensors, stream_into, weight_files
 from caramba.checkpoint.hf_names import DERIVED_SUFFIXES, EMBEDDING, HEAD, hf_names, llama_blocks
-from caramba.config.hf import spec_of_folder
+from caramba.config.hf import CONFIG, read_hf_config, spec_of_folder
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec
 from caramba.errors import CheckpointError
@@ -42,12 +42,17 @@ def load_hf_folder(
         CheckpointError: the folder is incomplete, damaged, unsupported, or of another network than `expected`.
     """
     spec = spec_of_folder(folder)
+    stored = stored_tensors(weight_files(folder))
+    if (depth := int(read_hf_config(folder)["num_hidden_layers"])) > len(stored):
+        raise CheckpointError(
+            f"{where}: {folder / CONFIG}: num_hidden_layers={depth}, expected at most the {len(stored)} tensors of its "
+            "weights; download the folder again"
+        )
     if expected is not None and (reason := difference(spec, expected)):
         raise CheckpointError(
             f"{where}: {folder} holds another network than the manifest describes: {reason}; remove the manifest's "
             "description of it, or name the checkpoint that belongs to it"
         )
-    stored = stored_tensors(weight_files(folder))
     stored = {name: item for name, item in stored.items() if not name.endswith(DERIVED_SUFFIXES)}
     if spec.head.tied and (head := stored.pop(HEAD[1], None)) is not None:
         embedding = stored.setdefault(EMBEDDING[1], head)
@@ -56,7 +61,17 @@ def load_hf_folder(
                 f"{where}: {folder} stores {HEAD[1]} and {EMBEDDING[1]} with different values, and config.json has "
                 "tie_word_embeddings: true; set it to false, or remove one tensor"
             )
-    model = build_model(spec, device="meta").to(dtype).to_empty(device=device)
+    model = build_model(spec, device="meta").to(dtype)
+    described, held = (
+        sum(item.numel() for item in model.parameters()),
+        sum(item.shape.numel() for item in stored.values()),
+    )
+    if described > 2 * held:  # refused before memory for it is allocated
+        raise CheckpointError(
+            f"{where}: {folder / CONFIG} describes {described:,} weights, its files hold {held:,}; download the folder "
+            "again"
+        )
+    model = model.to_empty(device=device)
     stream_into(model, stored, where=f"{where}={folder}", names=hf_names(spec))
     return model.eval()
 

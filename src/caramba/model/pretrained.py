@@ -12,6 +12,7 @@ from caramba.checkpoint import load_into, read_metadata, save_tensors, stored_te
 from caramba.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
 from caramba.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_folder
+from caramba.config.json_file import parse_object
 from caramba.config.model import ModelSpec
 from caramba.config.parse import parse_as
 from caramba.errors import CheckpointError, ConfigError, DataError
@@ -96,9 +97,13 @@ def load_pretrained(
     model = build_empty(spec, device)
     if is_own_format(path):
         load_into(model, read_model_tensors(path), where=str(path))
+        refuse_not_finite(model, f"{where}={path}")
     else:
-        stream_into(model, stored_tensors((path,)), where=str(path))
-    return model.eval(), json.loads(metadata.get("labels", "{}"))
+        stream_into(model, stored_tensors((path,)), where=f"{where}={path}")
+    labels = parse_object(
+        metadata.get("labels", "{}"), f"{path}: labels", CheckpointError, "restore the file"
+    )
+    return model.eval(), {key: str(value) for key, value in labels.items()}
 
 
 def _spec_in(text: str, path: Path, where: str) -> ModelSpec:
@@ -107,8 +112,9 @@ def _spec_in(text: str, path: Path, where: str) -> ModelSpec:
     Raises:
         CheckpointError: this version, or these plugins, do not know it.
     """
+    plain = parse_object(text, f"{where}: {path}: spec", CheckpointError, "restore the file")
     try:
-        return parse_as(ModelSpec, json.loads(text))
+        return parse_as(ModelSpec, plain)
     except ConfigError as error:
         raise CheckpointError(
             f"{where}: {path} describes a network that is not known here: {error}. If it has layers of your own, open "
@@ -117,7 +123,7 @@ def _spec_in(text: str, path: Path, where: str) -> ModelSpec:
 
 
 def refuse_not_finite(model: Model, where: str) -> None:
-    """Refuse weights to train, distil or measure with that hold NaN or infinity: what follows would blame itself.
+    """Refuse weights that hold NaN or infinity, where they were not read tensor by tensor.
 
     Raises:
         CheckpointError: names the tensors and how many of their values are not finite.

@@ -91,7 +91,7 @@ def test_missing_and_damaged_files(sharded: Path) -> None:
     with pytest.raises(CheckpointError, match="which is not a file of the same folder"):
         load_hf_folder(sharded)
     index.write_text("{")
-    with pytest.raises(CheckpointError, match="damaged, expected JSON with a weight_map"):
+    with pytest.raises(CheckpointError, match=r"index\.json: not readable as JSON"):
         load_hf_folder(sharded)
     index.unlink()
     with pytest.raises(CheckpointError, match=r"has no weights; expected model.safetensors, or .*index.json"):

@@ -1,0 +1,204 @@
+"""Mutate files of every format that is read back and read each one, under limits of CPU time and memory.
+
+`python scripts/faults/mutate_readers.py --seed 1 --count 1000` changes bytes, JSON values and sizes of a safetensors
+file, a meta.json, a tokenizer.json, a tokenizer_config.json, an .npy file, a config.json and a shard index. Each mutant
+must open or be refused with exit status 2 and the file's name. It prints a JSON result and exits 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from caramba.checkpoint import load_tensors, save_tensors, stored_tensors
+from caramba.checkpoint.folder import read_index
+from caramba.config.hf import is_hf_folder, spec_of_folder
+from caramba.data.folder import open_token_folder, write_token_folder
+from caramba.data.library import train_bpe
+from caramba.data.npy import open_npy
+from caramba.data.tokenizer_files import load_tokenizer
+from caramba.errors import CarambaError
+
+MEMORY_BYTES = 500 << 20
+CPU_S = 2.0
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 10**12, 10**400, 1e308, float("nan"), "", "x" * 5000, "../../etc/passwd", "\0"),
+    *([], {}, [[]], {"a": []}, [1, "a", None], json.loads("[" * 60 + "]" * 60)),
+)
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32},
+    **{"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu"},
+    **{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+}
+
+
+def _make(folder: Path) -> dict[str, tuple[Path, Callable[[], Any], bool]]:
+    """Write a file of each format; return its path, its reader, and whether all of it is JSON."""
+    weights = folder / "weights.safetensors"
+    save_tensors(weights, {"a": torch.ones(3, 4), "b": torch.zeros(5)}, {"format": "pt"})
+    bpe = train_bpe(["some text to train a tokenizer on " * 20], 280)
+    tokens = folder / "tokens"
+    write_token_folder(tokens, {"train": ["some text " * 50], "val": ["more"]}, bpe, {"corpus": "x"})
+    # Checked by its sum, no mutant would come to a reader.
+    meta = json.loads((tokens / "meta.json").read_text())
+    del meta["checksums"]
+    (tokens / "meta.json").write_text(json.dumps(meta))
+    (tokens / "checksums.json").unlink()
+    model = folder / "model"
+    model.mkdir()
+    bpe.save(model / "tokenizer.json")
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(4)}})
+    )
+    flat = folder / "flat.npy"
+    np.save(flat, np.arange(100, dtype=np.uint16))
+
+    def read_weights() -> None:
+        stored_tensors((weights,))
+        load_tensors(weights)
+
+    def read_tokens() -> None:
+        opened = open_token_folder(tokens)
+        opened.train[:8].sum()
+        _ = opened.token_bytes
+        for split in opened.meta["splits"]:
+            opened.documents(split)
+
+    def read_config() -> None:
+        is_hf_folder(model)
+        spec_of_folder(model)
+
+    return {
+        "safetensors": (weights, read_weights, False),
+        "meta": (tokens / "meta.json", read_tokens, True),
+        "tokenizer": (model / "tokenizer.json", lambda: load_tokenizer(model), True),
+        "tokenizer_config": (model / "tokenizer_config.json", lambda: load_tokenizer(model), True),
+        "npy": (flat, lambda: open_npy(flat).sum(), False),
+        "config": (model / "config.json", read_config, True),
+        "index": (
+            model / "model.safetensors.index.json",
+            lambda: read_index(model / "model.safetensors.index.json"),
+            True,
+        ),
+    }
+
+
+def _mutate_json(value: Any, rng: random.Random) -> Any:
+    """Replace, drop or rename one value of a JSON document."""
+    places: list[tuple[Any, Any]] = []
+    level = [value]
+    while level:
+        item = level.pop()
+        keys = list(item) if isinstance(item, dict) else list(range(len(item)))
+        places += [(item, key) for key in keys]
+        level += [item[key] for key in keys if isinstance(item[key], dict | list)]
+    if not places:
+        return rng.choice(VALUES)
+    item, key = rng.choice(places)
+    action = rng.randrange(5)
+    if action == 0:
+        del item[key]
+    elif action == 1 and isinstance(item, dict):
+        item[str(key) + "x"] = item.pop(key)
+    elif action == 2 and isinstance(item[key], int):
+        item[key] = item[key] * rng.choice((-1, 2, 10**6, 10**15)) + rng.choice((0, 1))
+    else:
+        item[key] = rng.choice(VALUES)
+    return value
+
+
+def _mutate_bytes(content: bytes, rng: random.Random) -> bytes:
+    if rng.random() < 0.1:
+        return rng.choice((b"", b"{", b"[" * 100_000, content[: rng.randrange(len(content))], content * 2))
+    changed = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        changed[rng.randrange(min(len(changed), 400))] = rng.randrange(256)
+    return bytes(changed)
+
+
+def mutate(content: bytes, rng: random.Random, *, is_json: bool, is_safetensors: bool) -> bytes:
+    """Return a mutant of a file: of its JSON, where it has one, or of its bytes."""
+    if rng.random() < 0.4 or not (is_json or is_safetensors):
+        return _mutate_bytes(content, rng)
+    if is_json:
+        return json.dumps(_mutate_json(json.loads(content), rng)).encode()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.dumps(_mutate_json(json.loads(content[8 : 8 + length]), rng)).encode()
+    return struct.pack("<Q", len(header)) + header + content[8 + length :]
+
+
+def run(seed: int, count: int, folder: Path) -> dict[str, Any]:
+    """Read `count` mutants of each format; return counts and what went wrong."""
+    rng = random.Random(seed)
+    os.environ["CARAMBA_HOME"] = str(folder / "home")
+    counts: dict[str, dict[str, int]] = {}
+    wrong: list[str] = []
+    slowest = 0.0
+    for name, (file, read, is_json) in _make(folder).items():
+        intact = file.read_bytes()
+        read()
+        found = counts[name] = {"opened": 0, "refused": 0}
+        for index in range(count):
+            file.write_bytes(mutate(intact, rng, is_json=is_json, is_safetensors=name == "safetensors"))
+            began = time.process_time()
+            try:
+                read()
+                found["opened"] += 1
+            except CarambaError as error:
+                found["refused"] += 1
+                # A token folder has several files, and the one that differs from meta.json may be named.
+                if error.exit_status != 2 or str(file.parent) not in str(error) or len(str(error)) > 2000:
+                    wrong.append(f"{name} {index}: {str(error)[:300]}")
+            except BaseException as error:  # a panic of a library in Rust is no Exception
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                wrong.append(f"{name} {index}: {type(error).__name__}: {str(error)[:300]}")
+            took = time.process_time() - began
+            slowest = max(slowest, took)
+            if took > CPU_S:
+                wrong.append(f"{name} {index}: {took:.1f} s of CPU")
+        file.write_bytes(intact)
+    return {
+        "seed": seed,
+        "mutants": count * len(counts),
+        "counts": counts,
+        "slowest_s": round(slowest, 3),
+        "wrong": len(wrong),
+        "examples": wrong[:20],
+    }
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1000, help="mutants of each format")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        _limit_memory()
+        result = run(given.seed, given.count, Path(folder))
+    print(json.dumps(result, indent=2))
+    return 1 if result["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

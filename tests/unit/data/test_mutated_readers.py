@@ -1,0 +1,43 @@
+"""Mutants of every format that is read back; scripts/faults/mutate_readers.py reads many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripts.faults import mutate_readers
+
+from caramba.config.json_file import MAX_DEPTH, parse_object, read_object
+from caramba.data.library import MAX_BPE_SIZE, train_bpe
+from caramba.data.prepare_command import main
+from caramba.errors import CheckpointError, ConfigError, DataError
+
+
+def test_mutants_of_each_format_open_or_are_refused_by_name(tmp_path: Path) -> None:
+    result = mutate_readers.run(3, 40, tmp_path)
+    assert result["wrong"] == 0, result["examples"]
+    assert all(min(found.values()) > 0 for found in result["counts"].values())
+
+
+def test_read_object_beyond_its_limits_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON"):
+        read_object(file, CheckpointError, "fix")
+    file.write_text('{"a": "' + "x" * 200 + '"}')
+    with pytest.raises(CheckpointError, match=r"config\.json: 209 bytes, expected at most 100"):
+        read_object(file, CheckpointError, "fix", max_bytes=100)
+    text = '{"a": ' * MAX_DEPTH + "1" + "}" * MAX_DEPTH
+    assert parse_object(text, "x", DataError, "fix")
+    with pytest.raises(DataError, match="x: nested deeper than"):
+        parse_object('{"a": ' + text + "}", "x", DataError, "fix")
+
+
+def test_train_bpe_of_a_billion_entries_is_refused_before_it_allocates(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("text")
+    for size in ("1000000000", "9" * 5000):
+        with pytest.raises(ConfigError, match=f"to {MAX_BPE_SIZE:,} entries"):
+            main(["text", str(tmp_path / "t.txt"), "--output", str(tmp_path / "o"), "--train-bpe", size])
+    with pytest.raises(DataError, match="at most"):
+        train_bpe(["text"], 10**9)
+    assert not (tmp_path / "o").exists()
