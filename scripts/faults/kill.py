@@ -306,9 +306,9 @@ def _is_at(place: Place, step: int, extra: float) -> bool:
 
 
 def _saved_step(run: Path) -> int:
-    from caramba.train.trainer import saved_step, state_path
+    from caramba.train.trainer import read_saved_step, state_path
 
-    return saved_step(state_path(run, "pretrain"))
+    return read_saved_step(state_path(run, "pretrain"))
 
 
 def main() -> int:

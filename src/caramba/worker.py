@@ -53,10 +53,10 @@ def run(run_dir: Path) -> int:
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
     from caramba.runs.files import remove_parts
+    from caramba.runs.integrity import check_manifest_unchanged
     from caramba.runs.jobs import REQUEUE, current_job, record_job
     from caramba.runs.sources import check_plugins
-    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, tried_again
-    from caramba.runs.unchanged import hold_manifest
+    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, select_retries
 
     manifest = read_manifest(run_dir)
     if rank() > 0:
@@ -72,7 +72,7 @@ def run(run_dir: Path) -> int:
                 rewrite_machine(run_dir)
         try:
             # Refused here, a run is what it was before: one that has finished still has.
-            hold_manifest(run_dir)
+            check_manifest_unchanged(run_dir)
             check_plugins(run_dir, manifest)
         except CarambaError as error:
             _tell_agent(error)
@@ -111,7 +111,7 @@ def run(run_dir: Path) -> int:
         append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
     print_artifacts(run_dir)
     if failed:
-        again = tried_again(manifest, failed)
+        again = select_retries(manifest, failed)
         hint = f"; to try {', '.join(again)} again: caramba resume {show_path(run_dir)}" if again else ""
         print(f"failed: {problem}{hint}", file=sys.stderr)
     return 1 if failed else 0

@@ -12,7 +12,7 @@ import torch
 
 from caramba.checkpoint import load_tensors
 from caramba.runs.events import read_events
-from caramba.train.trainer import saved_step, state_path
+from caramba.train.trainer import read_saved_step, state_path
 from tests.integration.commands import FORKS, SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
 
 WORDS = [
@@ -91,7 +91,7 @@ def test_a_kill_loses_no_more_steps_than_lie_between_two_saves(tmp_path: Path, c
     run = only_run(tmp_path)
     last = max(event["step"] for event in read_events(run) if event["event"] == "metrics")
     assert 30 <= last < 400
-    assert saved_step(state_path(run, "pretrain")) >= last - 4
+    assert read_saved_step(state_path(run, "pretrain")) >= last - 4
     assert not (run / "result.json").exists()
 
 
@@ -117,7 +117,7 @@ def test_a_stop_as_training_begins_is_answered_by_the_first_step(tmp_path: Path,
     done = caramba(words, tmp_path, cache, preexec_fn=_stop_as_training_begins)
     assert done.returncode == 143, done.stderr
     assert "stopped by SIGTERM; go on with: caramba resume" in done.stderr
-    assert saved_step(state_path(only_run(tmp_path), "pretrain")) == 1
+    assert read_saved_step(state_path(only_run(tmp_path), "pretrain")) == 1
 
 
 def test_the_same_command_goes_on_with_an_unfinished_run(whole: Path, tmp_path: Path, cache: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from caramba.runs.events import read_events
-from caramba.runs.jobs import recorded_job
+from caramba.runs.jobs import read_job
 from caramba.runs.state import run_state
 from caramba.runs.sweeps import list_sweeps, read_sweep
 from tests.integration.commands import SMALL, caramba
@@ -76,7 +76,7 @@ def test_a_job_is_requeued_by_a_signal_cancelled_and_resumed_in_place(
     done = caramba(["launch", *WORDS, *words], folder, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = folder.glob("runs/tiny_pretrain/*")
-    job = recorded_job(run)
+    job = read_job(run)
     assert f"submitted SLURM job {job}: {run}" in done.stdout
     sweep_words = ["-m", *WORDS, "train.steps=2", "seed=1,2", "launcher.n_jobs=1", "cluster.cpus_per_task=1"]
     done = caramba(sweep_words, folder, cache)
@@ -93,7 +93,7 @@ def test_a_job_is_requeued_by_a_signal_cancelled_and_resumed_in_place(
     assert re.search(rf"SLURM job {job} PENDING( \([A-Za-z]+\))? has this run", again.stderr)
 
     wait_for(lambda: kinds(run).count("run_started") == 2, "the requeued job's start", folder)
-    assert recorded_job(run) == job
+    assert read_job(run) == job
     node.run("scancel", str(job))
     wait_for(lambda: node.run("squeue", "-h", "-j", str(job)) == "", "the end of the cancelled job", folder)
     assert run_state(run).state == "interrupted"

@@ -1,4 +1,4 @@
-"""`caramba collect SWEEP|DIR`: one table over the runs of a sweep, while they go on or after."""
+"""`caramba collect SWEEP|DIR`: one table over the runs of a sweep, running or finished."""
 
 from __future__ import annotations
 

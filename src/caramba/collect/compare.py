@@ -95,7 +95,7 @@ def curves_of(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw_curves(first: Path, second: Path) -> bytes | None:
-    """Return a PNG with a panel per phase in which both runs' losses lie over each other; None when neither trained."""
+    """Return a PNG with both runs' losses in one panel per phase; None when neither trained."""
     curves = [curves_of(run) for run in (first, second)]
     phases = list(dict.fromkeys(phase for found in curves for phase in found))
     if not phases:

@@ -1,4 +1,4 @@
-"""The runs of a sweep or folder: what each was asked for, how it stands, and what it has measured so far."""
+"""The runs of a sweep or folder: the overrides, state and metrics of each."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """One run, or a point of a sweep that has none yet, with its words on the command line and its metrics.
+    """One run, or a sweep point without one yet, with its command-line overrides and metrics.
 
-    `proxy` says where the teacher of its numbers comes from, if it was trained here; `sources` are those of the words
-    that say what source its plugins have.
+    `proxy` is the origin of its teacher, if that was trained here; `sources` are the overrides with the source of its
+    plugins.
     """
 
     run: Path | None
@@ -62,13 +62,15 @@ class Gathered:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What figures and tables of all runs say beside their numbers."""
+        """Labels of the figures and tables of all runs."""
         proxies = dict.fromkeys(row.proxy for row in self.finished if row.proxy)
         return {"proxy": "; ".join(proxies)} if proxies else {}
 
 
 def gather(text: str) -> Gathered:
-    """Read the runs of a sweep, of `runs/NAME`, or of a folder of runs; those that have not finished have no metrics.
+    """Read the runs of a sweep, of `runs/NAME`, or of a folder of runs.
+
+    Unfinished runs have no metrics.
 
     Raises:
         ConfigError: neither a sweep nor a run is there.
@@ -78,7 +80,7 @@ def gather(text: str) -> Gathered:
 
 
 def _told_apart(rows: list[Row]) -> list[Row]:
-    """Leave out the source of plugins that all who use them have alike: it tells no two of them apart."""
+    """Leave out a plugin source that is equal in all runs: it distinguishes no two of them."""
     values: dict[str, set[str]] = {}
     for row in rows:
         for key in row.words.keys() & row.sources:

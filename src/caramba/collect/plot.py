@@ -25,7 +25,7 @@ def draw_sweep(
     is_higher: bool,
     labels: dict[str, str] | None = None,
 ) -> bytes | None:
-    """Return the figure as PNG, or None when no group has the metric or no key varies; bars are one deviation."""
+    """Return the figure as PNG with bars of one deviation, or None without the metric or a varying key."""
     shown = [group for group in groups if group.spread(metric) is not None]
     if not shown or not keys:
         return None
@@ -44,7 +44,7 @@ def draw_sweep(
 
 
 def _roles(groups: Sequence[Group], keys: Sequence[str]) -> tuple[int | None, int | None]:
-    """Return the index of the key along x and of the one that tells lines apart; neither when all keys get an axis."""
+    """Return the index of the key along x and of the key that separates lines; None where keys have axes."""
     if len(keys) == 1:
         return 0, None
     if len(keys) > 2:

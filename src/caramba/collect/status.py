@@ -1,4 +1,4 @@
-"""`caramba status [DIR]`: where every run and sweep stands."""
+"""`caramba status [DIR]`: the state of every run and sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from caramba.collect.arguments import Arguments
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
-from caramba.runs.jobs import QueuedJob, queue, recorded_job
+from caramba.runs.jobs import QueuedJob, queue, read_job
 from caramba.runs.state import CLOCK_SKEW_S, FAILED, FINISHED, RUNNING, WAITING, RunState, run_state
 from caramba.runs.sweeps import Sweep, list_sweeps, read_sweep
 
@@ -72,8 +72,8 @@ def _runs(folder: Path, sweeps: list[Sweep]) -> list[Path]:
 
 
 def _in_queue(state: RunState) -> RunState:
-    """Add what SLURM says of a submitted run that has not ended: not every file system shows its lock here."""
-    if state.state in (FINISHED, FAILED) or (number := recorded_job(state.run)) is None:
+    """Add SLURM's state of a submitted run that has not ended: not every file system shows its lock here."""
+    if state.state in (FINISHED, FAILED) or (number := read_job(state.run)) is None:
         return state
     found = _queue().get(number)
     if state.state == WAITING and (found is None or not found.is_alive):

@@ -10,13 +10,13 @@ from caramba.collect.gather import Row, is_seed, swept_keys
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
 
-# What a table is about when nobody says: the first of these that was measured, else the loss of the last phase.
+# The default metric of a table: the first of these that was measured, else the loss of the last phase.
 HEADLINES = ("perplexity.student.perplexity", "ratio.perplexity")
 _HIGHER_IS_BETTER = ("tok_s", "acc", "accuracy", "top1", "acceptance", "recall", "energy_kept", "exact_match")
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeanAndDeviation:
     """Mean and sample standard deviation of `n` runs; of one run there is no deviation."""
 
     mean: float
@@ -31,18 +31,18 @@ class Group:
     values: tuple[str, ...]
     rows: tuple[Row, ...]
 
-    def spread(self, metric: str) -> Spread | None:
+    def spread(self, metric: str) -> MeanAndDeviation | None:
         """Return mean, deviation and n of a metric over the runs that have it, or None."""
         values = [row.metrics[metric].value for row in self.rows if metric in row.metrics]
         if not values:
             return None
-        return Spread(
+        return MeanAndDeviation(
             statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values)
         )
 
 
 def choose_keys(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
-    """Return the keys that tell groups apart: those asked for, else all that differ between runs, seeds left out.
+    """Return the keys that separate groups: those asked for, else all that differ between runs except seeds.
 
     Raises:
         ConfigError: a key that no run sets.

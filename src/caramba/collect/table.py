@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from caramba.artifact.latex import escape, typeset
 from caramba.artifact.tables import NOTHING, number
 from caramba.collect.gather import Gathered
-from caramba.collect.summary import Group, Spread, best_group
+from caramba.collect.summary import Group, MeanAndDeviation, best_group
 from caramba.runs import MANIFEST
 from caramba.runs.files import sha256_of
 
 
-def spread_text(spread: Spread | None) -> str:
+def spread_text(spread: MeanAndDeviation | None) -> str:
     """Return `mean ± std`, the deviation to the last digit of the mean; a dash where nothing was measured."""
     if spread is None:
         return NOTHING
@@ -29,7 +29,7 @@ def spread_text(spread: Spread | None) -> str:
 def text_table(
     groups: Sequence[Group], keys: Sequence[str], metrics: Sequence[str], higher: dict[str, bool]
 ) -> str:
-    """Return the table with aligned columns; a star stands at the best mean of each metric."""
+    """Return the table with aligned columns; a star marks the best mean of each metric."""
     best = {metric: best_group(groups, metric, is_higher=higher[metric]) for metric in metrics}
     rows = [[*keys, *metrics, "n"]]
     for group in groups:

@@ -24,7 +24,7 @@ from caramba.layer import attention_backends
 from caramba.measure import windowed_nll
 from caramba.model import Model, build_stand_in
 from caramba.ops.backend import without_kernels
-from caramba.planning import Stopwatch, unrecorded
+from caramba.planning import Stopwatch, disable_logging
 from caramba.runtime import AttentionChoice, MemoryMeter, seed_process
 from caramba.train import FitOutcome, PhaseData, fit
 
@@ -113,7 +113,7 @@ def take_steps(
             phase,
             data,
             plan,
-            manifest=unrecorded(session.manifest),
+            manifest=disable_logging(session.manifest),
             run_dir=Path(folder),
             save_final=lambda: None,
             flops_per_token=estimate_phase(phase, model_cost(spec), None).flops_per_token,

@@ -17,7 +17,7 @@ from caramba.cost import Spread, model_cost, rank_bytes, variant
 from caramba.errors import BatchReduced, ConfigError, OutOfMemory
 from caramba.experiment.probe import MODULE, request_of, shapes_of
 from caramba.experiment.session import Session
-from caramba.planning import Budget, Candidate, Ground, Trial, TrialProcess, decide
+from caramba.planning import Budget, Candidate, PlanningContext, Trial, TrialProcess, decide
 from caramba.runs.environment import sharing_workers
 from caramba.runs.events import append_event
 from caramba.runs.exit_codes import REDUCED_REASON
@@ -35,10 +35,10 @@ from caramba.runtime import (
     get_world_size,
     load_plan,
     plan_path,
+    read_valid_plans,
     release_memory,
     save_plan,
     signature_of,
-    sound_plans,
     store_plan,
 )
 from caramba.train import has_saved_state, state_path, workers_needed
@@ -97,7 +97,7 @@ def _begun(session: Session, run: RunConfig, phase: PhaseConfig) -> RuntimePlan 
     """Return the measured part of the plan that a run of this directory was started with."""
     path = session.run_dir / "plan.json"
     has_begun = run.id in session.ledger or state_path(session.run_dir, run.id).exists()
-    plan = sound_plans(path).get(run.id)
+    plan = read_valid_plans(path).get(run.id)
     if plan is None or not (phase.measured_keys or _is_reduced(plan, phase)):
         return None
     signature = _signature(session, run, phase)
@@ -243,11 +243,11 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
     return made
 
 
-def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.device) -> Ground:
+def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.device) -> PlanningContext:
     base = session.plan(phase, run.id)
     most = len(session.windows("train", phase.block_size)) if phase.batch_size == "auto" else 1
     sharers = sharing_workers() * (get_local_world_size() if device.type == "cpu" else 1)
-    return Ground(
+    return PlanningContext(
         room_bytes=free_bytes(device, sharers),
         most=most,
         rank_bytes=_rank_bytes(session, run, phase, device),
@@ -281,7 +281,7 @@ def _leaves_precision(phase: PhaseConfig) -> bool:
     return keys == ("auto", "auto", "auto") and phase.float8 == "none"
 
 
-def _said(trial: Trial, ground: Ground) -> str:
+def _said(trial: Trial, ground: PlanningContext) -> str:
     if trial.refusal:
         return f"{trial.candidate}: {trial.refusal}"
     return (

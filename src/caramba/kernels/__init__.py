@@ -20,7 +20,7 @@ from caramba.ops.backend import (
     get_backend_info,
 )
 from caramba.runs.files import home
-from caramba.runtime.tuned import decode_choices, tuned_path
+from caramba.runtime.tuned import decode_choices, tuning_path
 
 __all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get_backend_info", "load"]
 
@@ -117,5 +117,5 @@ def _adopt_tuned(device: torch.device) -> None:
         importlib.import_module("caramba.kernels.triton.dba_decode").forget_plans()
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{tuned_path()}: decode choices are not of this version ({error}); delete it, or run caramba tune again"
+            f"{tuning_path()}: decode choices are not of this version ({error}); delete it, or run caramba tune again"
         ) from None

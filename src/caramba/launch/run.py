@@ -18,11 +18,11 @@ from caramba.launch.torchrun import check_torchrun, ranks_per_node, run_torchrun
 from caramba.runs import (
     MANIFEST,
     differences,
+    find_unfinished_run,
+    find_unmeasured_run,
     mint,
     read_manifest,
     resolve_run,
-    unfinished_run,
-    unmeasured_run,
 )
 from caramba.runs.environment import environment_changes
 from caramba.runs.exit_codes import MISTAKE
@@ -87,10 +87,10 @@ def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path
         run_dir = _matching_run(manifest)
         print(f"resuming {run_dir}", file=sys.stderr)
         return run_dir, False
-    if manifest.resume == "auto" and (unfinished := unfinished_run(manifest)) is not None:
+    if manifest.resume == "auto" and (unfinished := find_unfinished_run(manifest)) is not None:
         print(f"going on with {unfinished}, which did not finish (resume=never starts anew)", file=sys.stderr)
         return unfinished, False
-    if manifest.resume == "auto" and (found := unmeasured_run(manifest)) is not None:
+    if manifest.resume == "auto" and (found := find_unmeasured_run(manifest)) is not None:
         run_dir, failed = found
         what = f"{'benchmarks' if len(failed) > 1 else 'benchmark'} {', '.join(failed)}"
         print(f"going on with {run_dir}, where {what} failed (resume=never starts anew)", file=sys.stderr)
@@ -108,8 +108,8 @@ def run_to_resume(manifest: Manifest) -> Path | None:
         return None
     if manifest.resume != "auto":
         return _matching_run(manifest)
-    found = unfinished_run(manifest)
-    if found is None and (unmeasured := unmeasured_run(manifest)) is not None:
+    found = find_unfinished_run(manifest)
+    if found is None and (unmeasured := find_unmeasured_run(manifest)) is not None:
         return unmeasured[0]
     return found
 

@@ -22,7 +22,7 @@ from caramba.launch.axes import points
 from caramba.launch.run import flags_of, prepare
 from caramba.launch.sweep_runner import runner_of
 from caramba.runs.manifest import canonical_json, experiment_sha256
-from caramba.runs.sweeps import Point, Sweep, combined_sha256, create_sweep, find_sweep
+from caramba.runs.sweeps import Point, Sweep, create_sweep, find_sweep, hash_experiments
 
 # A composition leaves cycles behind that Python would clear much later: without this, memory grows with the points.
 _COLLECT_EVERY = 8
@@ -131,7 +131,7 @@ def varied_words(points: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _find_or_create(overrides: list[str], ready: list[Ready]) -> Sweep:
     name = common_name([point.name for point in ready])
-    experiment = combined_sha256(point.experiment for point in ready)
+    experiment = hash_experiments(point.experiment for point in ready)
     found = None if any(point.is_fresh for point in ready) else find_sweep(name, experiment)
     if found is not None:
         return found

@@ -1,4 +1,4 @@
-"""What several stages count in one way."""
+"""Measurements that several stages share."""
 
 from caramba.measure.agreement import Agreement, agreement, cached_hidden
 from caramba.measure.allocation import AllocationMeter

@@ -18,7 +18,7 @@ from caramba.errors import DataError
 class Windows(Protocol):
     """Disjoint windows of tokens: item i is (x [T], y [T]) int64, y shifted by one and -100 where nothing counts.
 
-    Where documents are kept apart it has their ids [T] too, -1 for padding.
+    If attention is masked per document it also has document ids [T], -1 for padding.
     """
 
     def __len__(self) -> int: ...
@@ -62,14 +62,14 @@ def spread_windows(available: int, wanted: int) -> list[int]:
 
 
 def batches(dataset: Windows, indices: Sequence[int], size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield what the windows hold, (x, y) or (x, y, document ids) of shape [b, T], b <= size, in order."""
+    """Yield windows in order, as (x, y) or (x, y, document ids) of shape [b, T], b <= size."""
     for start in range(0, len(indices), size):
         items = [dataset[index] for index in indices[start : start + size]]
         yield tuple(torch.stack(parts) for parts in zip(*items, strict=True))
 
 
 def documents_of(batch: Sequence[Tensor]) -> Tensor | None:
-    """Return the document ids [B, T] of a batch, -1 for padding; None when its documents are not kept apart."""
+    """Return the document ids [B, T] of a batch, -1 for padding; None without document masking."""
     return next((part for part in batch[2:] if part.dim() == 2), None)
 
 

@@ -183,12 +183,16 @@ def _finished(place: Path) -> list[FinishedStage]:
     Raises:
         CheckpointError: a damaged record, or several files of one role and no record.
     """
-    from caramba.runs.stages import STAGES, FinishedStage, finished_stages  # a model in memory needs none
+    from caramba.runs.stages import (  # a model in memory needs none
+        STAGES,
+        FinishedStage,
+        read_finished_stages,
+    )
 
     groups = sorted(place.glob("groups/*"), key=lambda folder: _group_order(place, folder.name))
     found: list[FinishedStage] = []
     for folder in (place, *groups):
-        stages = finished_stages(folder)
+        stages = read_finished_stages(folder)
         if not (folder / STAGES).is_dir():
             files = sorted((folder / "checkpoints").glob("*.safetensors"))
             stages = [FinishedStage(file.stem, str(read_metadata(file).get("role")), file) for file in files]

@@ -12,7 +12,9 @@ from caramba.runtime import get_world_size, is_distributed
 
 
 class RunningLoss:
-    """The losses of the last `window` optimiser steps, kept on their device so that adding one does not wait for it.
+    """The losses of the last `window` optimiser steps, stored on their device.
+
+    Adding one does not synchronise with the device.
 
     The loss of a step weighs its micro-batches and ranks as its gradient does, so that the mean does not depend on how
     a batch is split.
@@ -22,7 +24,7 @@ class RunningLoss:
         self._losses: deque[Tensor] = deque(maxlen=window)
 
     def add(self, loss: Tensor) -> None:
-        """Add the loss [] of an optimiser step; a copy is stored, since a CUDA graph writes the next one over it."""
+        """Add a copy of the loss [] of an optimiser step; a CUDA graph overwrites the original."""
         self._losses.append(loss.detach().float().clone())
 
     def mean(self, *, over_ranks: bool = False) -> float:

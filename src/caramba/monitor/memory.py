@@ -41,8 +41,7 @@ class PeakMemory:
         return dict(self._peaks)
 
     def leaves_room_for(self, size: int) -> bool:
-        """Whether `size` more bytes fit below the peak that there has been, so that taking them raises no peak; off
-        CUDA, into half of what is free."""
+        """True if `size` more bytes do not raise the peak; off CUDA, if they fit in half of free memory."""
         if self.device.type != "cuda":
             return 2 * size <= free_bytes(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
@@ -68,5 +67,5 @@ class PeakMemory:
         return {"peaks": self.read()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the peaks of an interrupted phase."""
+        """Restore the peaks of an interrupted phase."""
         self._peaks = dict(state["peaks"])

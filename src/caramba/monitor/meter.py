@@ -60,7 +60,7 @@ class PhaseMeter:
         self._paused_at = self._clock()
 
     def resume(self) -> None:
-        """Let the clock go on."""
+        """Resume the clock."""
         if self._paused_at is not None:
             self._paused += self._clock() - self._paused_at
             self._paused_at = None
@@ -101,5 +101,5 @@ class PhaseMeter:
         return {"warm": dict(self._warm), "steady": dict(self._steady)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the sums of an interrupted phase."""
+        """Restore the sums of an interrupted phase."""
         self._warm, self._steady = dict(state["warm"]), dict(state["steady"])

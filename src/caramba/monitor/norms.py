@@ -110,7 +110,7 @@ class StepNorms:
 
 
 def norms_of_stages(own: dict[str, float]) -> dict[str, float]:
-    """Return the norms of a step from those of ranks that train other layers each; all ranks call this, or none."""
+    """Return a step's norms from those of pipeline ranks. Collective: all ranks call it, or none."""
     parts = gather_objects(own)
     joined = {name: value for part in parts for name, value in part.items() if name != UPDATE_NORM}
     if all(UPDATE_NORM in part for part in parts):  # which is not measured where there is no room for a copy

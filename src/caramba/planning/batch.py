@@ -38,7 +38,7 @@ def largest_batch(
     Args:
         share: of the budget, which this may use up.
         known: a trial that was made before; if it fits, smaller batches are not tried.
-        first: the batch to begin with; what another way of the same step could take.
+        first: the batch to begin with; the batch that another config of the same step fits.
 
     Returns:
         (the trial to go by, None when none fits; every trial; why no larger batch was taken).
@@ -99,7 +99,7 @@ def _next_size(fits: list[Trial], over: int | None, target_bytes: float, most: i
         return min(2 * size, most) if most > size else None
     foretold = bound if len(fits) == 1 else _foretold(fits, target_bytes)
     following = min(foretold, GROWTH * size, bound)
-    if over is not None:  # the forecast was wrong once: no further than half way
+    if over is not None:  # the forecast was wrong once: at most to the middle
         following = min(following, (size + over) // 2)
     if following >= 16:
         following -= following % 8

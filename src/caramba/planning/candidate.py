@@ -14,7 +14,7 @@ SHARE, LEAST_SECONDS = 0.02, 120.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a phase's step, and the optimiser steps to time after those that warm it up."""
+    """One config of a phase's step, and the optimiser steps to time after the warm-up."""
 
     batch_size: int
     dtype: str = "float32"
@@ -40,7 +40,7 @@ class Candidate:
 class Trial:
     """What a candidate took: seconds per micro-batch of each optimiser step, peak bytes, and the loss of the last step.
 
-    `refusal` says why there are no figures; `is_out_of_memory` when that was memory.
+    `refusal` is the reason for no figures; `is_out_of_memory` is True if that was memory.
     """
 
     candidate: Candidate
@@ -114,7 +114,7 @@ class Budget:
         return False
 
     def skip(self, what: Any, why: str) -> None:
-        """Record what was not tried to the end, once, whoever has to do without it."""
+        """Record a trial that did not finish, once per line, for all callers."""
         line = f"{what}: {why}"
         if line not in self.skipped:
             self.skipped.append(line)

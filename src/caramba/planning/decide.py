@@ -23,14 +23,14 @@ BATCH_SHARE = 0.5  # of the budget for batches, where compilation is measured af
 
 
 @dataclass(frozen=True)
-class Ground:
+class PlanningContext:
     """What a phase is planned on.
 
     Attributes:
         room_bytes: memory that is free for the phase. most: windows of its data, which no batch exceeds.
         ranks: that train together. rank_bytes: what one holds beyond the process that trials run in, less if negative;
             it is part of the peaks that are measured.
-        dtype: by rule or manifest. compares_dtypes: whether bfloat16 and float32 are held against each other.
+        dtype: by rule or manifest. compares_dtypes: whether bfloat16 and float32 are compared.
         checkpoints: whether there is a graph to checkpoint. compile_modes: beyond no compilation.
     """
 
@@ -52,7 +52,9 @@ class Ground:
         return f", a peak being one process's {how[0]} {_gb(abs(self.rank_bytes))} that {self.ranks} ranks {how[1]}"
 
 
-def decide(phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget) -> dict[str, Decision]:
+def decide(
+    phase: PhaseConfig, ground: PlanningContext, measure: Measure, budget: Budget
+) -> dict[str, Decision]:
     """Return the decisions of dtype, checkpointing, batch size and compilation, with what was measured for each.
 
     In this order, since each is measured with those before it: checkpointing changes how many sequences fit, and the
@@ -60,13 +62,13 @@ def decide(phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget)
     and batch are found again in float32.
 
     Raises:
-        OutOfMemory: a step does not fit in any way that the manifest allows.
+        OutOfMemory: a step does not fit in any config that the manifest allows.
     """
     return _Planner(phase, ground, measure, budget).run()
 
 
 class _Planner:
-    def __init__(self, phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget) -> None:
+    def __init__(self, phase: PhaseConfig, ground: PlanningContext, measure: Measure, budget: Budget) -> None:
         self.phase, self.ground, self.measure, self.budget = phase, ground, measure, budget
         self.decisions: dict[str, Decision] = {}
         self.target = phase.memory_utilization * ground.room_bytes
@@ -222,7 +224,7 @@ class _Planner:
         return best
 
     def _compiled(self, plain: Trial, micro_batches: int) -> Trial:
-        """Choose the way of compilation that ends the run first."""
+        """Choose the compile mode with the shortest run."""
         plain = self._again(plain)
         totals: dict[Any, float] = {False: plain.step_seconds * micro_batches}
         trials: dict[Any, Trial] = {False: plain}
@@ -234,7 +236,7 @@ class _Planner:
                 continue
             try:
                 trial = self.measure(candidate)
-            except CarambaError as error:  # this way of compilation does not work here, and the plan says so
+            except CarambaError as error:  # this compile mode fails here, and the plan records it
                 trial = Trial(candidate, refusal=" ".join(str(error).split())[:300])
             if trial.refusal or trial.peak_bytes > self.target:
                 self.budget.skip(candidate, trial.refusal or f"takes {_gb(trial.peak_bytes)}")

@@ -22,7 +22,7 @@ from caramba.planning.candidate import Candidate, Trial
 from caramba.runtime import MemoryMeter, RuntimePlan, synchronize
 from caramba.train import PhaseData, fit
 
-DOCUMENTS = 4  # of a row, where documents are kept apart
+DOCUMENTS = 4  # per row, if attention is masked per document
 SEED = 1337
 
 
@@ -70,7 +70,7 @@ class Stopwatch(pl.Callback):
         trainer.should_stop = len(self.seconds) >= self.steps
 
 
-def unrecorded(manifest: Manifest) -> Manifest:
+def disable_logging(manifest: Manifest) -> Manifest:
     """Return a manifest whose phases show, log and profile nothing: for steps that are only measured."""
     return manifest.model_copy(
         update={
@@ -98,7 +98,7 @@ def run_trial(
 
     Args:
         meter: the same for every trial of a process.
-        objective_of: builds the phase's model and objective anew.
+        objective_of: builds a new model and objective of the phase.
     """
     accumulation = min(phase.gradient_accumulation_steps, 2)
     steps = candidate.warm_up + candidate.timed
@@ -139,7 +139,7 @@ def run_trial(
                 settled,
                 PhaseData(windows, windows, seed=SEED, start=0),
                 plan,
-                manifest=unrecorded(manifest),
+                manifest=disable_logging(manifest),
                 run_dir=Path(folder),
                 save_final=lambda: None,
                 callbacks=[watch],

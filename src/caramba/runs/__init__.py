@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caramba.runs.environment import environment, git_commit
-    from caramba.runs.find import list_runs, resolve_run, unfinished_run, unmeasured_run
+    from caramba.runs.find import find_unfinished_run, find_unmeasured_run, list_runs, resolve_run
     from caramba.runs.locking import lock
     from caramba.runs.manifest import MANIFEST, canonical_json, differences, manifest_sha256, read_manifest
     from caramba.runs.minting import mint
@@ -17,6 +17,8 @@ __all__ = [
     "canonical_json",
     "differences",
     "environment",
+    "find_unfinished_run",
+    "find_unmeasured_run",
     "git_commit",
     "list_runs",
     "lock",
@@ -24,13 +26,11 @@ __all__ = [
     "mint",
     "read_manifest",
     "resolve_run",
-    "unfinished_run",
-    "unmeasured_run",
 ]
 
 # Looked up on first use: files and ending are needed where pydantic must not be loaded.
 _HOMES = {
-    **dict.fromkeys(("list_runs", "resolve_run", "unfinished_run", "unmeasured_run"), "find"),
+    **dict.fromkeys(("list_runs", "resolve_run", "find_unfinished_run", "find_unmeasured_run"), "find"),
     **dict.fromkeys(("lock",), "locking"),
     **dict.fromkeys(
         ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"), "manifest"

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class TimedOut(TimeoutError):  # noqa: N818 - says what happened
+class TimedOut(TimeoutError):  # noqa: N818 - the name is the event
     """What was begun did not end in time; of its own it may raise a TimeoutError too."""
 
 

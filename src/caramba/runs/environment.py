@@ -68,7 +68,7 @@ def _machine() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "gpus": _gpus(),
         "host_sha256": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
-        "packages": installed_packages(),
+        "packages": list_installed_packages(),
         "variables": {
             name: os.environ[name]
             for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
@@ -77,7 +77,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def installed_packages() -> dict[str, str]:
+def list_installed_packages() -> dict[str, str]:
     """Return every installed distribution with its version, by name."""
     found = ((item.metadata["Name"], item.version) for item in importlib.metadata.distributions())
     return dict(

@@ -17,7 +17,7 @@ EVENTS = "events.jsonl"
 METRICS = "metrics.csv"
 RUN_STARTED, PHASE_STARTED = "run_started", "phase_started"
 REPEATED = ("metrics", "step_skipped")
-"""Events of a step, which a run that goes on from a state before it records again."""
+"""Events of a step, which a run that resumes from an earlier state records again."""
 
 
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
@@ -80,8 +80,9 @@ def start_phase(run_dir: Path, phase: str, step: int) -> float:
 
 
 def drop_metrics_after(run_dir: Path, phase: str, step: int) -> None:
-    """Take the rows and skipped steps of a phase after `step` out of the events: it goes on from there and records them
-    again.
+    """Remove the rows and skipped steps of a phase after `step` from the events.
+
+    The phase resumes there and records them again.
 
     A last line that a killed writer cut short goes too, or the next event would be written behind it and lost.
     """

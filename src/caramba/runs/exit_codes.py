@@ -35,7 +35,7 @@ _FULL_SHM = (
     "unable to allocate shared memory",
 )
 STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)
-"""Statuses of a run that was asked to stop: it has not failed, and goes on when it is started again."""
+"""Statuses of a run that was asked to stop: it has not failed, and resumes when it is started again."""
 
 
 def run_command(command: Callable[[], int], *, is_debug: bool = False) -> int:
@@ -126,7 +126,7 @@ def _full_disk(error: BaseException) -> str | None:
 
 
 def _is_of_caches(error: OSError) -> bool:
-    """Whether the folder of caches, or one that it lies in, cannot be written."""
+    """True if the cache folder or one of its parents cannot be written."""
     if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
         return False
     folder = home()
@@ -156,6 +156,6 @@ def end_now(status: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+        with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
             stream.flush()
     os._exit(status)

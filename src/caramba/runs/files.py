@@ -22,7 +22,7 @@ def home() -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is synced and renamed over `path`, on failure removed."""
+    """Yield a temporary path next to `path`; on success it is synced and renamed over `path`, on failure removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     os.close(handle)

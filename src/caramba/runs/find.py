@@ -11,7 +11,7 @@ from caramba.runs.files import sha256_of
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST, experiment_of, experiment_sha256, manifest_sha256
 from caramba.runs.sources import plugin_changes
-from caramba.runs.state import RESULT, failed_benchmarks, lost_checkpoints, tried_again
+from caramba.runs.state import RESULT, list_failed_benchmarks, lost_checkpoints, select_retries
 
 
 def resolve_run(text: str, root: Path = Path("runs")) -> Path:
@@ -46,7 +46,7 @@ def resolve_run(text: str, root: Path = Path("runs")) -> Path:
     )
 
 
-def unfinished_run(manifest: Manifest, root: Path = Path("runs")) -> Path | None:
+def find_unfinished_run(manifest: Manifest, root: Path = Path("runs")) -> Path | None:
     """Return the newest run of this same manifest that has trained, has no result, and that nobody is running."""
     digest = manifest_sha256(manifest)
     for run in reversed(_runs_in(root / manifest.name)):
@@ -56,18 +56,17 @@ def unfinished_run(manifest: Manifest, root: Path = Path("runs")) -> Path | None
     return None
 
 
-def unmeasured_run(manifest: Manifest, root: Path = Path("runs")) -> tuple[Path, tuple[str, ...]] | None:
-    """Return the newest run with a result of what this manifest computes, and the benchmarks, all that it lacks, that a
-    resume tries again.
+def find_unmeasured_run(manifest: Manifest, root: Path = Path("runs")) -> tuple[Path, tuple[str, ...]] | None:
+    """Return the newest finished run of this manifest that lacks benchmarks, and those that a resume tries again.
 
-    None where that run lacks none, has another manifest (of resume=never, say), somebody is running it, or its weights
-    or the source of its plugins are no longer what it ended with: a resume would be refused.
+    None where that run lacks none or more than benchmarks, has another manifest (for example resume=never), is running,
+    or its weights or plugin source have changed since it ended: a resume would be refused.
     """
     experiment = experiment_sha256(manifest)
     for run in reversed(_runs_in(root / manifest.name)):
         if not (run / RESULT).exists() or experiment_of(run) != experiment:
             continue
-        failed = tried_again(manifest, failed_benchmarks(run))
+        failed = select_retries(manifest, list_failed_benchmarks(run))
         is_same = sha256_of(run / MANIFEST) == manifest_sha256(manifest)
         if not failed or not is_same or is_locked(run) or lost_checkpoints(run):
             return None

@@ -1,4 +1,4 @@
-"""The SLURM job that a run is in: its number, kept with the run, and what the queue says of it."""
+"""The SLURM job of a run: its number, stored with the run, and its state in the queue."""
 
 from __future__ import annotations
 
@@ -57,26 +57,28 @@ def current_job(variables: Mapping[str, str] = os.environ) -> str | None:
 def record_job(run_dir: Path, number: str | None = None) -> None:
     """Keep the number of the job that a run is in: a given one, else that of this process, if it is in one."""
     number = number or current_job()
-    if number is not None and recorded_job(run_dir) != number:
+    if number is not None and read_job(run_dir) != number:
         write_json(run_dir / JOB, {"job": number})
 
 
 def record_submission(run_dir: Path, number: str, after: float | None) -> None:
-    """Keep the number of the job that a run was handed to, and the time of the last event that it had by then: until
-    there is another it waits for that job, whatever became of it before."""
+    """Store the SLURM job of a submitted run, with the time of the run's last event.
+
+    Until a later event the run waits for that job, whatever its earlier state.
+    """
     write_json(run_dir / JOB, {"job": number, AFTER: after})
 
 
-def recorded_job(run_dir: Path) -> str | None:
+def read_job(run_dir: Path) -> str | None:
     """Return the number of the job that a run was last in, or None."""
     record = _record(run_dir)
     return None if record is None else str(record["job"])
 
 
 def waits_since(run_dir: Path, last: float | None) -> bool:
-    """Whether a run was handed to a job when the time of its last event was `last`, None of a run without events.
+    """True if a run was submitted to a job after its last event, at time `last` (None without events).
 
-    Not where the record is damaged, which is said where the job is asked for.
+    False where the record is damaged; reading the job number reports that.
     """
     try:
         record = _record(run_dir)
@@ -122,7 +124,7 @@ def refuse_queued(run_dir: Path, what: str = "run") -> None:
     Raises:
         ConfigError: naming the job.
     """
-    number = recorded_job(run_dir)
+    number = read_job(run_dir)
     if number is None or number == current_job():
         return
     # A sweep has the number of its array, and its tasks are listed as NUMBER_TASK or, waiting, NUMBER_[0-9].

@@ -12,7 +12,7 @@ from pathlib import Path
 from caramba.errors import ConfigError
 
 LOCK = ".lock"
-# Someone who looks whether a run is locked holds the lock for that moment: a worker asks again before it gives up.
+# A process that checks whether a run is locked holds the lock for a moment: a worker tries again before it gives up.
 _ATTEMPTS, _PAUSE_S = 10, 0.02
 
 MOST_STARTING = 256
@@ -42,7 +42,7 @@ def holder_of(run_dir: Path) -> int | None:
 
 
 def mark_starting(folder: Path) -> bool:
-    """Mark a folder as that of this process, as long as it lives, until a worker locks it; False if another one did.
+    """Mark a folder as this process's until a worker locks it; False if another process did.
 
     The lock is that of the folder itself, so that no file is left in it. A file system without locks has no marks.
     """

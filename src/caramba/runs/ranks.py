@@ -1,4 +1,4 @@
-"""Which of a run's processes this one is, from the variables that torchrun sets and that SLURM's are turned into."""
+"""Which of a run's processes this one is, from torchrun's variables, into which SLURM's are translated."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def world_size(variables: Mapping[str, str] = os.environ) -> int:
 def adopt_slurm_ranks(variables: MutableMapping[str, str] = os.environ) -> None:
     """Give a task of our own SLURM step the variables that torchrun would give it.
 
-    Only one way of being a rank is left for the code that follows, and Lightning, which looks for torchrun's first,
-    leaves SLURM's signals and requeueing to us.
+    Later code then has one source of ranks, and Lightning, which looks for torchrun's first, does not handle SLURM's
+    signals and requeueing.
     """
     if variables.get(FROM_SLURM) != "slurm" or is_rank(variables) or "SLURM_PROCID" not in variables:
         return
@@ -58,10 +58,10 @@ def adopt_slurm_ranks(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def end_with_agent(variables: Mapping[str, str] = os.environ) -> None:
-    """Have the kernel end this rank when the agent that started it ends in a way that lets it stop nobody.
+    """Have the kernel end this rank when its elastic agent ends without stopping it.
 
     Our own agent is killed when its ranks have not stopped in time: then they are killed as well. A user's torchrun
-    ends at once on signals that it does not hear, such as SIGUSR1: its ranks are asked to stop, which saves their
+    ends at once on signals that it does not handle, such as SIGUSR1: its ranks are asked to stop, which saves their
     state, and end within STOP_S. Linux only, and only under an agent: elsewhere it does nothing.
 
     Raises:
@@ -83,9 +83,9 @@ def _end_with(agent: int, how: signal.Signals, variables: Mapping[str, str]) -> 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != agent:  # it ended before the kernel was told
+    if os.getppid() != agent:  # it ended before prctl took effect
         raise CarambaError(
-            f"rank {rank(variables)}: the agent that started it, process {agent}, has ended; go on with caramba resume"
+            f"rank {rank(variables)}: the agent that started it, process {agent}, has ended; resume with caramba resume"
         )
 
 

@@ -16,7 +16,7 @@ def join_words(words: Iterable[str | Path]) -> str:
 
 
 def show_path(path: Path) -> str:
-    """Return a path as one shell word, relative to the current folder where it lies below that."""
+    """Return a path as one shell word, relative to the current folder if it is below that."""
     here = Path.cwd()
     return _quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 

@@ -1,4 +1,4 @@
-"""Signals by which a system asks for its place back: a run stops where it can go on, and says which signal it was."""
+"""Signals that preempt or end a run: it stops where it can resume, and reports which signal it was."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from caramba.errors import Preempted
 from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
 
 WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
-"""By these a system says that it wants its place back, and may start the run again."""
+"""Preemption signals: the system takes its resources back, and may start the run again."""
 ENDING = (signal.SIGTERM, *WANTED_BACK, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
 """Signals that end a process that does not handle them, without Ctrl-C."""
 STOPPING = (*ENDING, signal.SIGINT)
@@ -44,7 +44,7 @@ class _Request:
 _request = _Request()
 
 
-def requested() -> int:
+def stop_signal() -> int:
     """Return the number of the signal that asked this process to stop, 0 when none did."""
     return _request.number
 
@@ -67,8 +67,8 @@ def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> It
 class DeferredSignals:
     """Within, Ctrl-C and what would end this process is noted in `heard`, in order, and nothing is raised.
 
-    For who starts processes: what a handler raises Python drops around a fork, and a process whose start is cut off is
-    known to nobody and goes on. Who notes them looks where every process is known.
+    For code that starts processes: Python drops exceptions of handlers around a fork, and a process whose start is
+    interrupted would run unknown. The caller handles deferred signals where every process is known.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def listen() -> None:
 
 @contextlib.contextmanager
 def until_step_ends() -> Iterator[None]:
-    """Only record signals in this block: the trainer reads `requested` at the end of a step, and saves first.
+    """Only record signals in this block: the trainer reads `stop_signal` at the end of a step, and saves first.
 
     Raises:
         KeyboardInterrupt, Preempted: a signal came after the last step, and no `until_recorded` is active.
@@ -262,7 +262,7 @@ def _is_terminal(number: int) -> bool:
 
 
 def _is_stopping() -> bool:
-    """Whether a stop is on its way out: this was called within a `finally` or `except` that it passes through."""
+    """True if a stop is propagating: this was called within a `finally` or `except` that it passes through."""
     error = sys.exception()
     while error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
         error = error.__context__
@@ -274,7 +274,7 @@ def _asked_again() -> Iterator[None]:
     """Within, what Python tells of a stop or Ctrl-C that it drops sends the signal once more."""
     before, main, process = sys.unraisablehook, threading.main_thread(), os.getpid()
 
-    def dropped(what: Any) -> None:
+    def resend(what: Any) -> None:
         is_stop = issubclass(what.exc_type, (Preempted, KeyboardInterrupt))
         if not is_stop or threading.current_thread() is not main or os.getpid() != process:
             before(what)
@@ -285,7 +285,7 @@ def _asked_again() -> Iterator[None]:
         again.daemon = True
         again.start()
 
-    sys.unraisablehook = dropped
+    sys.unraisablehook = resend
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What a run reads from outside, by content: a resumed run goes on with what it began with, and says so where not."""
+"""External inputs of a run by content hash: a resumed run must read the same ones, else it is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_source(run_dir: Path, what: str, place: str, identity: str) -> None:
     Raises:
         CheckpointError, DataError: the run began with other weights or other data.
     """
-    before = noted(run_dir).get(what)
+    before = read_notes(run_dir).get(what)
     if before is not None and before["identity"] != identity and has_begun(run_dir):
         kind = "data" if what == DATA else f"{what}'s weights"
         error = DataError if what == DATA else CheckpointError
@@ -49,8 +49,9 @@ def check_source(run_dir: Path, what: str, place: str, identity: str) -> None:
 
 
 def check_plugins(run_dir: Path, manifest: Manifest) -> None:
-    """Note the plugins of a manifest with the SHA-256 of every source file, or hold them against the note once the run
-    has begun: layers that compute something else would go on with weights of the former ones.
+    """Record the SHA-256 of every plugin source file; once the run has begun, check the files against the record.
+
+    Changed layers would otherwise run with weights of the earlier ones.
 
     Raises:
         ConfigError: the run began with other source, naming the files; or the source is no longer what a run before
@@ -58,7 +59,7 @@ def check_plugins(run_dir: Path, manifest: Manifest) -> None:
     """
     for plugin in manifest.plugins:
         source = read_source(plugin.module)
-        changed = list(_changed(noted(run_dir).get(PLUGIN + plugin.module), source))
+        changed = list(_changed(read_notes(run_dir).get(PLUGIN + plugin.module), source))
         if changed and has_begun(run_dir):
             raise ConfigError(
                 f"{run_dir}: the plugin {plugin.module} in {source.file} has changed since this run began: "
@@ -77,7 +78,7 @@ def check_plugins(run_dir: Path, manifest: Manifest) -> None:
 
 def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
     """Yield what differs in the source of each plugin from what a run began with."""
-    known = noted(run_dir)
+    known = read_notes(run_dir)
     for plugin in manifest.plugins:
         changed = list(_changed(known.get(PLUGIN + plugin.module), read_source(plugin.module)))
         if changed:
@@ -85,15 +86,14 @@ def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def plugin_sources(run_dir: Path) -> dict[str, str]:
-    """Return the first digits of the SHA-256 of each plugin's source that a run noted, by `source of MODULE`; nothing
-    is imported."""
+    """Return each recorded plugin's short source SHA-256, by `source of MODULE`, without imports."""
     return {f"source of {module}": identity[:12] for module, identity in _plugins_of(run_dir).items()}
 
 
 def _plugins_of(run_dir: Path) -> dict[str, str]:
     return {
         what.removeprefix(PLUGIN): entry["identity"]
-        for what, entry in noted(run_dir).items()
+        for what, entry in read_notes(run_dir).items()
         if what.startswith(PLUGIN)
     }
 
@@ -137,7 +137,7 @@ def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[st
             yield f"{name} SHA-256 {'absent' if one is None else one[:12]}, now {'absent' if two is None else two[:12]}"
 
 
-def noted(run_dir: Path) -> dict[str, dict[str, Any]]:
+def read_notes(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Return what a run has noted so far, by what it is."""
     file = run_dir / SOURCES
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -145,7 +145,7 @@ def noted(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 def note(run_dir: Path, what: str, entry: dict[str, Any]) -> None:
     """Note something, in place of what was noted of it."""
-    known = noted(run_dir)
+    known = read_notes(run_dir)
     if known.get(what) != entry:
         write_json(run_dir / SOURCES, known | {what: entry})
 

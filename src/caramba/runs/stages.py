@@ -21,8 +21,8 @@ class FinishedStage:
     checkpoint: Path
 
 
-def finished_stages(folder: Path) -> list[FinishedStage]:
-    """Return the stages of a run, or of a group of one, that saved weights, in the order of the record.
+def read_finished_stages(folder: Path) -> list[FinishedStage]:
+    """Return the stages of a run, or of one of its groups, that saved weights, in order.
 
     Raises:
         CheckpointError: a record that cannot be read, differs from what was written, or names a file outside the run.

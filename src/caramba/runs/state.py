@@ -1,4 +1,4 @@
-"""What a run is doing now, read from its files alone: quick enough for a thousand runs, and safe while they go on."""
+"""The state of a run, read from its files alone: fast enough for a thousand runs, and safe while they run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from caramba.runs.manifest import MANIFEST
 
 RESULT = "result.json"
 RUNNING, FINISHED, FAILED, INTERRUPTED, WAITING = "running", "finished", "failed", "interrupted", "waiting"
-# What a worker says of the run as a whole, in the order in which it happens.
+# Events of a worker about the whole run, in order.
 STARTED, ENDED_WELL, ENDED_BADLY, STOPPED = RUN_STARTED, "run_finished", "run_failed", "run_interrupted"
 _TAIL_BYTES = 65536
 CLOCK_SKEW_S = 60.0
@@ -29,9 +29,9 @@ _STATUS = re.compile(rb'"status":\s*"(\w+)"')
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands. `step` of `steps` is that of the phase; `updated` and `started` are Unix times.
+    """The state of a run. `step` of `steps` is that of the phase; `updated` and `started` are Unix times.
 
-    `job` is what SLURM's queue says of it, when someone asked.
+    `job` is its state in SLURM's queue, if that was queried.
     """
 
     run: Path
@@ -50,7 +50,7 @@ class RunState:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last sign of life; negative when the files are of a clock that is ahead of this one."""
+        """Seconds since the last update; negative when the clock of the files is ahead of this one."""
         return time.time() - self.updated
 
 
@@ -58,8 +58,8 @@ def run_state(run: Path, *, is_queued: bool | None = None) -> RunState:
     """Read the state of a run directory.
 
     It is running while a worker holds its lock; waiting when none has begun, or it was handed to a SLURM job since;
-    finished or failed when it has a result, or when the worker said so; interrupted when neither holds, or a worker
-    that tried failed benchmarks again was. `is_queued` says that the job still is, or no longer, where someone asked.
+    finished or failed when it has a result, or a worker's event for it; otherwise, or if a worker that tried failed
+    benchmarks again was interrupted, interrupted. `is_queued` is whether the job still is, None if not queried.
     """
     started = (run / MANIFEST).stat().st_mtime
     logs = [file for file in (run / EVENTS, *run.glob(f"groups/*/{EVENTS}")) if file.is_file()]
@@ -82,7 +82,7 @@ def run_state(run: Path, *, is_queued: bool | None = None) -> RunState:
 
 
 def last_event_time(run: Path) -> float | None:
-    """Return the time of a run's last event, None of one without events: another time says that there are more."""
+    """Return the time of a run's last event, None without events; a later time means new events."""
     if not (run / EVENTS).is_file():
         return None
     return next((event["time"] for event in tail(run / EVENTS) if "time" in event), None)
@@ -107,10 +107,10 @@ def lost_checkpoints(run: Path) -> list[Path]:
     return lost
 
 
-def failed_benchmarks(run: Path) -> tuple[str, ...]:
+def list_failed_benchmarks(run: Path) -> tuple[str, ...]:
     """Return the benchmarks that failed of a run that has its result and lacks nothing else, else none.
 
-    A verification that ended a run stands in its result too; its verdict is on record, and training is what differs.
+    A verification that ended a run is in its result too; its verdict is final unless training changes.
     """
     if _result_status(run) != FAILED:
         return ()
@@ -135,10 +135,10 @@ def failed_benchmarks(run: Path) -> tuple[str, ...]:
 def lacks_benchmarks(run: Path) -> bool:
     """Whether a run has its result, and what failed of it are benchmarks alone: a resume tries those again, and what
     was trained stays."""
-    return bool(failed_benchmarks(run))
+    return bool(list_failed_benchmarks(run))
 
 
-def tried_again(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]:
+def select_retries(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]:
     """Return which of the benchmarks that failed a resume tries again, in order.
 
     What fails under the name of a whole ladder, or of all controls, is that its model is not there, which no resume
@@ -149,7 +149,7 @@ def tried_again(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]:
 
 
 def clock_skew(run: Path) -> str | None:
-    """Return what to say of a run whose files are of a later time than this machine's clock has, else None."""
+    """Return a warning if a run's files are ahead of this machine's clock, else None."""
     ahead = -run_state(run).age_s
     if ahead <= CLOCK_SKEW_S:
         return None
@@ -160,7 +160,7 @@ def clock_skew(run: Path) -> str | None:
 
 
 def tail(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last events of a file, newest first; a line that is cut short or half written is passed over."""
+    """Yield the last events of a file, newest first; incomplete lines are skipped."""
     with open(file, "rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(max(0, size - _TAIL_BYTES))
@@ -201,7 +201,7 @@ def _state(run: Path, last: dict[str, Any] | None, *, has_begun: bool, is_queued
 
 
 def _result_status(run: Path) -> str | None:
-    """Return the status in result.json, which stands at its beginning: the rest may be megabytes of rows."""
+    """Return the status at the beginning of result.json: the rest may be megabytes of rows."""
     try:
         with open(run / RESULT, "rb") as file:
             found = _STATUS.search(file.read(256))

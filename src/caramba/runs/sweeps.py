@@ -112,7 +112,7 @@ class Sweep:
         return {state: states.count(state) for state in order if state in states}
 
 
-def combined_sha256(experiments: Iterable[str]) -> str:
+def hash_experiments(experiments: Iterable[str]) -> str:
     """Return the one hash of a sequence of experiments."""
     return hashlib.sha256("\n".join(experiments).encode()).hexdigest()
 
@@ -125,7 +125,9 @@ def create_sweep(
     settings: dict[str, Any] | None = None,
     root: Path = Path("runs"),
 ) -> Sweep:
-    """Make a sweep directory and write the manifests of its points; the index comes last, so one that has it is whole.
+    """Make a sweep directory and write the manifests of its points.
+
+    The index is written last: a sweep with an index is complete.
 
     Raises:
         CarambaError: the folder cannot be written.
@@ -155,7 +157,7 @@ def add_point(sweep: Sweep, point: Point, manifest: Manifest | str) -> None:
 
 
 def _clear_leftovers(parent: Path) -> None:
-    """Remove the sweeps that a killed start left before their index, which held no run yet."""
+    """Remove sweeps of a killed start without an index: they have no run yet."""
     folders = parent.iterdir() if parent.is_dir() else ()
     for folder in [item for item in folders if MINTED.fullmatch(item.name)]:
         is_untouched = all(item.name == POINTS or item.name.endswith(".part") for item in folder.iterdir())

@@ -17,8 +17,8 @@ from caramba.runtime.distributed import (
     get_rank,
     get_world_size,
     is_distributed,
-    is_joined,
     is_main_process,
+    is_process_group_up,
     mean_over_ranks,
     merge_over_ranks,
     send_from_main,
@@ -32,26 +32,26 @@ from caramba.runtime.plan import (
     apply_threads,
     load_plan,
     plan,
+    read_valid_plans,
     save_plan,
-    sound_plans,
     trainable_decision,
 )
 from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
 from caramba.runtime.precision import Precision, choose_precision, device_precisions
 from caramba.runtime.ranks import Ranks, check_world, join_ranks
-from caramba.runtime.table_rows import TableRows, takes_rows
+from caramba.runtime.table_rows import EmbeddingGradRows, takes_rows
 from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
     "Agreement",
     "AttentionChoice",
     "Decision",
+    "EmbeddingGradRows",
     "GradientAverage",
     "MemoryMeter",
     "Precision",
     "Ranks",
     "RuntimePlan",
-    "TableRows",
     "activations_on_host",
     "address_limit",
     "all_agree",
@@ -74,9 +74,9 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "is_distributed",
-    "is_joined",
     "is_main_process",
     "is_out_of_memory",
+    "is_process_group_up",
     "join_ranks",
     "load_plan",
     "mean_over_ranks",
@@ -84,13 +84,13 @@ __all__ = [
     "plan",
     "plan_path",
     "random_states",
+    "read_valid_plans",
     "release_memory",
     "restore_random_states",
     "save_plan",
     "seed_process",
     "send_from_main",
     "signature_of",
-    "sound_plans",
     "store_plan",
     "synchronize",
     "takes_rows",

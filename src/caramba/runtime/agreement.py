@@ -1,4 +1,4 @@
-"""What any rank has been told, known to all of them at the same step, at no wait."""
+"""Agreement of all ranks on a signal at the same step, without a wait."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from caramba.runtime.distributed import is_distributed
 
 
 class Agreement:
-    """The largest number that a rank has said, told to all ranks at the same step.
+    """The largest number that any rank has set, known to all ranks at the same step.
 
-    Ranks hear of a signal at different steps, and one that saved and left alone would leave the others waiting. What
-    the ranks say at a step is reduced over a group of its own, on the host, while the next step runs, and read after
-    it: all ranks read the same number, and no device waits for it.
+    Ranks receive a signal at different steps, and one that saved and exited on its own would leave the others waiting.
+    The ranks' numbers at a step are reduced over a separate group, on the host, while the next step runs, and read
+    after it: all ranks read the same number, and no device waits for it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Agreement:
         return found
 
     def close(self) -> None:
-        """Wait for what is on its way, and leave the group."""
+        """Wait for the pending reduction, and leave the group."""
         if self._group is not None:
             if self._pending is not None:
                 self._pending.wait()

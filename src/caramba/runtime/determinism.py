@@ -39,7 +39,7 @@ def apply_determinism(is_deterministic: bool) -> None:
 
 
 def seed_process(seed: int, rank: int = 0) -> None:
-    """Seed Python, NumPy and torch on every device: rank 0 with `seed`, others with a seed of their own drawn from it.
+    """Seed Python, NumPy and torch on every device: rank 0 with `seed`, others with a seed derived from it.
 
     Ranks share the data and the weights by other means; what they draw here (dropout) must differ. Workers of a data
     loader are seeded by torch from this state, each with another number.
@@ -67,6 +67,6 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
     if isinstance(saved, list | tuple):
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= len(saved):
-            return  # none was saved for this GPU: it goes on with its own
+            return  # none was saved for this GPU: it keeps its own
         saved = saved[index]
     torch.cuda.set_rng_state(saved, device)

@@ -18,7 +18,7 @@ HOPPER, CUDNN_9_1 = 9, 90100
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device that `auto`, `cpu`, `cuda` or `mps` stands for here.
+    """Return the device that `auto`, `cpu`, `cuda` or `mps` selects here.
 
     Raises:
         ConfigError: the device that was asked for by name is not available.
@@ -81,7 +81,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """Return the first line of what NVIDIA's kernel module says of itself, None where it is not there."""
+    """Return the version line of NVIDIA's kernel module, None where it is not loaded."""
     return DRIVER.read_text().splitlines()[0].strip() if DRIVER.is_file() else None
 
 

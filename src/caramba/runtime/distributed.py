@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def is_joined() -> bool:
+def is_process_group_up() -> bool:
     """Return whether a process group is up, of one rank or more."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_distributed() -> bool:
     """Return whether a process group of more than one rank is up."""
-    return is_joined() and dist.get_world_size() > 1
+    return is_process_group_up() and dist.get_world_size() > 1
 
 
 def get_rank() -> int:
     """Return this process's rank; before a process group exists, the launcher's `RANK`, else 0."""
-    return dist.get_rank() if is_joined() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if is_process_group_up() else int(os.environ.get("RANK", "0"))
 
 
 def get_world_size() -> int:
     """Return the number of ranks; before a process group exists, the launcher's `WORLD_SIZE`, else 1."""
-    return dist.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if is_process_group_up() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def get_local_world_size() -> int:
@@ -40,7 +40,7 @@ def get_local_world_size() -> int:
 
 def data_share(ranks_per_batch: int = 1) -> tuple[int, int]:
     """Return (which, of how many): the share of the data that this rank reads, as `ranks_per_batch` neighbours do."""
-    if not is_joined():
+    if not is_process_group_up():
         return 0, 1
     return get_rank() // ranks_per_batch, get_world_size() // ranks_per_batch
 

@@ -1,4 +1,4 @@
-"""Means of tensors over all ranks, taken where the tensors lie, beside what the device computes."""
+"""In-place all-reduce (mean) of tensors over all ranks, overlapped with computation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager  # pyright: ignore[reportPrivateUsage]
 
 AHEAD = 2
-"""Groups that a CPU has under way at most: each may hold a narrow copy."""
+"""Maximum groups in flight on a CPU: each may hold a narrow copy."""
 
 
-class GroupExchange:
-    """Replaces groups of tensors by their means over all ranks, one exchange a group, while other work goes on.
+class BucketAllReduce:
+    """Replaces groups of tensors by their means over all ranks, one all-reduce a group, while other work runs.
 
     Every rank begins the same groups in the same order. The tensors of a group are of one dtype, contiguous, on this
     rank's device, and neither read nor written nor freed between `begin` and `wait`. On a GPU both calls return at
-    once: exchanges go on in a stream of their own, and what is queued after `wait` finds means.
+    once: exchanges run in a stream of their own, and work queued after `wait` reads the means.
 
     Args:
         narrow: what sums are made in, a dtype of fewer bytes than the tensors'; None leaves theirs.

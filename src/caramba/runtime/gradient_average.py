@@ -1,4 +1,4 @@
-"""Gradients of ranks that hold the same weights, averaged where they lie while backward goes on."""
+"""Gradients of ranks that hold the same weights, averaged in place while backward runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from caramba.errors import CarambaError
-from caramba.runtime.exchange import GroupExchange
-from caramba.runtime.table_rows import TableRows
+from caramba.runtime.exchange import BucketAllReduce
+from caramba.runtime.table_rows import EmbeddingGradRows
 
 Missing = Literal["refuse", "zeros", "leave"]
 
@@ -43,19 +43,19 @@ class GradientAverage:
         narrow: torch.dtype | None = None,
         missing: Missing = "refuse",
         in_backward: bool = True,
-        rows: TableRows | None = None,
+        rows: EmbeddingGradRows | None = None,
     ) -> None:
         self.names = {id(parameter): name for name, parameter in named}
         every = [parameter for _, parameter in named]
-        self._plain = list(grouped(every, group_bytes))
+        self._plain = list(bucket_parameters(every, group_bytes))
         self._beside_rows: list[list[nn.Parameter]] = []
         if rows is not None:  # of a tied table a head's part is left, which backward reaches first
             rest = [parameter for parameter in every if parameter is not rows.table.weight]
             first = [[parameter] for parameter in every if parameter is rows.table.weight and rows.is_tied]
-            self._beside_rows = [*first, *grouped(rest, group_bytes)]
+            self._beside_rows = [*first, *bucket_parameters(rest, group_bytes)]
         self.missing, self.rows = missing, rows
         device = named[0][1].device if named else torch.device("cpu")
-        self.exchange = GroupExchange(device, narrow)
+        self.exchange = BucketAllReduce(device, narrow)
         self._arrange(self._plain)
         self._begun = 0
         self._is_expected = False
@@ -150,7 +150,7 @@ class GradientAverage:
                     one.grad = None
 
 
-def grouped(parameters: Sequence[nn.Parameter], group_bytes: int) -> Iterator[list[nn.Parameter]]:
+def bucket_parameters(parameters: Sequence[nn.Parameter], group_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Yield parameters of one dtype, from the last to the first, in groups of up to `group_bytes` or of one."""
     group: list[nn.Parameter] = []
     size = 0

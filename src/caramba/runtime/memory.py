@@ -1,4 +1,4 @@
-"""Memory of a device: how much is free, how much a piece of work took at most, and the error that says too much."""
+"""Memory of a device: free bytes, the peak of a piece of work, and the out-of-memory error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import torch
 
 STATUS = Path("/proc/self/status")
 CGROUP = Path("/sys/fs/cgroup")
-RESERVE = (
-    128 * 2**20
-)  # what a process takes beside its tensors once it trains: loggers, the heaps of its threads
+RESERVE = 128 * 2**20  # memory of a training process besides its tensors: loggers, the heaps of its threads
 REFUSALS = (
     "out of memory",
     "can't allocate memory",
@@ -26,7 +24,7 @@ REFUSALS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: the GPU's, or what a process may take of the CPU's."""
+    """True if an error means out of memory: on the GPU, or at the process's limit on the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(word in str(error).lower() for word in REFUSALS)
@@ -41,7 +39,7 @@ def release_memory() -> None:
         torch.mps.empty_cache()
     with contextlib.suppress(
         AttributeError, OSError
-    ):  # glibc alone keeps what is freed, and can be told not to
+    ):  # only glibc keeps freed memory, and has a call that returns it
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -71,7 +69,7 @@ def address_limit() -> int | None:
 
 
 class MemoryMeter:
-    """The most memory that this process held of a device since `start`, beyond what it held then on a CPU.
+    """Peak memory of this process on a device since `start`; on a CPU, above the memory at `start`.
 
     On a GPU it is all that the allocator reserved, on a CPU the growth of resident memory, or of the address space
     where that is what is limited. What the heap kept of work before counts: a meter that is started again keeps the

@@ -13,8 +13,10 @@ LEAST_BYTES = 1 << 20  # smaller ones cost a copy each and hold nothing
 
 @contextmanager
 def activations_on_host(parameters: Iterable[Tensor], least_bytes: int = LEAST_BYTES) -> Iterator[None]:
-    """Keep what a backward will need in the host's memory, pinned for a CUDA device, and bring it back when it is asked
-    for. `parameters`, which are there anyway, and tensors below `least_bytes` stay where they are.
+    """Offload activations saved for backward to host memory, and copy them back on use.
+
+    Host memory is pinned for a CUDA device. `parameters`, which stay on the device anyway, and tensors below
+    `least_bytes` are not offloaded.
 
     Copies are queued in order with the computation, so nothing waits on the host's side and gradients are the same.
     """

@@ -60,7 +60,7 @@ def plan(
     ranks: int = 1,
 ) -> RuntimePlan:
     """Decide how a phase of a model of width `d_model` runs here: by what was `measured`, else by the manifest and by
-    rules. Every decision says what fixed it.
+    rules. Every decision records its source.
 
     `ranks` share the data of a step. `ops` is the backend of every op on that device, as `caramba.kernels.load`
     returned it under the policy `kernels`.
@@ -130,14 +130,14 @@ def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:
 
 
 def apply_threads(run_plan: Path) -> None:
-    """Set torch's thread count to the one a resumed run started with, so that its sums stay bit-equal on a CPU."""
-    threads = {phase.value("threads") for phase in sound_plans(run_plan).values()}
+    """Set torch's thread count to that of the run before it was resumed, for bit-equal sums on a CPU."""
+    threads = {phase.value("threads") for phase in read_valid_plans(run_plan).values()}
     if len(threads) == 1:
         torch.set_num_threads(threads.pop())
 
 
-def sound_plans(run_plan: Path) -> dict[str, RuntimePlan]:
-    """Read a run's plan.json; none there is no plans. A damaged one is set aside with a warning, and planned anew."""
+def read_valid_plans(run_plan: Path) -> dict[str, RuntimePlan]:
+    """Read a run's plan.json, {} without one. A damaged file is renamed with a warning, and planned again."""
     if not run_plan.is_file():
         return {}
     try:
@@ -150,7 +150,7 @@ def sound_plans(run_plan: Path) -> dict[str, RuntimePlan]:
         run_plan.replace(aside)
         logger.warning(
             f"{run_plan}: not a runtime plan ({error}); it is {aside.name} now, and every phase is planned again: one "
-            "that had begun goes on with the batch that is planned now, and without the thread count that was frozen "
+            "that had begun resumes with the batch that is planned now, and without the thread count that was frozen "
             "in the plan, so that its sums on a CPU may differ"
         )
         return {}
@@ -202,7 +202,7 @@ def save_plan(path: Path, made: RuntimePlan) -> None:
 
 
 def write_plans(path: Path, plans: Mapping[str, RuntimePlan]) -> None:
-    """Write plan.json anew: what `load_plan` reads."""
+    """Write plan.json, which `load_plan` reads."""
     write_json(
         path,
         {

@@ -16,7 +16,7 @@ from caramba.runtime.plan import RuntimePlan, load_plan, write_plans
 
 FOLDER = "runtime_plans"
 # Neither speed nor memory depends on these, so that a sweep over them measures once. Steps count only where the time of
-# compilation is held against them.
+# compilation counts.
 IMMATERIAL = (
     "lr",
     "seed",

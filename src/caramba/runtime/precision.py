@@ -27,8 +27,8 @@ class Precision:
         """Say what is kept in which precision."""
         return {
             "32-true": "all in float32",
-            "bf16-mixed": "autocast over float32 weights; a frozen teacher is held in bfloat16",
-            "16-mixed": "autocast over float32 weights, the loss scaled; a frozen teacher is held in float16",
+            "bf16-mixed": "autocast over float32 weights; a frozen teacher is stored in bfloat16",
+            "16-mixed": "autocast over float32 weights, the loss scaled; a frozen teacher is stored in float16",
             "bf16-true": "weights and gradients in bfloat16",
         }[self.mode]
 

@@ -40,7 +40,7 @@ class Ranks:
     store: Any
     orders: int = 0
     is_training: bool = False
-    """On rank 0: whether the others are within what was ordered last, so that it cannot go on by itself."""
+    """On rank 0: whether the other ranks run the last command, so that rank 0 cannot continue on its own."""
 
     def order(self, text: str | None) -> None:
         """Send the next order to all other ranks, as a JSON text; None ends them."""
@@ -51,7 +51,7 @@ class Ranks:
     def next_order(self) -> str | None:
         """Wait for rank 0's next order and return its JSON text, None at the end.
 
-        Whoever reaches the store's port can write an order: the caller validates the text against a schema.
+        Any process that reaches the store's port can write a command: the caller validates the text against a schema.
 
         Raises:
             CarambaError: the order is not UTF-8 text.
@@ -106,7 +106,7 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
         store, rank, world = next(rendezvous("env://", timeout=COLLECTIVE))
     else:
         store, rank = dist.HashStore(), 0  # pyright: ignore[reportPrivateImportUsage]
-    # A launcher's store outlives a group and, in torchrun's agent, a restart: it keeps what was said there.
+    # A launcher's store outlives a group and, in torchrun's agent, a restart: it keeps earlier messages.
     meeting = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
     group_store = PrefixStore(f"group/{meeting}", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=COLLECTIVE)

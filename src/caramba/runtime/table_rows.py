@@ -18,7 +18,7 @@ from caramba.errors import CarambaError
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class TableRows:
+class EmbeddingGradRows:
     """Keeps, while `is_kept`, the gradients of what a table gave, which its weight then gets no gradient for.
 
     Replaces the table's forward until `remove`. Every rank reads equally many tokens.
@@ -49,7 +49,7 @@ class TableRows:
 
     @torch.no_grad()
     def add_mean(self, narrow: torch.dtype | None = None) -> None:
-        """Add the mean over all ranks of what was kept to the weight's gradient, alike to the last bit on all ranks.
+        """Add the mean of the kept rows over all ranks to the weight's gradient, bit-equal on all ranks.
 
         Args:
             narrow: dtype that rows are sent in; None leaves theirs.

@@ -1,6 +1,6 @@
 """What was measured once on a kind of device and is read by every run on it: how attention runs.
 
-`tuned.json` beside this file is the table that is shipped; `caramba tune` writes another, which goes before it.
+`tuned.json` next to this file is the shipped table; `caramba tune` writes another, which has precedence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PADDED = ", padded"
 VARLEN = "varlen"
 FLEX = "flex"
 DOCUMENT_WAYS = (VARLEN, FLEX)
-"""Beside the backends, ways to keep documents apart without a mask. Flex is measured only: no run attends with it."""
+"""Methods besides the backends that mask documents without a dense mask. Flex is measured only; no run uses it."""
 REFUSED = 10.0  # what a backend that refuses a shape counts for, in times of the fastest
 
 
@@ -85,8 +85,8 @@ class AttentionChoice:
     measured_ms: dict[str, float] = field(default_factory=dict)
 
 
-def tuned_path() -> Path:
-    """Return where `caramba tune` writes, unless it is told otherwise."""
+def tuning_path() -> Path:
+    """Return the default output file of `caramba tune`."""
     return home() / "tuned.json"
 
 
@@ -143,7 +143,7 @@ def write_table(
 
 
 def attention_rows(entry: dict[str, Any]) -> list[Row]:
-    """Return what a device's entry of a table says about attention.
+    """Return the attention rows in a device's entry of a table.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError: it is none.
@@ -179,7 +179,7 @@ def choose_attention(device: torch.device, families: Iterable[Family] = ()) -> A
         ConfigError: the user's table cannot be read.
     """
     name = device_name(device)
-    for path in (tuned_path(), SHIPPED):
+    for path in (tuning_path(), SHIPPED):
         entry = read_tables(path).get(name) if path.is_file() else None
         rows = attention_rows(entry) if entry is not None else []
         if rows:
@@ -194,20 +194,20 @@ def choose_attention(device: torch.device, families: Iterable[Family] = ()) -> A
 
 
 def decode_choices(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return what the user's table says of the decode kernel on a device: the kernel's key of a shape -> the way.
+    """Return the decode kernel's configs for a device from the user's table, by the kernel's key of a shape.
 
     Raises:
         ConfigError: the user's table cannot be read.
     """
-    entry = read_tables(tuned_path()).get(device_name(device), {}) if tuned_path().is_file() else {}
+    entry = read_tables(tuning_path()).get(device_name(device), {}) if tuning_path().is_file() else {}
     return dict(entry.get("decode", {}))
 
 
 def rank(rows: Sequence[Row], source: str) -> AttentionChoice:
     """Order the backends by the geometric mean, over rows, of their time over the row's best.
 
-    Rows of two widths decide whether the narrower is padded: what the best backend of either way takes. Nothing is
-    tried after math, which takes every shape.
+    Rows of two widths decide whether the narrower is padded, by the best backend with and without padding. No backend
+    is tried after math, which supports every shape.
     """
     as_is, padded = (_means(rows, pads) for pads in (False, True))
     if any(row.family.d_qk != row.family.d_v for row in rows):

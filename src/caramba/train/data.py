@@ -121,7 +121,7 @@ def workers_needed(
 ) -> Decision:
     """Decide how many processes read data, so that a micro-step of `micro_step_s` seconds waits under 2% for its batch.
 
-    Without processes reading is part of the step; with w of them a batch is read in 1/w of its time, beside it.
+    Without processes reading is part of the step; with w of them a batch is read in 1/w of its time, concurrently.
     """
     loader = iter(
         train_loader(dataset, phase.model_copy(update={"num_workers": 0}), seed=0, start=0, pin=False)
@@ -153,8 +153,9 @@ def targets_per_window(dataset: TokenDataset | Subset[Batch]) -> np.ndarray:
 def mean_targets(
     targets: np.ndarray, *, seed: int, start: int, samples: int, batches: int
 ) -> Callable[[int], float] | None:
-    """Return what says how many targets a micro-batch of optimiser step s has in the mean, at least 1 in a whole step;
-    None where that is no question: a step has one batch, or all windows have as many targets.
+    """Return a function of the optimiser step: the mean targets per micro-batch, at least 1 in a whole step.
+
+    None where all micro-batches have equal weight: a step has one batch, or all windows have as many targets.
 
     Args:
         targets: targets that count in each window, int64 [n_windows].

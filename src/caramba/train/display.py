@@ -51,7 +51,7 @@ class Display:
             logger.training_step(self.phase, step, loss, {"steps": self.steps, **_shares(row)})
 
     def close(self) -> None:
-        """Stop drawing; what was drawn last stays."""
+        """Stop updating; the last output stays."""
         for drawn in (self._bar, self._live):
             if drawn is not None:
                 drawn.__exit__(None, None, None)

@@ -62,7 +62,7 @@ class CarambaModule(pl.LightningModule):
     Weights in bfloat16 are that from the first step to the last.
 
     Args:
-        targets_of: says how many targets a micro-batch of an optimiser step has in the mean over all of its
+        targets_of: returns the mean targets per micro-batch of an optimiser step, over all of its
             micro-batches and ranks, where these differ: each then weighs as its targets do, so that a step is that of
             one large batch. None where all have the same, or count alike.
     """
@@ -87,12 +87,12 @@ class CarambaModule(pl.LightningModule):
         self.log_every = log_every
         self.way, self.shard, self.targets_of = way, shard, targets_of
         self.micro_steps = 0
-        self.trained_steps = 0  # by this module; what memory held when it ran out
+        self.trained_steps = 0  # by this module, for the report of an out-of-memory error
         self.is_stepping = False
         self.averaging: GradientAverage | None = None  # of several ranks that hold the same weights
         self.average: WeightAverage | None = None
         self.adagc: AdaGC | None = None
-        self._sums: dict[str, Tensor] = {}  # of the micro-batches of a step that is under way
+        self._sums: dict[str, Tensor] = {}  # of the micro-batches of the current step
         self.train_loss = RunningLoss()
         self.val_loss = MeanMetric(
             nan_strategy=math.nan
@@ -326,7 +326,7 @@ class CarambaModule(pl.LightningModule):
             self.objective.finish()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Random state is taken at the end of a batch and put back before the next, so that dropout goes on as it was.
+        # Random state is taken at the end of a batch and put back before the next, so that dropout continues unchanged.
         checkpoint["rng"] = random_states(self.trainer.strategy.root_device)
         checkpoint["running_loss"] = self.train_loss.state_dict()
         checkpoint["nonfinite"] = self.watch.state_dict()

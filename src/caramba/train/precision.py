@@ -45,7 +45,7 @@ def precision_arguments(plan: RuntimePlan) -> tuple[Any, list[Any]]:
 
 @contextmanager
 def matmul_precision(plan: RuntimePlan) -> Iterator[None]:
-    """Compute float32 matrix products in TF32 while a phase trains, where its plan says so."""
+    """Compute float32 matrix products in TF32 while a phase trains, if its plan has TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if plan.value("tf32") else before)
     try:

@@ -17,7 +17,13 @@ from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import CheckpointError
 from caramba.model import spec_of
 from caramba.optim import MasterWeights
-from caramba.runtime import get_local_world_size, get_rank, get_world_size, is_joined, send_from_main
+from caramba.runtime import (
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+    is_process_group_up,
+    send_from_main,
+)
 
 SINGLE, AVERAGED, SHARDED, STAGED = "single", "averaged", "sharded", "staged"
 """How gradients of a phase come together: on one rank; as means over ranks that hold the same weights; by FSDP2, each
@@ -29,7 +35,7 @@ def strategy_for(parallel: ParallelConfig, phase: PhaseConfig) -> str:
 
     Blocks hold so little that they are not sharded.
     """
-    if parallel.strategy == "single" or not is_joined():
+    if parallel.strategy == "single" or not is_process_group_up():
         return SINGLE
     if parallel.is_sharded and phase.phase not in BLOCK_PHASES:
         return SHARDED
@@ -80,7 +86,7 @@ class JoinedRanks(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return is_joined()
+        return is_process_group_up()
 
     def world_size(self) -> int:
         return get_world_size()

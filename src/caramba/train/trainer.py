@@ -108,7 +108,7 @@ def fit(
     way = strategy_for(parallel, phase)
     share = data_share(parallel.ranks_per_batch)
     state = state_path(run_dir, plan.phase)
-    position = saved_step(state)
+    position = read_saved_step(state)
     earlier_s = start_phase(run_dir, plan.phase, position) if is_main_process() else 0.0
     assert isinstance(phase.batch_size, int)
     per_step = phase.batch_size * phase.gradient_accumulation_steps * share[1]
@@ -155,7 +155,7 @@ def fit(
                 phase.steps,
                 lambda: _peak_of_all(device, plan, manifest.settings.peak_tflops),
             ),
-            # After the rows of a step are recorded: a run that goes on from the state lacks none.
+            # After the rows of a step are recorded: a run that resumes from the state lacks none.
             *callbacks,
             Checkpointing(state, phase.save_every, save_final, phase.eval_every),
             RuntimePlanning(plan, run_dir, tokens_per_step),
@@ -228,7 +228,7 @@ def _compilation(objective: Objective, mode: bool | str) -> list[Callback]:
     if mode is False:
         return []
     modules = objective.compilable()
-    # Which blocks train at a step a blockwise objective's schedule says.
+    # A blockwise objective's schedule decides which blocks train at a step.
     checks = [] if isinstance(objective, BlockwiseObjective) else [CompiledGradients(modules)]
     return [Compilation(modules, "default" if mode is True else str(mode)), *checks]
 
@@ -253,11 +253,11 @@ def state_path(run_dir: Path, phase: str) -> Path:
 
 
 def has_saved_state(state: Path) -> bool:
-    """Whether a phase can go on from its state: a folder may hold nothing that was written whole."""
+    """True if a phase can resume from its state: a folder may contain no complete checkpoint."""
     return state.is_file() or latest_sharded_state(state) is not None
 
 
-def saved_step(state: Path) -> int:
+def read_saved_step(state: Path) -> int:
     """Return the optimiser step of a saved training state, a file or a folder, 0 without one."""
     if not has_saved_state(state):
         return 0

@@ -27,7 +27,7 @@ from caramba.runtime.tuned import (
     device_name,
     rank,
     read_tables,
-    tuned_path,
+    tuning_path,
     write_table,
 )
 from caramba.tune.attention import FAMILIES, measure_family
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             "tune: device 'mps' has one attention backend, nothing to choose; use --device cpu or cuda"
         )
-    out = tuned_path() if given.out is None else Path(given.out).expanduser()
+    out = tuning_path() if given.out is None else Path(given.out).expanduser()
     if out.is_dir():
         raise ConfigError(f"tune: --out {out} is a folder, expected a file; use --out {out / 'tuned.json'}")
     if given.show:
@@ -76,10 +76,10 @@ def main(argv: list[str]) -> int:
             f"these rows are {name} only, in float32 on small shapes; {', '.join(CUDA_ONLY)} and the decode kernel are "
             "measured where there is CUDA, whose runs read rows of their own or those shipped"
         )
-    if out == tuned_path():
+    if out == tuning_path():
         logger.success(f"{out}; every run from this folder on {name} reads it")
     else:
-        logger.success(f"{out}; runs read {tuned_path()}: copy it there, or set CARAMBA_HOME to its folder")
+        logger.success(f"{out}; runs read {tuning_path()}: copy it there, or set CARAMBA_HOME to its folder")
     return 0
 
 
@@ -136,7 +136,7 @@ def _show(device: torch.device, path: Path | None) -> None:
     name = device_name(device)
     if path is not None and not path.is_file():
         raise ConfigError(f"tune: --out {path}: no such file to show")
-    for place in (path,) if path is not None else (tuned_path(), SHIPPED):
+    for place in (path,) if path is not None else (tuning_path(), SHIPPED):
         devices = read_tables(place) if place.is_file() else {}
         if name in devices:
             logger.path(place, "table")

@@ -9,7 +9,7 @@ import pytest
 
 from caramba.config.train import PhaseConfig
 from caramba.errors import OutOfMemory
-from caramba.planning import Budget, Candidate, Ground, Trial, decide
+from caramba.planning import Budget, Candidate, PlanningContext, Trial, decide
 
 KEPT = {"none": 10, "selective": 5, "full": 1}
 SPEED = {False: 1.0, "default": 0.6, "reduce-overhead": 0.5, "max-autotune": 0.45}
@@ -33,9 +33,9 @@ def measure(candidate: Candidate) -> Trial:
     return Trial(candidate, seconds, peak, 5.01 if candidate.dtype == "bfloat16" else 5.0)
 
 
-def decided(ground: Ground | None = None, **settings: Any) -> dict[str, Any]:
+def decided(ground: PlanningContext | None = None, **settings: Any) -> dict[str, Any]:
     phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1000, "batch_size": 4, **settings})
-    found = decide(phase, ground or Ground(200, 10**6, "float32"), measure, Budget(10**6))
+    found = decide(phase, ground or PlanningContext(200, 10**6, "float32"), measure, Budget(10**6))
     return {key: item.value for key, item in found.items()}
 
 
@@ -55,7 +55,7 @@ def test_a_threshold_decides_whether_to_checkpoint_at_all() -> None:
 
 
 def test_compilation_is_held_against_what_the_run_saves() -> None:
-    ground = Ground(200, 1, "float32", compile_modes=("default", "reduce-overhead", "max-autotune"))
+    ground = PlanningContext(200, 1, "float32", compile_modes=("default", "reduce-overhead", "max-autotune"))
     for steps, mode in ((50, False), (150, "default"), (1000, "reduce-overhead"), (100_000, "max-autotune")):
         assert decided(ground, compile_model="auto", steps=steps)["compile_model"] == mode
 
@@ -64,14 +64,14 @@ def test_a_mode_that_compiles_longer_than_is_left_is_skipped_by_name() -> None:
     phase = PhaseConfig.model_validate(
         {"phase": "pretrain", "steps": 1000, "batch_size": 4, "compile_model": "auto"}
     )
-    ground = Ground(200, 1, "float32", compile_modes=("default", "reduce-overhead", "max-autotune"))
+    ground = PlanningContext(200, 1, "float32", compile_modes=("default", "reduce-overhead", "max-autotune"))
     found = decide(phase, ground, measure, Budget(33, clock=lambda: 0.0))
     assert found["compile_model"].value == "reduce-overhead"
     assert "compiled (max-autotune): about 34 s, 33 s of 33 s left for it" in found["planning"].reason
 
 
 def test_bfloat16_has_to_be_faster_and_near() -> None:
-    ground = Ground(200, 1, "bfloat16", compares_dtypes=True)
+    ground = PlanningContext(200, 1, "bfloat16", compares_dtypes=True)
     phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": 4})
     found = decide(phase, ground, measure, Budget())
     assert found["precision"].value == "bf16-mixed"
@@ -102,7 +102,7 @@ def test_precision_is_held_at_the_batch_that_both_can_take(
     phase = PhaseConfig.model_validate(
         {"phase": "pretrain", "steps": 9, "batch_size": "auto", "memory_utilization": utilization}
     )
-    found = decide(phase, Ground(200, 10**6, "bfloat16", compares_dtypes=True), both, Budget(10**6))
+    found = decide(phase, PlanningContext(200, 10**6, "bfloat16", compares_dtypes=True), both, Budget(10**6))
     assert found["dtype"].measured is not None
     assert found["dtype"].measured["batch_size"] == held_at
     assert max(trial.batch_size for trial in trials) > held_at
@@ -122,7 +122,7 @@ def test_float32_that_fits_what_is_free_and_not_the_share_of_it_leaves_bfloat16(
         peak = made.peak_bytes + (0 if is_narrow else 70)
         return replace(made, candidate=candidate, seconds=seconds, peak_bytes=peak)
 
-    ground = Ground(200, 10**6, "bfloat16", compares_dtypes=True)
+    ground = PlanningContext(200, 10**6, "bfloat16", compares_dtypes=True)
     words = {"phase": "pretrain", "steps": 9, "memory_utilization": 0.85}
     open_size = PhaseConfig.model_validate({**words, "batch_size": "auto"})
     found = decide(open_size, ground, narrow_is_slow, Budget(10**6))
@@ -134,9 +134,9 @@ def test_float32_that_fits_what_is_free_and_not_the_share_of_it_leaves_bfloat16(
 
 
 def test_several_ranks_say_what_their_peaks_are_made_of() -> None:
-    ground = Ground(150, 9, "float32", ranks=2, rank_bytes=-60 * 10**9)
+    ground = PlanningContext(150, 9, "float32", ranks=2, rank_bytes=-60 * 10**9)
     phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": "auto"})
-    found = decide(phase, Ground(200, 9, "float32", ranks=2, rank_bytes=10**9), measure, Budget())
+    found = decide(phase, PlanningContext(200, 9, "float32", ranks=2, rank_bytes=10**9), measure, Budget())
     assert "free, a peak being one process's plus 1.00 GB that 2 ranks add" in found["batch_size"].reason
     with pytest.raises(OutOfMemory, match=r"which 2 ranks would share: .* give batch_size by hand"):
         decide(phase, replace(ground, room_bytes=100), measure, Budget())
@@ -149,4 +149,4 @@ def test_what_fits_in_no_way_is_refused_with_the_ways_out() -> None:
     ):
         decided(batch_size=99, activation_checkpoint_threshold=0.5, activation_checkpointing="selective")
     with pytest.raises(OutOfMemory, match=r"one sequence takes 0\.00 GB, over memory_utilization"):
-        decided(Ground(105, 9, "float32"), batch_size="auto")
+        decided(PlanningContext(105, 9, "float32"), batch_size="auto")

@@ -18,7 +18,7 @@ from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.experiment.ledger import Ledger, StageRecord
 from caramba.result import PhaseResult
 from caramba.runs import checksums
-from caramba.runs.stages import finished_stages
+from caramba.runs.stages import read_finished_stages
 
 WEIGHTS = {"w": torch.arange(12.0).reshape(3, 4)}
 
@@ -46,7 +46,7 @@ def tokens(tmp_path, monkeypatch):
 def read_run(run):
     load_tensors(run / "checkpoints" / "global.safetensors")
     load_training_state(run / "checkpoints" / "global.state.pt")
-    finished_stages(run)
+    read_finished_stages(run)
     Ledger(run)
 
 

@@ -18,6 +18,8 @@ from caramba.errors import CarambaError, ConfigError
 from caramba.runs import (
     canonical_json,
     differences,
+    find_unfinished_run,
+    find_unmeasured_run,
     list_runs,
     lock,
     manifest_sha256,
@@ -25,8 +27,6 @@ from caramba.runs import (
     minting,
     read_manifest,
     resolve_run,
-    unfinished_run,
-    unmeasured_run,
 )
 from caramba.runs.exit_codes import run_command
 from caramba.runs.files import home, remove_parts, write_json
@@ -316,31 +316,31 @@ def test_the_newest_result_of_a_manifest_says_whether_benchmarks_are_left(manife
         write_json(run / "result.json", {"status": status, "benchmarks": benchmarks, "verdicts": []})
         return run
 
-    assert unmeasured_run(manifest, tmp_path) is None
+    assert find_unmeasured_run(manifest, tmp_path) is None
     run = ended("failed", "ladder", "ppl", "ladder.bf16", "ppl")
-    assert unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl"))
-    assert unfinished_run(manifest, tmp_path) is None
-    assert unmeasured_run(manifest.model_copy(update={"seed": 9}), tmp_path) is None
+    assert find_unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl"))
+    assert find_unfinished_run(manifest, tmp_path) is None
+    assert find_unmeasured_run(manifest.model_copy(update={"seed": 9}), tmp_path) is None
     with lock(run):
-        assert unmeasured_run(manifest, tmp_path) is None
+        assert find_unmeasured_run(manifest, tmp_path) is None
     mint(manifest, [], tmp_path)
-    assert unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl")), (
+    assert find_unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl")), (
         "a run without a result is no run yet"
     )
     stage = run / "stages" / "00-fit.json"
     stage.parent.mkdir()
     write_json(stage, {"phase": {"checkpoint": "checkpoints/fit.safetensors"}})
-    assert unmeasured_run(manifest, tmp_path) is None, "its weights are gone: a resume would be refused"
+    assert find_unmeasured_run(manifest, tmp_path) is None, "its weights are gone: a resume would be refused"
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "fit.safetensors").touch()
-    assert unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl"))
+    assert find_unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl"))
     anew = manifest.model_copy(update={"resume": "never"})
     write_json(
         mint(anew, [], tmp_path) / "result.json", {"status": "finished", "benchmarks": [], "verdicts": []}
     )
-    assert unmeasured_run(manifest, tmp_path) is None, "resume=never is the same experiment, whole since"
+    assert find_unmeasured_run(manifest, tmp_path) is None, "resume=never is the same experiment, whole since"
     ended("failed", "ladder")
-    assert unmeasured_run(manifest, tmp_path) is None
+    assert find_unmeasured_run(manifest, tmp_path) is None
 
 
 def test_a_folder_of_caches_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ from caramba.runs import signals
 from caramba.runs.exit_codes import PREEMPTED, TERMINATED, run_command, status_of
 from caramba.runs.jobs import current_job, queue, record_job, refuse_queued
 from caramba.runs.ranks import adopt_slurm_ranks, is_rank
-from caramba.runs.signals import STOPPING, requested, stop_on_signals, until_recorded, until_step_ends
+from caramba.runs.signals import STOPPING, stop_on_signals, stop_signal, until_recorded, until_step_ends
 from caramba.runs.state import clock_skew
 
 
@@ -64,7 +64,7 @@ def test_a_signal_stops_at_once_or_when_a_step_has_ended(number):
         with stop_on_signals():
             with until_step_ends():
                 tell(number)
-                assert requested() == number
+                assert stop_signal() == number
                 tell(signal.SIGTERM)  # the first one counts
                 done.append("step")
             done.append("went on")
@@ -134,7 +134,7 @@ def test_stop_on_signals_ignored_signal_stays_ignored():
         try:
             with stop_on_signals(), until_step_ends():
                 tell(number)
-                assert requested() == 0
+                assert stop_signal() == 0
             assert signal.getsignal(number) is signal.SIG_IGN
         finally:
             signal.signal(number, before)
@@ -143,10 +143,10 @@ def test_stop_on_signals_ignored_signal_stays_ignored():
 IN_A_TERMINAL = """
 import os, sys, time
 from caramba.console import logger
-from caramba.runs.signals import requested, stop_on_signals, until_step_ends
+from caramba.runs.signals import stop_signal, stop_on_signals, until_step_ends
 with stop_on_signals(), until_step_ends():
     logger.info("ready")
-    while not requested():
+    while not stop_signal():
         time.sleep(0.01)
     for _ in range(20):
         logger.info("a line of the step")
@@ -320,7 +320,7 @@ def test_a_rank_that_waits_for_another_leaves_it_to_that():
         tell(signal.SIGUSR2)
         with until_step_ends():
             tell(signal.SIGUSR1)
-            assert requested() == signal.SIGUSR1
+            assert stop_signal() == signal.SIGUSR1
 
 
 def test_a_stop_is_no_failure(capsys):
@@ -385,7 +385,7 @@ def test_ranks_end_with_their_agent_however_it_ends():
             assert said == last_words, "the pipe ends with the last who holds it, which is the rank"
             assert time.monotonic() - began < 30
     late = subprocess.run([*command, "another"], capture_output=True, text=True, timeout=60)
-    assert "the agent that started it, process 1, has ended; go on with caramba resume" in late.stderr
+    assert "the agent that started it, process 1, has ended; resume with caramba resume" in late.stderr
     assert late.stdout == ""
 
 

@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from caramba.errors import CarambaError
-from caramba.runtime import GradientAverage, TableRows, takes_rows
-from caramba.runtime.gradient_average import grouped
+from caramba.runtime import EmbeddingGradRows, GradientAverage, takes_rows
+from caramba.runtime.gradient_average import bucket_parameters
 from tests.ranks import leave_together, meet
 
 RANKS = 3
@@ -152,7 +152,7 @@ class Words(nn.Module):
 
 def check_rows(*, is_tied: bool, tokens: int, is_kept: bool, micro_steps: int = 1) -> None:
     model, alone = Words(is_tied=is_tied), Words(is_tied=is_tied)
-    rows = TableRows(model.table, is_tied=is_tied)
+    rows = EmbeddingGradRows(model.table, is_tied=is_tied)
     averaging = GradientAverage(list(model.named_parameters()), group_bytes=SMALL, rows=rows)
     for step in range(micro_steps):
         alone.loss(step, tokens).backward()
@@ -221,5 +221,5 @@ def test_groups_are_of_one_dtype_and_the_last_weight_comes_first() -> None:
     sizes = (100, 10, 20, 5)
     weights = [nn.Parameter(torch.zeros(size)) for size in sizes]
     weights.append(nn.Parameter(torch.zeros(5, dtype=torch.bfloat16)))
-    found = [[one.numel() for one in group] for group in grouped(weights, 4 * 30)]
+    found = [[one.numel() for one in group] for group in bucket_parameters(weights, 4 * 30)]
     assert found == [[5], [5, 20], [10], [100]]

@@ -13,7 +13,7 @@ from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 from caramba.launch.groups import conf_root
-from caramba.runtime import RuntimePlan, apply_threads, check_gpu, plan, save_plan, sound_plans
+from caramba.runtime import RuntimePlan, apply_threads, check_gpu, plan, read_valid_plans, save_plan
 
 
 def planned(d_model: int = 128, **settings: object) -> RuntimePlan:
@@ -131,9 +131,9 @@ def test_a_damaged_plan_of_a_run_is_set_aside_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, made = tmp_path / "plan.json", planned()
-    assert sound_plans(path) == {}
+    assert read_valid_plans(path) == {}
     save_plan(path, made)
-    assert sound_plans(path) == {"x": made}
+    assert read_valid_plans(path) == {"x": made}
     whole = json.loads(path.read_text())
     damages = {"": b'{"x": {"sign', ".2": b"\xff\xfe", ".3": b"[]"}
     reasons = {

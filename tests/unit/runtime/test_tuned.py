@@ -22,7 +22,7 @@ from caramba.runtime.tuned import (
     attention_rows,
     rank,
     read_tables,
-    tuned_path,
+    tuning_path,
     write_table,
 )
 
@@ -76,7 +76,7 @@ def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
     narrow = Row(Family(64, 64, True), {"flash": 2.0, "math": 1.0})
     wide = Row(Family(128, 128), {"flash": 1.0, "math": 2.0})
     machine = {"torch": torch.__version__}
-    write_table(tuned_path(), "cpu", machine, [narrow, wide])
+    write_table(tuning_path(), "cpu", machine, [narrow, wide])
     cpu = torch.device("cpu")
     assert choose_attention(cpu, [Family(48, 64, True)]).order == ("math",)
     assert choose_attention(cpu, [Family(96, 128)]).order[0] != "math"  # type: ignore[index]
@@ -90,14 +90,14 @@ def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
         "128x128.math_ms": 2.0,
     }
     again = Row(Family(64, 64, True), {"flash": 1.0, "math": 1.5})
-    write_table(tuned_path(), "cpu", machine, [again])
-    assert attention_rows(read_tables(tuned_path())["cpu"]) == [again, wide]
-    write_table(tuned_path(), "cpu", {"torch": "another"}, [again])
-    assert attention_rows(read_tables(tuned_path())["cpu"]) == [again]
+    write_table(tuning_path(), "cpu", machine, [again])
+    assert attention_rows(read_tables(tuning_path())["cpu"]) == [again, wide]
+    write_table(tuning_path(), "cpu", {"torch": "another"}, [again])
+    assert attention_rows(read_tables(tuning_path())["cpu"]) == [again]
     decided = plan(phase, device="cpu", kernels="auto", ops={}, name="x").decisions["attention"]
     assert decided.value.endswith("math")
     assert decided.measured is None  # of no model
-    assert decided.reason == f"measured on cpu ({tuned_path()})"
+    assert decided.reason == f"measured on cpu ({tuning_path()})"
 
 
 def test_families_are_those_that_training_runs() -> None:
@@ -139,13 +139,13 @@ def changed(**values: Any) -> str:
     ],
 )
 def test_a_broken_table_is_refused_with_its_path(content: str, text: str) -> None:
-    tuned_path().write_text(content)
+    tuning_path().write_text(content)
     with pytest.raises(ConfigError, match=rf"tuned.json: not a table of caramba tune .*{text}.*delete it"):
         choose_attention(torch.device("cpu"))
 
 
 def test_a_table_that_says_nothing_of_attention_leaves_it_to_the_next_one(folder: Path) -> None:
-    tuned_path().write_text(json.dumps({"format": 1, "devices": {"cpu": {"attention": []}}}))
+    tuning_path().write_text(json.dumps({"format": 1, "devices": {"cpu": {"attention": []}}}))
     found = choose_attention(torch.device("cpu"), [Family(8, 8)])
     assert (found.order, found.source) == (
         None,

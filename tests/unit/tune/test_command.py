@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from caramba.cli import main
 from caramba.layer import attention_backends
 from caramba.runtime import choose_attention
-from caramba.runtime.tuned import PADDED, Family, attention_rows, read_tables, tuned_path, write_table
+from caramba.runtime.tuned import PADDED, Family, attention_rows, read_tables, tuning_path, write_table
 from caramba.tune import FAMILIES, Candidate, candidates, measure_family
 from caramba.tune.attention import Size
 from caramba.tune.timing import LEAST_ROUNDS, Timed, time_interleaved
@@ -35,7 +35,7 @@ def test_the_budget_stops_it_and_the_table_is_read_by_runs(capsys: pytest.Captur
     assert (
         "these rows are cpu only, in float32 on small shapes; varlen, flex, cudnn, efficient and" in said.out
     )
-    (row,) = read_tables(tuned_path())["cpu"]["attention"]
+    (row,) = read_tables(tuning_path())["cpu"]["attention"]
     assert set(row["ms"]) == {"flash", "math"}
     assert all(ms > 0 for ms in row["ms"].values())
     fastest = min(row["ms"], key=row["ms"].__getitem__)
@@ -47,7 +47,7 @@ def test_the_budget_stops_it_and_the_table_is_read_by_runs(capsys: pytest.Captur
     assert torch.backends.cuda.flash_sdp_enabled()
     assert main(["tune", "--device", "cpu", "--show"]) == 0
     shown = capsys.readouterr().out
-    assert str(tuned_path()) in shown
+    assert str(tuning_path()) in shown
     assert "64/64 train grouped" in shown
     assert f"cpu: {', '.join(choice.order)}; measured on cpu" in shown
     assert "decode attention: not measured" in shown
@@ -89,8 +89,8 @@ def test_documents_are_timed_without_a_mask_on_cuda_alone(
     row, refused = measure_family(family, cpu, 0.0, Size(1, 4, 8, torch.float32))
     assert row.ms["varlen"] is None
     assert refused["varlen"] == "variable-length attention is for CUDA, not for cpu"
-    write_table(tuned_path(), "cpu", {"torch": "any"}, [row])
-    assert attention_rows(read_tables(tuned_path())["cpu"]) == [row]
+    write_table(tuning_path(), "cpu", {"torch": "any"}, [row])
+    assert attention_rows(read_tables(tuning_path())["cpu"]) == [row]
     assert main(["tune", "--device", "cpu", "--show"]) == 0
     shown = capsys.readouterr().out
     assert f"varlen refuses 1 of 1 families: {refused['varlen']}" in shown
@@ -107,7 +107,7 @@ def test_out_keeps_other_devices(folder: Path, capsys: pytest.CaptureFixture[str
     assert devices["cpu"]["notes"] == [1]
     assert len(devices["cpu"]["attention"]) == 1
     assert "copy it there, or set CARAMBA_HOME" in capsys.readouterr().out
-    assert not tuned_path().exists()
+    assert not tuning_path().exists()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_bad_arguments(
     (folder / "broken.json").write_text(broken)
     assert main(["tune", "--device", "cpu", *words]) == 2
     assert text in capsys.readouterr().err
-    assert not tuned_path().exists()
+    assert not tuning_path().exists()
     assert (folder / "broken.json").read_text() == broken
 
 
@@ -159,4 +159,4 @@ def test_on_the_gpu() -> None:
     assert main(["tune", "--device", "cuda", "--seconds", "20"]) == 0
     with attention_backends(torch.device("cuda")) as choice:
         assert choice.order is not None
-        assert str(tuned_path()) in choice.source
+        assert str(tuning_path()) in choice.source

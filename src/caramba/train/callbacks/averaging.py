@@ -10,7 +10,7 @@ import torch
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.model.head import TiedHead
-from caramba.runtime import GradientAverage, TableRows, takes_rows
+from caramba.runtime import EmbeddingGradRows, GradientAverage, takes_rows
 from caramba.runtime.gradient_average import Missing
 from caramba.train.callbacks.restore_on_exit import RestoreOnExit
 
@@ -23,7 +23,7 @@ class GradientAveraging(RestoreOnExit):
         self._made: GradientAverage | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        # A block that is applied several times has as many backwards; which blocks train a schedule says.
+        # A block that is applied several times has as many backwards; a schedule decides which blocks train.
         has_blocks = self.phase.phase in BLOCK_PHASES
         missing: Missing = "zeros" if self.parallel.find_unused_parameters else "refuse"
         is_narrow = self.parallel.reduce_dtype == "bfloat16" and not (
@@ -34,7 +34,7 @@ class GradientAveraging(RestoreOnExit):
         is_whole = any(parameter is table.weight for _, parameter in trained)
         rows = None
         if is_whole and not has_blocks and missing == "refuse" and takes_rows(table):
-            rows = TableRows(table, is_tied=isinstance(pl_module.model.head, TiedHead))
+            rows = EmbeddingGradRows(table, is_tied=isinstance(pl_module.model.head, TiedHead))
         self._made = pl_module.averaging = GradientAverage(
             trained,
             group_bytes=self.parallel.bytes_at_once(sum(one.nbytes for _, one in trained)),

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from caramba.errors import Preempted
-from caramba.runs.signals import requested
+from caramba.runs.signals import stop_signal
 from caramba.runtime import Agreement
 
 
@@ -18,7 +18,7 @@ class Checkpointing(pl.Callback):
     """Saves resumable state every `save_every` optimiser steps, and the final weights when training ends.
 
     At a step that is validated, every `eval_every`, the state is saved after that: a resumed run does not validate the
-    step that it goes on from again, and would otherwise lack the row.
+    step that it resumes from again, and would otherwise lack the row.
     No state is saved at the last step: Lightning has no step left to resume there, and would never come to the
     final weights. A run stopped after it repeats the steps since the state before. The final weights are saved
     before any other work of the phase's end, so that a failure there loses nothing.
@@ -55,7 +55,7 @@ class Checkpointing(pl.Callback):
     def _save(self, trainer: pl.Trainer, pl_module: Any) -> None:
         is_due = self.save_every and trainer.global_step % self.save_every == 0
         is_last = trainer.global_step >= trainer.max_steps or pl_module.has_converged
-        stop = self._agreement.largest(requested()) if self._agreement is not None else 0
+        stop = self._agreement.largest(stop_signal()) if self._agreement is not None else 0
         if (is_due or stop) and not is_last:
             pl_module.refuse_divergence()
             pl_module.prepare_save()

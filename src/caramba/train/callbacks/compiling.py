@@ -16,7 +16,7 @@ from caramba.train.callbacks.restore_on_exit import RestoreOnExit
 # forward runs uncompiled.
 RECOMPILE_LIMIT = 64
 # Before torch 2.12 a graph is taken again although a parameter has been frozen or freed since (pytorch#139476): a phase
-# would go on training what the one before it trained, and nothing else.
+# would still train the parameters of the phase before it, and no others.
 SEES_FROZEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 

@@ -17,12 +17,12 @@ from caramba.train.callbacks.restore_on_exit import RestoreOnExit
 
 
 class Float8Products(RestoreOnExit):
-    """Replaces linear layers by ones whose products of forward and backward are in float8, before anything is
-    compiled, and puts the plain ones back at the end. Parameters stay the same objects under the same names.
+    """Runs forward and backward products of linear layers in float8 while a phase trains.
 
-    Layers of one input, which a compiled step makes one product of, are as wide as that product. What is narrower than
-    `least_width` on a side, or no multiple of 16, stays as it is: what casting and scaling cost, a small product does
-    not save. The head and embeddings are no such layers.
+    It replaces the layers before compilation and restores them at the end. Parameters stay the same objects under the
+    same names. Layers of one input, which a compiled step fuses into one product, have the width of that product.
+    Layers narrower than `least_width` on a side, or no multiple of 16, stay: a small product saves less than casting
+    and scaling cost. The head and embeddings also stay.
 
     Reference: Micikevicius et al., 2022, arXiv:2209.05433 (the formats).
     """
@@ -61,7 +61,7 @@ class Float8Products(RestoreOnExit):
 def float8_layers(
     model: nn.Module, least_width: int, *, is_compiled: bool
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the linear layers of a model that are wide enough for float8, by name, and why the others are not."""
+    """Return a model's linear layers that are wide enough for float8 by name, and reasons for the others."""
     fused = _fused_widths(model) if is_compiled else {}
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Whether compiled code trains what it should: a compiler that loses a gradient says nothing."""
+"""Check that compiled code gives every trained parameter a gradient: a compiler may lose one silently."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CompiledGradients(pl.Callback):
         self.counted += 1
         self._waiting = [one for one in self._waiting if not is_reached(one)]
         if self.counted == STEPS:
-            missed = {id(parameter) for module in self._waiting for parameter in trained(module)}
+            missed = {id(parameter) for module in self._waiting for parameter in trainable_parameters(module)}
             names = [name for name, value in pl_module.model.named_parameters() if id(value) in missed]
             if names:
                 some = ", ".join(names[:3]) + (" among them" if len(names) > 3 else "")
@@ -51,14 +51,14 @@ class CompiledGradients(pl.Callback):
                 )
 
 
-def trained(module: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return a module's parameters that take gradients and of which something is on this rank."""
     return [one for one in module.parameters() if one.requires_grad and local(one).numel()]
 
 
 def is_reached(module: nn.Module) -> bool:
     """Whether a module has a gradient other than zeros, or nothing that takes one."""
-    parameters = trained(module)
+    parameters = trainable_parameters(module)
     grads = [local(one.grad) for one in parameters if one.grad is not None]
     if not grads:
         return not parameters

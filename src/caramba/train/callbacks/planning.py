@@ -1,4 +1,4 @@
-"""The runtime plan as seen by Lightning: when it is recorded, and when reality is held against it."""
+"""The runtime plan in Lightning: records it, and compares measurements with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from caramba.runtime import MemoryMeter, RuntimePlan, get_world_size, save_plan
 
 WARM_UP_STEPS = 3
 MEASURED_STEPS = 20
-DEPARTURE = 0.1  # of what was planned, beyond which it is said
+DEPARTURE = 0.1  # of the planned figure, above which a warning is logged
 AGAIN = "; plan=refresh measures again"
 
 
@@ -63,7 +63,7 @@ class RuntimePlanning(pl.Callback):
             alone = f" in one process, without what {ranks} ranks exchange" if ranks > 1 else AGAIN
             self._compare("a step takes", seconds_now, self.foretold.value, "s", alone)
             planned_peak = (self.foretold.measured or {}).get("peak_bytes", 0.0)
-            # Ranks share at least what was taken off the peak of one process, and on the way mostly more.
+            # Ranks share at least what was subtracted from the peak of one process, and mostly more in between.
             is_known = ranks == 1 or figures["peak_bytes"] > planned_peak
             if self.meter.device.type == "cuda" and planned_peak and is_known:
                 self._compare("it peaks at", figures["peak_bytes"] / 1e9, planned_peak / 1e9, "GB", AGAIN)

@@ -12,7 +12,7 @@ from caramba.monitor import PhaseProfile
 
 
 class Profiling(pl.Callback):
-    """Profiles a few steady steps of the phase and says where the files are."""
+    """Profiles a few steady steps of the phase and logs the path of the files."""
 
     def __init__(self, folder: Path, phase: str) -> None:
         self.folder, self.phase = folder, phase

@@ -20,9 +20,9 @@ __all__ = ["EventLogger", "Hdf5Logger", "build_loggers"]
 def build_loggers(
     config: LoggerConfig, settings: SettingsConfig, run_dir: Path, phase: str, step: int = 0
 ) -> list[Logger]:
-    """Build the loggers of one phase that goes on after `step`: events and CSV always, the others as configured.
+    """Build the loggers of a phase that resumes after `step`: events and CSV always, the others as configured.
 
-    An interrupted process may have recorded steps after the state that the phase goes on from. Those rows are dropped
+    An interrupted process may have recorded steps after the state that the phase resumes from. Those rows are dropped
     from events.jsonl, and TensorBoard and W&B begin again with the rows that stay, so that each stream has every step
     once. metrics.h5 is made from events.jsonl with the next row.
     """

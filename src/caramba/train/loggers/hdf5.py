@@ -1,4 +1,4 @@
-"""metrics.h5: the metrics of a run as arrays, readable while the run goes on."""
+"""metrics.h5: the metrics of a run as arrays, readable during the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Hdf5Logger(RunLogger):
     Metrics PREFIX/LAYER of one row together are /PHASE/PREFIX, a dataset of (step, values float64 [L]) whose attribute
     `layers` names the columns; a layer that a row lacks is NaN. The file is in SWMR mode: a reader that opens it with
     `swmr=True` sees the rows as they come. A metric or layer that is new to the file, the beginning of a phase and a
-    resumed run make the file anew, whole, from events.jsonl, so a reader opens it again to see what is new.
+    resumed run write the whole file again from events.jsonl, so a reader opens it again to see what is new.
     """
 
     def __init__(self, run_dir: Path, phase: str) -> None:

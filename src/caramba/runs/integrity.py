@@ -1,4 +1,4 @@
-"""Whether manifest.json still is what its run began with: what is on record came of that one."""
+"""Integrity of manifest.json: it must not change after its run began."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 from caramba.errors import ConfigError
 from caramba.runs.files import sha256_of
 from caramba.runs.manifest import MANIFEST
-from caramba.runs.sources import has_begun, note, noted
+from caramba.runs.sources import has_begun, note, read_notes
 
 HELD = "manifest"
 # How a run is started and resumed, and what a person remarks, changes nothing of what it computes.
 _HOW = {"launcher", "cluster", "resume", "notes"}
-# Where things lie: they may move, and their content is held by itself.
+# Paths: they may change, and their content is checked separately.
 _PLACES = {
     "model": ("path", "checkpoint"),
     "model.teacher": ("checkpoint",),
     "groups[].data": ("path", "val_path", "tokenizer_path"),
     "plugins[]": ("folder",),
 }
-# How far down keys are told apart: to those of a phase, else to a section.
+# The depth at which changed keys are reported: those of a phase, else a section.
 _DEEP, _DEEP_IN_GROUPS = 3, 6
 _MINTED = re.compile(r"\d{8}-\d{6}-([0-9a-f]{8})(-\d+)?")
 
 
-def hold_manifest(run_dir: Path) -> None:
-    """Note the keys of manifest.json by content, or hold them against the note once the run has begun.
+def check_manifest_unchanged(run_dir: Path) -> None:
+    """Record the keys of manifest.json by content; once the run has begun, check them against the record.
 
-    A run of before this was noted is held against the hash in the name that its folder was made with.
+    A run without a record is checked against the hash in the name of its folder.
 
     Raises:
         ConfigError: the file was changed, naming the keys, or both hashes where only they are known.
@@ -40,7 +40,7 @@ def hold_manifest(run_dir: Path) -> None:
     file = run_dir / MANIFEST
     plain = json.loads(file.read_text(encoding="utf-8"))
     now = dict(_digests(plain))
-    before = noted(run_dir).get(HELD)
+    before = read_notes(run_dir).get(HELD)
     changed = _changed(before["keys"], now) if before is not None else []
     if not has_begun(run_dir):
         pass
@@ -48,7 +48,7 @@ def hold_manifest(run_dir: Path) -> None:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise _refusal(file, f"{', '.join(changed[:5])}{more} {'differ' if len(changed) > 1 else 'differs'}")
     elif before is None and (minted := _MINTED.fullmatch(run_dir.name)) is not None:
-        # An editor may have laid it out anew.
+        # An editor may have reformatted it.
         written = json.dumps(plain, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         found = sha256_of(file)
         if minted[1] not in (found[:8], hashlib.sha256(written.encode()).hexdigest()[:8]):
@@ -62,8 +62,8 @@ def hold_manifest(run_dir: Path) -> None:
 
 def _refusal(file: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"{file}: the manifest has changed since this run began: {what}; what is on record came from the former. "
-        f"Put it back and resume, or run what it says now from the start: caramba rerun {file.parent}"
+        f"{file}: the manifest has changed since this run began: {what}; recorded results came from the former. "
+        f"Restore it and resume, or start the changed manifest as a new run: caramba rerun {file.parent}"
     )
 
 
