@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from caramba.config.phase_checks import check_block_steps
 from caramba.config.train import ConvergenceConfig
-from caramba.errors import ConfigError
 
 SMOOTHING = 0.98
 RECORD_EVERY = 10
@@ -36,11 +36,8 @@ class BlockSchedule:
         convergence: ConvergenceConfig | None = None,
     ) -> None:
         self.names, self.is_sequential, self.convergence = tuple(names), is_sequential, convergence
-        if is_sequential and steps < len(self.names):
-            raise ConfigError(
-                f"schedule=sequential trains {len(self.names)} blocks in turn, got steps={steps}; "
-                f"use steps={len(self.names)} or more, or schedule=concurrent"
-            )
+        if is_sequential:
+            check_block_steps(len(self.names), steps)
         self._limits = self._limits_of(steps)
         self._steps = 0
         self._sums: dict[str, float] = {}

@@ -11,6 +11,7 @@ import torch
 
 from caramba import __version__
 from caramba.config.manifest import RunConfig
+from caramba.config.phase_checks import check_batch_is_given
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.cost import Spread, model_cost, rank_bytes, variant
@@ -134,10 +135,7 @@ def _found_or_measured(session: Session, run: RunConfig, phase: PhaseConfig) -> 
 
 
 def _unmeasured(session: Session, run: RunConfig, phase: PhaseConfig) -> RuntimePlan:
-    if phase.batch_size == "auto":
-        raise ConfigError(
-            f"run {run.id!r}: batch_size=auto is found by measurement, which plan=off forbids; give a number"
-        )
+    check_batch_is_given(run.id, phase)
     decisions = {
         key: Decision(value, "auto: plan=off measures nothing")
         for key, value in UNMEASURED.items()

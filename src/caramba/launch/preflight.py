@@ -18,6 +18,9 @@ from caramba.config.extras import need_harness, need_library
 from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
+from caramba.config.phase_checks import check_batch_is_given, check_block_steps, check_cpu_precision
+from caramba.config.surgery import attention_configs
+from caramba.config.train import BLOCK_PHASES
 from caramba.errors import CheckpointError, ConfigError
 from caramba.runs import MANIFEST, resolve_run
 from caramba.runs.shell import show_path
@@ -58,8 +61,30 @@ def check_startable(frozen: Frozen, *, is_plan: bool = False) -> tuple[Manifest,
 
         check_text(manifest)
     frozen.refuse_unbuilt()
+    check_phases(manifest)
     check_extras(manifest)
     return manifest, notes
+
+
+def check_phases(manifest: Manifest) -> None:
+    """Check the settings of every phase that the worker would refuse before it trains, as far as none needs a device.
+
+    Raises:
+        ConfigError: naming the setting and the fix.
+    """
+    n_blocks = len(attention_configs(manifest.model.topology))
+    for group in manifest.selected_groups():
+        for run in group.runs:
+            phase = run.train
+            if phase is None:
+                continue
+            if (phase.device or manifest.device) == "cpu":
+                check_cpu_precision(phase)
+            if manifest.plan == "off":
+                check_batch_is_given(run.id, phase)
+            is_split = manifest.parallel.blockwise == "blocks"  # each rank trains its own blocks
+            if phase.phase in BLOCK_PHASES and phase.schedule == "sequential" and not is_split:
+                check_block_steps(n_blocks, phase.steps)
 
 
 def check_weights(manifest: Manifest, *, downloads: bool = True) -> Manifest:
