@@ -97,7 +97,7 @@ CHOICES: tuple[tuple[tuple[str, ...], ...], ...] = (
 )  # fmt: skip
 
 
-VARIED = 0.35  # the share of settings that are drawn
+VARIED = 0.35  # the share of settings that vary
 
 
 def prepare(folder: Path) -> Path:

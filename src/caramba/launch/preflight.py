@@ -67,7 +67,7 @@ def check_startable(frozen: Frozen, *, is_plan: bool = False) -> tuple[Manifest,
 
 
 def check_phases(manifest: Manifest) -> None:
-    """Check the settings of every phase that the worker would refuse before it trains, as far as none needs a device.
+    """Check the settings of every phase that a worker would refuse, without asking a device.
 
     Raises:
         ConfigError: naming the setting and the fix.

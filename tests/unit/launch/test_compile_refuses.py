@@ -47,6 +47,20 @@ REFUSED = [
     ([*DATA, "plan=nowhere.json"], "plan=nowhere.json: no such file"),
     ([*DATA, "launcher=process", "parallel=ddp"], "launcher=process: it starts one process"),
     (["train=finetune", *DATA], "goes on from weights, and the model has none"),
+    ([*DATA, "train.tf32=true"], "train.tf32=true: the device cpu supports"),
+    ([*DATA, "train.float8=rowwise"], "train.float8=rowwise: the device cpu supports"),
+    ([*DATA, "train.optimizer_offload=true"], "on the device cpu all is in the host's memory"),
+    ([*DATA, "plan=off", "train.batch_size=auto"], "batch_size=auto is found by measurement"),
+    (
+        [
+            *DATA,
+            "model=tiny_dba",
+            "train=upcycle",
+            "train.phases.blockwise.schedule=sequential",
+            "train.steps=1",
+        ],
+        "schedule=sequential trains 4 blocks in turn, got steps=1",
+    ),
     (
         [*DATA, "benchmark=quick", "benchmark.benchmarks.0.config.dataset=nowhere"],
         "there is no such token file or folder",
