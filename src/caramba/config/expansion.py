@@ -12,6 +12,8 @@ from caramba.errors import ConfigError, quote
 MOST_FILE_BYTES = 8_000_000
 MOST_NODES = 30_000
 """Keys, list items and scalars after expansion. The largest preset has under 2,000."""
+MOST_OPTION_NODES = 5_000
+"""Of a group option: Hydra merges it several times, and takes 0.3 ms a node."""
 MOST_TEXT = 8_000_000
 """Characters of all scalars after expansion."""
 MOST_DIGITS = 100
@@ -20,7 +22,7 @@ MOST_DEPTH = 64
 """Mappings and lists inside each other. The presets have under 15."""
 
 
-def load_nodes(text: str, name: str) -> Any:
+def load_nodes(text: str, name: str, most_nodes: int = MOST_NODES) -> Any:
     """Return the nodes of a YAML text, None if it is empty, after a check of the limits.
 
     Nothing is expanded: an anchor's size is counted once and added for each alias. Scalars are resolved as by
@@ -35,7 +37,7 @@ def load_nodes(text: str, name: str) -> Any:
     # Every node of a text follows one of these.
     n_marks = sum(text.count(mark) for mark in (",", "[", "{", "\n", ": ", "- "))
     if n_marks > 4 * MOST_NODES:
-        raise too_large(name)
+        raise too_large(name, most_nodes)
     if len(text) > MOST_FILE_BYTES:
         raise ConfigError(
             f"{name}: has {len(text):,} characters, expected at most {MOST_FILE_BYTES:,}; shorten the file"
@@ -49,7 +51,7 @@ def load_nodes(text: str, name: str) -> Any:
             raise too_deep(name) from None
         raise
     if root is not None:
-        _check(root, name)
+        _check(root, name, most_nodes)
     return root
 
 
@@ -102,15 +104,15 @@ def too_deep(name: str) -> ConfigError:
     return ConfigError(f"{name}: nests deeper than {MOST_DEPTH} levels; flatten it")
 
 
-def too_large(name: str) -> ConfigError:
+def too_large(name: str, most_nodes: int = MOST_NODES) -> ConfigError:
     """Return the error about what anchors or references expand to."""
     return ConfigError(
-        f"{name}: anchors or references expand to more than {MOST_NODES:,} values or {MOST_TEXT:,} characters; "
+        f"{name}: anchors or references expand to more than {most_nodes:,} values or {MOST_TEXT:,} characters; "
         "repeat less"
     )
 
 
-def _check(root: Any, name: str) -> None:
+def _check(root: Any, name: str, most_nodes: int) -> None:
     """Count nodes, text and depth after expansion, each node of the graph once."""
     sizes: dict[int, tuple[int, int, int]] = {}
     paths: dict[int, Path] = {id(root): ()}
@@ -147,8 +149,8 @@ def _check(root: Any, name: str) -> None:
             )
         if depth > MOST_DEPTH:
             raise too_deep(_where(node, name, paths))
-        if nodes > MOST_NODES or text > MOST_TEXT:
-            raise too_large(_where(node, name, paths))
+        if nodes > most_nodes or text > MOST_TEXT:
+            raise too_large(_where(node, name, paths), most_nodes)
         sizes[key] = (nodes, text, depth)
 
 

@@ -20,12 +20,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, clip
 from caramba.launch.groups import conf_root, config_file, groups
 from caramba.launch.locate import Given, Layer, Origin
 from caramba.launch.refuse import refuse_folder, refuse_words
 from caramba.launch.replaced import refuse_replaced
 from caramba.launch.words import Word, names_of, read_words, refuse_sweeps, renamed
+
+LONGEST_REASON = 1500
+"""Characters of an error of Hydra, which quotes files whole."""
 
 
 @dataclass(frozen=True)
@@ -146,13 +149,15 @@ def hydra_ready() -> Iterator[None]:
     except HydraException as error:
         cause = error.__cause__
         text = str(cause if isinstance(cause, OmegaConfBaseException | IndexError) else error)
-        raise ConfigError(f"cannot compose: {_readable(str(error), text)}") from None
-    except (OmegaConfBaseException, IndexError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot compose: {clip(_readable(str(error), text), LONGEST_REASON)}") from None
+    except (OmegaConfBaseException, IndexError, AttributeError, TypeError, ValueError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"cannot compose: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"cannot compose: {clip(' '.join(str(error).split()), LONGEST_REASON)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"cannot compose, a file is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"cannot compose, a file is not YAML: {clip(' '.join(str(error).split()), LONGEST_REASON)}"
+        ) from None
 
 
 def _readable(message: str, cause: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from caramba.config.expansion import load_nodes
+from caramba.config.expansion import MOST_OPTION_NODES, load_nodes
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.launch.groups import config_file, show_file
@@ -76,7 +76,7 @@ def refuse_folder(folder: Path) -> None:
                 f"{name}: Hydra reads `# @package` only before any other line; move it to the top of the file"
             )
         try:
-            tree = load_nodes(text, name)
+            tree = load_nodes(text, name, MOST_OPTION_NODES)
         except yaml.YAMLError as error:
             raise ConfigError(f"{name}: not YAML: {_one_line(error)}") from None
         _refuse_node(tree, name, at_root=True)

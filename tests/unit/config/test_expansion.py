@@ -13,6 +13,7 @@ from caramba.cli import main
 from caramba.config.expansion import load_nodes, load_tree
 from caramba.config.resolve import resolve
 from caramba.errors import ConfigError
+from caramba.launch.freeze import freeze
 
 ANCHORS = "name: m\nmodel: {}\nvars:\n  a0: &a0 [x]\n" + "".join(
     f"  a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
@@ -102,3 +103,19 @@ def test_load_nodes_of_the_most_nodes_takes_under_two_seconds() -> None:
     with pytest.raises(ConfigError, match="expand to more than"):
         load_nodes("a: [" + "x," * 3_000_000 + "]", "m.yaml")
     assert time.process_time() - began < 2.0
+
+
+def test_compose_refuses_an_option_that_hydra_would_merge_for_seconds(tmp_path: Path) -> None:
+    (tmp_path / "verify").mkdir()
+    option = tmp_path / "verify" / "many.yaml"
+    option.write_text("checks:\n" + "  - {type: compare, id: x}\n" * 1_200)
+    with pytest.raises(ConfigError, match="expand to more than 5,000 values"):
+        freeze(["model=tiny_dba", "verify=many"], [tmp_path])
+
+
+def test_compose_error_of_hydra_is_quoted_in_part(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "long.yaml").write_text(f"defaults:\n  - {'k' * 50_000}\n")
+    with pytest.raises(ConfigError) as caught:
+        freeze(["model=tiny", "train=long"], [tmp_path])
+    assert len(str(caught.value)) < 2_000
