@@ -88,13 +88,13 @@ class Result:
 
 
 def compile_case(case: Case, folder: Path) -> None:
-    """Do what `caramba compile` does with a manifest, without printing."""
+    """Do what `caramba compile` does with a manifest alone: no data, weights or environment are looked at."""
     from caramba.cost import as_json, plan, render_text
     from caramba.launch.freeze import freeze
 
     overrides, folders = case.write(folder)
     frozen = freeze(overrides, folders)
-    frozen.unbuilt()
+    frozen.refuse_unbuilt()
     experiment = plan(frozen.manifest, command="x", fit=frozen.fit)
     render_text(experiment)
     json.dumps(as_json(experiment), allow_nan=False)

@@ -337,7 +337,10 @@ def test_fineweb_without_a_network_says_what_to_do(
     [
         (["tex"], "invalid choice: 'tex'"),
         (["text", "a.txt"], "the following arguments are required: --output"),
-        (["text", "a", "--output", "x", "--train-bpe", "20"], "a byte-level BPE has at least 257 entries"),
+        (
+            ["text", "a", "--output", "x", "--train-bpe", "20"],
+            "a byte-level BPE has from 257 (256 bytes, end mark) to 1,000,000 entries",
+        ),
         (["fineweb", "--output", "x", "--tokens", "many"], "'many' is not a number of tokens"),
         (["text", "a", "--output", "x", "--val-frac", "2"], "is not a share from 0"),
     ],

@@ -30,7 +30,7 @@ def test_a_compiler_that_is_not_found_is_told_once(
     nvrtc = importlib.import_module("caramba.kernels.cuda.nvrtc")
     monkeypatch.setattr(nvrtc, "_folder", None)
     monkeypatch.setattr(backend, "_compilers", {})
-    monkeypatch.setattr(kernels, "_told", set())
+    monkeypatch.setattr(kernels, "_logged", set())
     assert get_backend_info("cpu")["nvrtc"] is None
     said: list[str] = []
     monkeypatch.setattr(kernels.logger, "info", said.append)
@@ -57,7 +57,7 @@ def test_require_says_what_is_missing() -> None:
 def test_reference_after_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dispatcher does not give a launcher back: who asked for the reference learns that it is not what runs."""
     monkeypatch.setattr(backend, "_attached", {("quantize", "cuda"): "triton", ("rope", "cuda"): "triton"})
-    monkeypatch.setattr(kernels, "_told", set())
+    monkeypatch.setattr(kernels, "_logged", set())
     said: list[str] = []
     monkeypatch.setattr(kernels.logger, "warning", said.append)
     for _ in range(2):
