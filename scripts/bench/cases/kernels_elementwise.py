@@ -19,7 +19,7 @@ from caramba.ops import (
     rope,
     swiglu,
 )
-from caramba.ops.philox import kept
+from caramba.ops.philox import dropout_mask
 
 EPS, SEED, P = 1e-5, 12345, 0.1
 LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
@@ -128,7 +128,7 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
 
     def dropped_alike(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         """With the mask that the op draws."""
-        mask = kept(SEED, P, x.shape[0], model, x.device)
+        mask = dropout_mask(SEED, P, x.shape[0], model, x.device)
         return F.gelu(F.layer_norm(x, (model,), w, b, EPS) * mask / (1 - P))
 
     def tensors_of(n: int) -> tuple[Tensor, ...]:
