@@ -166,7 +166,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     refuse(r"k_sem: got 2 key/value heads, expected 1, as a latent has, or pass v", {4: lambda v: None})
     refuse(r"k_sem: got 2 key/value heads, expected a number that divides the 3", {0: three, 1: three})
     refuse(
-        r"v: got torch.bfloat16, expected torch.float16, as kind fp16", {4: lambda v: v._replace(kind="fp16")}
+        r"v: got torch.bfloat16, expected torch.float16, the dtype of kind fp16",
+        {4: lambda v: v._replace(kind="fp16")},
     )
     refuse(r"v.kind: got mixed, expected one of fp32", {4: lambda v: v._replace(kind="mixed")})
     refuse(r"k_geo: got 2 tensors, expected values, scales and tail", {3: lambda k: k._replace(tail=None)})

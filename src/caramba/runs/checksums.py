@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba.errors import CarambaError, CheckpointError
+from caramba.runs.atomic import home, write_atomic
 
 RECORD = "checksums.json"
 _IN_RUN = ("checkpoints", "stages")
@@ -178,9 +179,7 @@ def _update(root: Path, name: str, versions: list[dict[str, Any]]) -> None:
 
 
 def _write(root: Path, files: Mapping[str, Any]) -> None:
-    from caramba.runs.files import write_whole
-
-    write_whole(root / RECORD, _text(files))
+    write_atomic(root / RECORD, _text(files))
 
 
 def _text(files: Mapping[str, Any]) -> str:
@@ -214,12 +213,10 @@ def _remember(file: Path, digest: str) -> None:
     _hashes[_stamp(file)] = digest
     if file.stat().st_size < _CACHED_FROM_BYTES:
         return
-    from caramba.runs.files import write_json
-
     stored = {**_stored_hashes(), _stamp(file): digest}
     # The cache saves time alone: where it cannot be written, files are hashed at each start.
     with contextlib.suppress(OSError):
-        write_json(_cache_file(), dict(list(stored.items())[-_MAX_CACHED:]))
+        write_atomic(_cache_file(), json.dumps(dict(list(stored.items())[-_MAX_CACHED:]), indent=2) + "\n")
 
 
 def _stored_hashes() -> dict[str, str]:
@@ -232,8 +229,6 @@ def _stored_hashes() -> dict[str, str]:
 
 
 def _cache_file() -> Path:
-    from caramba.runs.files import home
-
     return home() / RECORD
 
 

@@ -5,38 +5,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from caramba.runs.atomic import atomic_file, home
 from caramba.runs.checksums import recorded
 
-
-def home() -> Path:
-    """Return the folder of caches, which can be deleted at any time: `CARAMBA_HOME`, else `./.caramba`."""
-    return Path(os.environ.get("CARAMBA_HOME", ".caramba")).absolute()
+__all__ = ["home", "remove_parts", "sha256_of", "whole_file", "write_json", "write_whole"]
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; on success it is synced and renamed over `path`, on failure removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    """Yield a temporary path next to `path`; on success it is synced and renamed over `path`, on failure removed.
+
+    The sum of an artifact of a run is recorded with the rename.
+    """
+    with atomic_file(path, recorded) as temporary:
         yield temporary
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        with recorded(path, temporary):
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def remove_parts(folder: Path) -> None:
@@ -60,17 +47,3 @@ def sha256_of(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -141,7 +141,7 @@ def test_a_writer_killed_at_its_rename_leaves_a_readable_run(run, monkeypatch):
         raise KeyboardInterrupt
 
     for at in ("before", "after"):
-        target = "caramba.runs.files.os.replace" if at == "before" else "caramba.runs.files._sync_folder"
+        target = "caramba.runs.atomic.os.replace" if at == "before" else "caramba.runs.atomic._sync_folder"
         with monkeypatch.context() as patch:
             # The record itself is renamed by the same function, so only the artifact's rename is cut short.
             if at == "before":
