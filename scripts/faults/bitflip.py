@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from caramba.checkpoint import load_tensors, load_training_state, save_training_state
+from caramba.data.checkpoint import load_tensors, load_training_state, save_training_state
 from caramba.data.folder import open_token_folder
 from caramba.errors import CarambaError
 from caramba.experiment.ledger import Ledger

@@ -89,7 +89,7 @@ class Result:
 
 def compile_case(case: Case, folder: Path) -> None:
     """Do what `caramba compile` does with a manifest alone: no data, weights or environment are looked at."""
-    from caramba.cost import as_json, plan, render_text
+    from caramba.config.estimate import as_json, plan, render_text
     from caramba.launch.freeze import freeze
 
     overrides, folders = case.write(folder)

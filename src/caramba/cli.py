@@ -120,19 +120,19 @@ def _rerun(argv: list[str]) -> int:
 
 
 def _status(argv: list[str]) -> int:
-    from caramba.collect.status import status
+    from caramba.artifacts.across_runs.status import status
 
     return status(argv)
 
 
 def _collect(argv: list[str]) -> int:
-    from caramba.collect.command import collect
+    from caramba.artifacts.across_runs.command import collect
 
     return collect(argv)
 
 
 def _compare(argv: list[str]) -> int:
-    from caramba.collect.compare_command import compare
+    from caramba.artifacts.across_runs.compare_command import compare
 
     return compare(argv)
 
@@ -146,7 +146,7 @@ def _export(argv: list[str]) -> int:
 
 def _eval(argv: list[str]) -> int:
     with imports_without_gc():
-        from caramba.benchmark.evaluate import evaluate
+        from caramba.evaluation.evaluate import evaluate
 
     return evaluate(argv)
 
@@ -186,7 +186,7 @@ def _prepare(argv: list[str]) -> int:
 
 
 def _tune(argv: list[str]) -> int:
-    from caramba.tune.command import main as tune_main
+    from caramba.lower.tune.command import main as tune_main
 
     return tune_main(argv)
 

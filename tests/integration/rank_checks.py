@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from caramba.checkpoint.sharded import save_sharded_state
+from caramba.config.estimate import model_cost
+from caramba.config.estimate.spread import Spread, holdings
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
-from caramba.cost import model_cost
-from caramba.cost.spread import Spread, holdings
 from caramba.data import IGNORED
+from caramba.data.checkpoint.sharded import save_sharded_state
 from caramba.distill import LanguageModelObjective, PipelinedObjective
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model, spec_of

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from caramba.launch.freeze import freeze
-from caramba.monitor import PeakMemory
 from caramba.ops import backend
+from caramba.train.throughput import PeakMemory
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--size", "tiny", "--parts", "bf16,fp8,profile", "--shapes", "1x16", "--steps", "1", "--turns", "2")

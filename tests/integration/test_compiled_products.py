@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from caramba import kernels
 from caramba.config.layer import AttentionLayerConfig, SwiGLULayerConfig
 from caramba.layer import products
+from caramba.model.topology import build_node
 from caramba.ops import backend
-from caramba.topology import build_node
 
 GQA = {"mode": "gqa", "d_model": 16, "n_heads": 4, "n_kv_heads": 2}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
 
 CONFIG = "benchmark.benchmarks.0.config"

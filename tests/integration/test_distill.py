@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors
 from caramba.cli import main
+from caramba.data.checkpoint import load_tensors
 from caramba.distill import Objective
 from caramba.experiment import ranks
 from caramba.experiment.objectives import build_objective

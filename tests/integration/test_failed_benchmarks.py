@@ -23,7 +23,7 @@ CONFIG = "benchmark.benchmarks.0.config"
 
 
 def _no_perplexity() -> None:
-    from caramba.benchmark import suite
+    from caramba.evaluation import suite
 
     def fails(*args: Any) -> Any:
         raise MemoryError("no room for the logits")

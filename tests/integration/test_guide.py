@@ -15,7 +15,7 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PROBE = """
 import torch, caramba
 from caramba.config.model import ModelConfig
-from caramba.cost import check_widths
+from caramba.config.estimate import check_widths
 from caramba.model import build_model
 layers = [{"type": "FooLayer", "d_model": 8}, {"type": "RMSNormLayer", "d_model": 8}]
 topology = {"type": "StackedTopology", "layers": layers}

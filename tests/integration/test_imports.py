@@ -68,7 +68,9 @@ def test_a_pretraining_asks_for_nothing_that_it_does_not_need(
     assert not {
         name
         for name in loaded
-        if name.startswith(("caramba.export", "caramba.serve", "caramba.collect", "caramba.paper"))
+        if name.startswith(
+            ("caramba.export", "caramba.serve", "caramba.artifacts.across_runs", "caramba.paper")
+        )
     }
 
 

@@ -16,17 +16,17 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from caramba.checkpoint.hub import cached_folder
 from caramba.config.hf import spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import attention_configs
+from caramba.data.checkpoint.hub import cached_folder
 from caramba.errors import CheckpointError, ConfigError
 from caramba.infer.opened import open_model
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_weights
 from caramba.model import build_model, load_pretrained
-from caramba.upcycle import check_models
+from caramba.surgery import check_models
 from tests.integration.commands import caramba, only_run
 from tests.unit.hf.folders import write
 

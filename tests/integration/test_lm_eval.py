@@ -126,7 +126,7 @@ def test_results_equal_the_harness_own_backend_on_the_exported_folder(place, tmp
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-4), key
 
-    from caramba.benchmark.lm_eval import CarambaLM
+    from caramba.evaluation.lm_eval import CarambaLM
 
     opened = open_model(str(run))
     adapter = CarambaLM(opened.model, opened.tokenizer, max_length=48, batch_size=2)

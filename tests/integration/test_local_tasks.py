@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.benchmark.local_tasks import group_means, open_tasks, score_task
 from caramba.cli import main
 from caramba.data import ByteTokenizer
 from caramba.errors import DataError
+from caramba.evaluation.local_tasks import group_means, open_tasks, score_task
 from tests.integration.export.samples import GQA, loud, make_run, transformer
 
 CHOICE = [

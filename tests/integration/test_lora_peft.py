@@ -7,7 +7,7 @@ import torch
 
 from caramba.distill import Lora
 from caramba.model import build_model
-from tests.unit.upcycle.test_weight_svd import TOKENS, spec
+from tests.unit.surgery.test_weight_svd import TOKENS, spec
 
 
 def test_names_scale_and_dropout_place_are_those_of_peft() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from caramba.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors
 from tests.integration.commands import SMALL, caramba, interrupt_when, only_run
 
 WORDS = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors
 from tests.integration.commands import SMALL, caramba, environment, only_run
 from tests.integration.test_parallel import free_port
 

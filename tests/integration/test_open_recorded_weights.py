@@ -56,7 +56,7 @@ def test_find_checkpoint_refuses_a_missing_recorded_file(run: Path) -> None:
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, {"format": "caramba-9", "role": "student"}])
 def test_find_checkpoint_refuses_a_foreign_file(run: Path, metadata: dict[str, str]) -> None:
-    from caramba.checkpoint import save_tensors
+    from caramba.data.checkpoint import save_tensors
 
     save_tensors(run / "checkpoints/global.safetensors", {"x": torch.zeros(2)}, metadata)
     with pytest.raises(CheckpointError, match=r"global\.safetensors: its header has format="):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba.cost import plan
+from caramba.config.estimate import plan
 from caramba.launch.freeze import freeze
 from caramba.launch.groups import conf_root
 

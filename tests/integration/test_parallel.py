@@ -23,9 +23,9 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 
 from caramba import worker
-from caramba.checkpoint import load_tensors, load_training_state
-from caramba.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.cli import main
+from caramba.data.checkpoint import load_tensors, load_training_state
+from caramba.data.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.launch.freeze import freeze
@@ -347,7 +347,7 @@ def test_a_sharded_state_is_a_checkpoint_of_its_own(folders: dict[str, Path], tm
 
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
-    from caramba.checkpoint.sharded import load_sharded_state
+    from caramba.data.checkpoint.sharded import load_sharded_state
     from caramba.experiment.world_size import resized
 
     wider = build_model(

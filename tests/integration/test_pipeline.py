@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
 STAGES = (

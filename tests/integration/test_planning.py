@@ -22,8 +22,8 @@ from torch._dynamo.utils import counters
 from caramba.config.model import ModelSpec
 from caramba.launch.groups import conf_root
 from caramba.model import build_model
+from caramba.model.topology import checkpoint_topology, compilable_regions
 from caramba.runs.events import read_events
-from caramba.topology import checkpoint_topology, compilable_regions
 from tests.integration.commands import SMALL, caramba, environment, only_run
 
 ONE_BLOCK = (

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from caramba.checkpoint import load_tensors
 from caramba.cli import main
+from caramba.config.estimate import check_widths
 from caramba.config.model import ModelConfig
-from caramba.cost import check_widths
+from caramba.data.checkpoint import load_tensors
 from caramba.model import build_model
 from tests.integration.commands import only_run
-from tests.unit.cost.presets import PRESETS, SMALL_VOCAB, shrunk_tree
+from tests.unit.config.estimate.presets import PRESETS, SMALL_VOCAB, shrunk_tree
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from caramba.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors
 from caramba.runs.events import read_events
 from caramba.runs.state import run_state
 from tests.integration.commands import SMALL, caramba, environment, only_run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors
 from caramba.runs.events import read_events
 from caramba.train.trainer import read_saved_step, state_path
 from tests.integration.commands import FORKS, SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run

@@ -13,9 +13,9 @@ import torch.multiprocessing as mp
 from caramba.distill import BlockSchedule, BlockShard, BlockwiseObjective, block_errors
 from caramba.model import Model, build_model
 from caramba.runtime import GradientAverage
-from caramba.upcycle import pair_attention
+from caramba.surgery import pair_attention
 from tests.ranks import leave_together, meet
-from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
+from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
 
 STEPS = 5
 

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from caramba.checkpoint import load_tensors, save_tensors
-from caramba.checkpoint.folder import SAMPLE_BYTES, WHOLE_BYTES, fingerprint
+from caramba.data.checkpoint import load_tensors, save_tensors
+from caramba.data.checkpoint.folder import SAMPLE_BYTES, WHOLE_BYTES, fingerprint
 from tests.integration.commands import caramba, interrupt_when, only_run
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 61}

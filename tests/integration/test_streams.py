@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors
 from tests.integration.commands import caramba, interrupt_when, only_run
 
 WORDS = [

@@ -12,8 +12,8 @@ from torch import Tensor
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.distill import block_errors
 from caramba.model import Model, build_model
-from caramba.upcycle import Calibration, CalibrationText, calibrate, fit_widths, pair_attention, transplant
-from tests.unit.upcycle.models import VOCAB, latent_spec, per_head_spec, spec
+from caramba.surgery import Calibration, CalibrationText, calibrate, fit_widths, pair_attention, transplant
+from tests.unit.surgery.models import VOCAB, latent_spec, per_head_spec, spec
 
 LENGTH = 48
 

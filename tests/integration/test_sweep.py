@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors
 from caramba.cli import main
+from caramba.data.checkpoint import load_tensors
 from caramba.runs import list_runs
 from caramba.runs.sweeps import read_sweep, resolve_sweep
 from tests.integration.commands import SMALL

@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessContext
 from torch.nn.functional import cross_entropy
 
-from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
 from caramba.cache import DeviceContext
 from caramba.cli import main
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError, Preempted
+from caramba.evaluation.ladder_ranks import SharedRung, timed_on_ranks
 from caramba.infer import Generator
 from caramba.infer.device_steps import step_refusal
 from caramba.model import Model, build_model, save_model
+from caramba.model.topology import checkpoint_topology, compilable_regions
 from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
-from caramba.topology import checkpoint_topology, compilable_regions
 from tests.integration.commands import environment
 from tests.ranks import leave_together, meet
 from tests.unit.model.model_specs import ATTENTION, MLP, NORM, VOCAB, M, attention, block, spec, transformer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from caramba.checkpoint import load_tensors, read_metadata
+from caramba.data.checkpoint import load_tensors, read_metadata
 from tests.integration.commands import caramba, only_run
 
 NAMES = ("baseline", "gqa", "bottleneck", "decoupled")

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from caramba import worker
-from caramba.benchmark import Subjects, suite
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.manifest import GroupConfig
+from caramba.evaluation import Subjects, suite
 from caramba.runs.state import run_state
 from tests.integration.commands import caramba, only_run
 from tests.integration.export.samples import DBA, GQA, loud, make_run, transformer

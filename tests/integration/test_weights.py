@@ -13,18 +13,18 @@ pytest.importorskip("torchao")
 
 import torch
 
-from caramba import artifact
-from caramba.benchmark import Subjects, ladder, run_suite
+from caramba import artifacts
 from caramba.config.benchmark import BenchmarkConfig, InferenceLadderConfig
 from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.errors import ConfigError
+from caramba.evaluation import Subjects, ladder, run_suite
 from caramba.infer import Generator, step_pool
 from caramba.layer.quantized_linear import QuantizedLinear
-from caramba.measure import model_bytes
+from caramba.lower.quantize import Ranges, observe_ranges, quantise_weights
+from caramba.lower.quantize.dynamic import DynamicLinear
+from caramba.lower.quantize.weights import linear_layers
+from caramba.metrics import model_bytes
 from caramba.model import build_model, model_hash
-from caramba.quantise import Ranges, observe_ranges, quantise_weights
-from caramba.quantise.dynamic import DynamicLinear
-from caramba.quantise.weights import linear_layers
 from caramba.result import RunResult
 from tests.unit.model.model_specs import VOCAB, transformer
 
@@ -69,7 +69,7 @@ def test_a_ladder_is_climbed_as_far_as_the_device_goes(tmp_path: Path) -> None:
     benches = [BenchmarkConfig.model_validate({"id": "ladder", "config": config})]
     subjects = Subjects({"student": model}, lambda _: None, None, VOCAB, CPU)  # type: ignore[arg-type, return-value]
     results = run_suite(benches, subjects)
-    artifact.write(RunResult("ladder", "run", "0" * 64, None, {}, {}, benchmarks=results), tmp_path)
+    artifacts.write(RunResult("ladder", "run", "0" * 64, None, {}, {}, benchmarks=results), tmp_path)
     report = json.loads((tmp_path / "artifacts/report.json").read_text())
     rows = list(csv.DictReader((tmp_path / "artifacts/inference_ladder.csv").open()))
     assert [row["rung"] for row in rows] == ["eager_math", "flash", "graphs", "int8", "tp2"]

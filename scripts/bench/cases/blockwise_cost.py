@@ -39,7 +39,7 @@ from caramba.ops import has_kernel
 from caramba.ops.backend import attach, without_kernels
 from caramba.optim import clip_gradients
 from caramba.runtime import choose_device, synchronize
-from caramba.upcycle import pair_attention
+from caramba.surgery import pair_attention
 
 WARM_UP = 2
 QUERIES = ("latent_queries", "latent_queries_backward")

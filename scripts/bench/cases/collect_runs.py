@@ -21,8 +21,8 @@ from pathlib import Path
 
 from record import Record, machine_facts
 
-from caramba.artifact.metrics import collect
-from caramba.artifact.report import build_report
+from caramba.artifacts.metrics import collect
+from caramba.artifacts.report import build_report
 from caramba.launch.freeze import freeze
 from caramba.result import BenchmarkResult, Metric, PhaseResult, RunResult, to_plain
 from caramba.runs import mint

@@ -34,9 +34,9 @@ from caramba import kernels
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator, prefill
+from caramba.lower.quantize import format_refusal, quantise_weights
 from caramba.model import Model
 from caramba.ops.backend import without_kernels
-from caramba.quantise import format_refusal, quantise_weights
 from caramba.runtime import synchronize
 
 # (cache, prompt) of short prefixes, tokens of the long one, (batch, tokens) of the batch, contexts of the curve, and

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from caramba.config.estimate import model_cost
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
-from caramba.cost import model_cost
-from caramba.measure import model_bytes
+from caramba.metrics import model_bytes
 from caramba.model import Model, build_model
 
 # d_model, blocks, heads, key/value heads, d_ff, vocabulary: the second is Llama 3.2 1B's.

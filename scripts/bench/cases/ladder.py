@@ -30,7 +30,7 @@ from typing import Any
 from cases.training import head_commit
 from record import Record
 
-from caramba.artifact.training_ladder import draw_training_ladder
+from caramba.artifacts.training_ladder import draw_training_ladder
 from caramba.config.ladder import RUNGS, top_of
 from caramba.experiment.ledger import Ledger
 from caramba.result import BenchmarkResult, RunResult

@@ -96,8 +96,8 @@ def through_lightning(manifest: Manifest, phase: PhaseConfig, data: PhaseData) -
 
 def time_monitors() -> Callable[[], float]:
     """Time every call into the monitors from now on; returns what gives the seconds so far."""
-    from caramba.monitor import StepNorms
     from caramba.train.callbacks import Monitoring
+    from caramba.train.throughput import StepNorms
 
     total = [0.0]
 

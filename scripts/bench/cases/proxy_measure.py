@@ -1,5 +1,5 @@
 """The held-out windows and recall samples of the proxy study, and the recall of a model. Loss and agreement with the
-teacher are those of `caramba.measure`."""
+teacher are those of `caramba.metrics`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Autocast = Callable[[], AbstractContextManager]
 
 
 class Text:
-    """Token rows [N, T + 1] as the windows (x [T], y [T]) that `caramba.measure` reads."""
+    """Token rows [N, T + 1] as the windows (x [T], y [T]) that `caramba.metrics` reads."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows

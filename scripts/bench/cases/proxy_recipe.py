@@ -16,7 +16,7 @@ from caramba.distill import BlockwiseObjective, Objective, TeacherLogitsObjectiv
 from caramba.layer import RMSNormLayer, SwiGLULayer
 from caramba.model import Model
 from caramba.optim import clip_gradients
-from caramba.upcycle import pair_attention
+from caramba.surgery import pair_attention
 
 BETAS = (0.9, 0.95)
 

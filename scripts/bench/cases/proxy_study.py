@@ -18,10 +18,10 @@ from cases.proxy_measure import held_out, recall_by_depth
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.layer import attention_backends
-from caramba.measure import agreement
+from caramba.metrics import agreement
 from caramba.model import Model, build_model, init_weights
 from caramba.runs.files import write_json
-from caramba.upcycle import Calibration, CalibrationText, calibrate, fit_widths, transplant
+from caramba.surgery import Calibration, CalibrationText, calibrate, fit_widths, transplant
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from cases.kernel_case import COLD_BYTES, Side
 from timing import interleave
 from torch import Tensor
 
+from caramba.lower.quantize.int4 import group_of, quantize_int4
 from caramba.ops import WORDS, dequantize_int4
 from caramba.ops.small_batch_linear import small_batch_linear
-from caramba.quantise.int4 import group_of, quantize_int4
 
 
 @dataclass(frozen=True)

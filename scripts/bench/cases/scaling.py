@@ -28,15 +28,15 @@ from sections.scaling import losses_apart, verdicts
 from sections.scaling_plot import draw_scaling
 
 from caramba import kernels
+from caramba.config.estimate import estimate_phase, model_cost
 from caramba.config.manifest import Manifest
 from caramba.config.parse import parse_manifest
 from caramba.config.train import PhaseConfig
-from caramba.cost import estimate_phase, model_cost
 from caramba.distill import LanguageModelObjective
+from caramba.experiment.planning.trial import RandomWindows
 from caramba.layer import attention_backends
 from caramba.model import build_model, build_stand_in
 from caramba.model.sharding import fill_sharded, shard_model, sharding_of
-from caramba.planning.trial import RandomWindows
 from caramba.runtime import choose_attention, choose_device, get_world_size, join_ranks, plan
 from caramba.train import SHARDED, PhaseData, fit, strategy_for
 

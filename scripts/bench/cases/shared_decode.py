@@ -16,9 +16,9 @@ from cases.decode_steps import FORMS, LAYOUTS, SIZES, model_of
 from record import Record, machine_facts
 
 from caramba import kernels
-from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
+from caramba.evaluation.ladder_ranks import SharedRung, timed_on_ranks
 from caramba.infer import Generator
-from caramba.measure import model_bytes
+from caramba.metrics import model_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

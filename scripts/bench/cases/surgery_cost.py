@@ -14,7 +14,7 @@ from record import Record, machine_facts
 from caramba.launch.freeze import freeze
 from caramba.model import build_model
 from caramba.runtime import choose_device, synchronize
-from caramba.upcycle import CalibrationText, calibrate, transplant
+from caramba.surgery import CalibrationText, calibrate, transplant
 
 OUT = None
 SMOKE_OPTIONS = ("--model", "tiny_dba", "--windows", "4", "--held-out", "1", "--block", "64")

@@ -48,16 +48,15 @@ from record import Record
 from sections.training_plot import draw_training
 
 from caramba import kernels
+from caramba.config.estimate import estimate_phase, model_cost
 from caramba.config.surgery import attention_configs
 from caramba.config.train import PhaseConfig
-from caramba.cost import estimate_phase, model_cost
 from caramba.distill import LanguageModelObjective
 from caramba.errors import CarambaError
+from caramba.experiment.planning.trial import RandomWindows
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
 from caramba.model import build_stand_in
-from caramba.monitor import device_peak
-from caramba.planning.trial import RandomWindows
 from caramba.runtime import (
     choose_attention,
     choose_precision,
@@ -67,6 +66,7 @@ from caramba.runtime import (
     release_memory,
 )
 from caramba.train import PhaseData, fit
+from caramba.train.throughput import device_peak
 
 SIZES = {"1b": "llama32_1b", "tiny": "tiny"}
 SHAPES = {"1b": "8x2048,2x8192", "tiny": "1x16,1x32"}

@@ -46,7 +46,7 @@ from record import Record
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from caramba.measure import windowed_nll
+from caramba.metrics import windowed_nll
 from caramba.model import build_model
 from caramba.runs.files import write_json
 

@@ -7,7 +7,7 @@ from typing import Any
 from merge_runs import sitting_of
 from sections.scaling import settings_of, share_of_linear
 
-from caramba.artifact.style import label_ticks, new_figure, short_number, styled, to_png, whole_number
+from caramba.artifacts.style import label_ticks, new_figure, short_number, styled, to_png, whole_number
 
 COLOURS = {"single": "#000000", "ddp": "#0072B2", "fsdp2": "#D55E00"}
 MARKERS = "osD^v"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from caramba.artifact.style import label_ticks, new_figure, short_number, styled, to_png
+from caramba.artifacts.style import label_ticks, new_figure, short_number, styled, to_png
 
 COLOURS = {
     "caramba": "#0072B2",

@@ -73,7 +73,7 @@ class TopologyConfig(NodeConfig):
 class StackedTopologyConfig(TopologyConfig):
     """Runs its list in order; the root of a model."""
 
-    target = "caramba.topology.stacked:StackedTopology"
+    target = "caramba.model.topology.stacked:StackedTopology"
 
     type: Literal["StackedTopology"] = Field(
         default="StackedTopology", description="name of the class of this node"
@@ -83,7 +83,7 @@ class StackedTopologyConfig(TopologyConfig):
 class SequentialTopologyConfig(TopologyConfig):
     """Runs its list in order, inside another node (the same class as StackedTopology serves it)."""
 
-    target = "caramba.topology.stacked:StackedTopology"
+    target = "caramba.model.topology.stacked:StackedTopology"
 
     type: Literal["SequentialTopology"] = Field(
         default="SequentialTopology", description="name of the class of this node"
@@ -93,7 +93,7 @@ class SequentialTopologyConfig(TopologyConfig):
 class ResidualTopologyConfig(TopologyConfig):
     """x + f(x): f keeps the width."""
 
-    target = "caramba.topology.residual:ResidualTopology"
+    target = "caramba.model.topology.residual:ResidualTopology"
 
     type: Literal["ResidualTopology"] = Field(
         default="ResidualTopology", description="name of the class of this node"
@@ -107,7 +107,7 @@ class ResidualTopologyConfig(TopologyConfig):
 class NestedTopologyConfig(TopologyConfig):
     """Repeats its list `repeat` times in depth, each repeat with weights of its own."""
 
-    target = "caramba.topology.nested:NestedTopology"
+    target = "caramba.model.topology.nested:NestedTopology"
 
     type: Literal["NestedTopology"] = Field(
         default="NestedTopology", description="name of the class of this node"
@@ -124,7 +124,7 @@ class NestedTopologyConfig(TopologyConfig):
 class ParallelTopologyConfig(TopologyConfig):
     """Feeds the same x to every node and stacks the outputs on a new dimension -2, for a LinearLayer."""
 
-    target = "caramba.topology.parallel:ParallelTopology"
+    target = "caramba.model.topology.parallel:ParallelTopology"
 
     type: Literal["ParallelTopology"] = Field(
         default="ParallelTopology", description="name of the class of this node"
@@ -145,7 +145,7 @@ class ParallelTopologyConfig(TopologyConfig):
 class BranchingTopologyConfig(TopologyConfig):
     """Feeds the same x to every node and concatenates the outputs on the features."""
 
-    target = "caramba.topology.branching:BranchingTopology"
+    target = "caramba.model.topology.branching:BranchingTopology"
 
     type: Literal["BranchingTopology"] = Field(
         default="BranchingTopology", description="name of the class of this node"
@@ -160,7 +160,7 @@ class BranchingTopologyConfig(TopologyConfig):
 class CyclicTopologyConfig(TopologyConfig):
     """Runs its list `n_cycles` times with shared weights; each cycle has caches of its own."""
 
-    target = "caramba.topology.cyclic:CyclicTopology"
+    target = "caramba.model.topology.cyclic:CyclicTopology"
 
     type: Literal["CyclicTopology"] = Field(
         default="CyclicTopology", description="name of the class of this node"
@@ -179,7 +179,7 @@ class RecurrentTopologyConfig(TopologyConfig):
     step has caches of its own.
     """
 
-    target = "caramba.topology.recurrent:RecurrentTopology"
+    target = "caramba.model.topology.recurrent:RecurrentTopology"
 
     type: Literal["RecurrentTopology"] = Field(
         default="RecurrentTopology", description="name of the class of this node"

@@ -11,9 +11,9 @@ from caramba.distill.capture import OnCall, capture_attention_io
 from caramba.distill.objective import Batch
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.layer import AttentionLayer
-from caramba.measure import documents_of, samples_of
+from caramba.metrics import documents_of, samples_of
 from caramba.model import Model
-from caramba.topology import attention_applications
+from caramba.model.topology import attention_applications
 
 
 class BlockTargets:

@@ -23,7 +23,7 @@ from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.layer import AttentionLayer, Documents
-from caramba.measure import documents_of
+from caramba.metrics import documents_of
 from caramba.model import Model
 
 Pair = tuple[str, AttentionLayer, AttentionLayer]

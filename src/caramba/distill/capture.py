@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from caramba.cache import Context
 from caramba.layer import AttentionLayer, Documents
 from caramba.model import Model
-from caramba.topology import attention_applications
+from caramba.model.topology import attention_applications
 
 Named = tuple[str, AttentionLayer]
 OnCall = Callable[[str, Tensor, Tensor], object]

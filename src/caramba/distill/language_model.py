@@ -18,9 +18,9 @@ from caramba.distill.vocabulary import (
     cross_entropy,
     vocabulary_losses,
 )
-from caramba.measure import documents_of, samples_of
+from caramba.metrics import documents_of, samples_of
 from caramba.model import Model
-from caramba.topology import compilable_regions, join_repeats
+from caramba.model.topology import compilable_regions, join_repeats
 
 
 class LanguageModelObjective(Objective):

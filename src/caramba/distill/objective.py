@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from caramba.model import Model
-from caramba.topology import Granularity, checkpoint_topology
+from caramba.model.topology import Granularity, checkpoint_topology
 
 Batch = tuple[Tensor, ...]
 """x and y [B, T] int64, with IGNORED in y at masked tokens; then document ids [B, T] if documents are masked, and
@@ -69,7 +69,7 @@ class Objective(ABC):
         return []
 
     def checkpoint(self, mode: str, granularity: Granularity = "block") -> None:
-        """Trade memory for work from now on; `none` ends it. See `caramba.topology.checkpoint_topology`.
+        """Trade memory for work from now on; `none` ends it. See `caramba.model.topology.checkpoint_topology`.
 
         Without effect where `holds_one_block`.
         """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from caramba.errors import ConfigError
 from caramba.model import Model
+from caramba.model.topology import ResidualTopology
 from caramba.ops.upcast import upcast
-from caramba.topology import ResidualTopology
 
 
 class ResidualDistance:

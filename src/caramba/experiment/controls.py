@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from caramba import upcycle
-from caramba.benchmark.memory import measure as measure_memory
+from caramba import surgery
 from caramba.config.benchmark import BenchmarkConfig, ControlName, ControlsBenchmarkConfig
 from caramba.config.controls import fewer_kv_heads
 from caramba.config.kvcache import KVCacheKind
@@ -21,11 +20,12 @@ from caramba.config.surgery import attention_configs
 from caramba.config.train import BLOCK_PHASES
 from caramba.console import logger
 from caramba.errors import ConfigError, DataError
+from caramba.evaluation.memory import measure as measure_memory
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_phase
 from caramba.experiment.surgery import TRANSPLANT
-from caramba.measure import Agreement, agreement
+from caramba.metrics import Agreement, agreement
 from caramba.model import Model, build_model, load_pretrained
 from caramba.result import BenchmarkResult, Metric, PhaseResult
 from caramba.runs.signals import until_recorded
@@ -196,7 +196,7 @@ def _untrained(session: Session, name: ControlName) -> Model:
     # Surgery computes in float64, which MPS does not have.
     device = torch.device("cpu") if session.device.type == "mps" else session.device
     model = build_model(spec, seed=session.seed_of("student")).to(device)
-    upcycle.transplant(teacher.to(device), model, SurgeryConfig.model_validate({"method": name}))
+    surgery.transplant(teacher.to(device), model, SurgeryConfig.model_validate({"method": name}))
     teacher.to(session.device)
     return model.to(session.device).eval()
 

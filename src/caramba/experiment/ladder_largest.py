@@ -9,8 +9,8 @@ from caramba.config.ladder import LadderConfig
 from caramba.config.model import ModelSpec
 from caramba.errors import OutOfMemory
 from caramba.experiment.ladder_steps import Steps, Taken, take_steps
+from caramba.experiment.planning import Budget, Candidate, Ended, Trial, largest_batch
 from caramba.experiment.session import Session
-from caramba.planning import Budget, Candidate, Ended, Trial, largest_batch
 from caramba.runtime import free_bytes, release_memory
 
 

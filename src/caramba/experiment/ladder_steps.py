@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from caramba.config.estimate import estimate_phase, model_cost
 from caramba.config.ladder import LadderConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
-from caramba.cost import estimate_phase, model_cost
 from caramba.experiment.objectives import build_objective
+from caramba.experiment.planning import Stopwatch, disable_logging
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
-from caramba.measure import windowed_nll
+from caramba.metrics import windowed_nll
 from caramba.model import Model, build_stand_in
 from caramba.ops.backend import without_kernels
-from caramba.planning import Stopwatch, disable_logging
 from caramba.runtime import AttentionChoice, MemoryMeter, seed_process
 from caramba.train import FitOutcome, PhaseData, fit
 

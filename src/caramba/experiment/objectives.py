@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from caramba import upcycle
+from caramba import surgery
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.surgery import attention_configs, keeps_copied
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
@@ -62,7 +62,7 @@ def _blockwise(
     session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model
 ) -> BlockwiseObjective:
     teacher = frozen_teacher(session, decided)
-    pairs = upcycle.pair_attention(teacher, model)
+    pairs = surgery.pair_attention(teacher, model)
     shard = _shard(session, [name for name, _, _ in pairs])
     return BlockwiseObjective(
         model,

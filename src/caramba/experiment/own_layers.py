@@ -7,7 +7,7 @@ import torch
 from caramba.config.decoding import own_layers_by_role
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
-from caramba.topology import build_node
+from caramba.model.topology import build_node
 
 
 def check_builds(manifest: Manifest) -> None:

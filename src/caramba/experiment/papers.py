@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from caramba.artifact.write import REPORT_FILE
+from caramba.artifacts.write import REPORT_FILE
 from caramba.config.manifest import Manifest
 from caramba.console import logger
 from caramba.errors import AgentError, BudgetExceeded, CarambaError

@@ -16,20 +16,20 @@ from typing import Any, TextIO
 
 import torch
 
+from caramba.config.estimate import variant
 from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.parse import parse_manifest
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.cost import variant
 from caramba.distill import Objective
 from caramba.errors import CarambaError
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
+from caramba.experiment.planning import Candidate, Trial, run_trial
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model, build_stand_in
-from caramba.planning import Candidate, Trial, run_trial
 from caramba.runtime import MemoryMeter, RuntimePlan, apply_determinism, choose_device, is_out_of_memory
 
 MODULE = "caramba.experiment.probe"

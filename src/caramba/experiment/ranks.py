@@ -22,8 +22,8 @@ from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
 from caramba.errors import CarambaError, ConfigError, OutOfMemory
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
-from caramba.experiment.planning import reduce_for_all_ranks
 from caramba.experiment.session import Session
+from caramba.experiment.settle_plans import reduce_for_all_ranks
 from caramba.layer import attention_backends
 from caramba.model import Model, build_empty, build_model, spec_of
 from caramba.model.own_layers import refuse_lost_tensors

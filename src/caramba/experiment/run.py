@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from caramba import artifact
+from caramba import artifacts
 from caramba.config.benchmark import STAGED, BenchmarkConfig
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.ladder import LadderConfig
@@ -25,10 +25,10 @@ from caramba.experiment.objectives import (
 )
 from caramba.experiment.own_layers import check_builds
 from caramba.experiment.papers import draft_paper
-from caramba.experiment.planning import settle_plans
 from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
+from caramba.experiment.settle_plans import settle_plans
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
 from caramba.experiment.variants import train_variant
@@ -116,7 +116,7 @@ def run_group(
     result = collect(session, run_dir)
     if proxy := result.labels.get("proxy"):
         logger.info(f"proxy: the teacher of these numbers was {proxy}")
-    index = artifact.write(result, folder)
+    index = artifacts.write(result, folder)
     status = "failed" if failure or has_failed(result) else "finished"
     write_json(folder / "result.json", {"status": status, **to_plain(result)})
     append_event(folder, "group_finished", group=group.name, artifacts=len(index.entries))

@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 
-from caramba import kernels, upcycle
-from caramba.benchmark import Subjects, check_accuracy, run_suite
-from caramba.checkpoint import fingerprint
+from caramba import kernels, surgery
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.layer import AttentionLayerConfig
@@ -23,9 +21,11 @@ from caramba.config.surgery import attention_configs, check_surgery, keeps_copie
 from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
+from caramba.data.checkpoint import fingerprint
 from caramba.data.group_text import check_tokenizer, open_text, reads_text
 from caramba.distill import Batch
 from caramba.errors import ConfigError
+from caramba.evaluation import Subjects, check_accuracy, prepare_verification, run_suite
 from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.sources import labels_as
@@ -46,7 +46,6 @@ from caramba.runtime import (
     plan,
     trainable_decision,
 )
-from caramba.verify import prepare
 
 
 @dataclass
@@ -147,7 +146,7 @@ class Session:
         assert model.teacher is not None
         known = model.teacher.model_copy(update={"manifest": self.teacher.spec})
         check_surgery(model.model_copy(update={"teacher": known}))
-        upcycle.check_models(
+        surgery.check_models(
             self.teacher, build_model(model, device="meta"), model.surgery or SurgeryConfig()
         )
 
@@ -159,7 +158,7 @@ class Session:
         for run in self.group.runs:
             for config in run.verify:
                 if isinstance(config, EvalVerifyConfig):
-                    prepare(config, self.corpus.tokenizer, specs)
+                    prepare_verification(config, self.corpus.tokenizer, specs)
 
     def trains(self, role: str) -> bool:
         """Return whether a run of this group trains the model of `role`; a control trains neither."""

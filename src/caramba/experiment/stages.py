@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 
+from caramba import evaluation
+from caramba.config.estimate import estimate_phase, model_cost
 from caramba.config.manifest import RunConfig
 from caramba.config.surgery import keeps_copied
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.cost import estimate_phase, model_cost
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.again import measure_again
 from caramba.experiment.ledger import StageRecord
-from caramba.experiment.planning import reduce_for_all_ranks, reduced
 from caramba.experiment.ranks import Assembled, assemble, give_order
 from caramba.experiment.session import Session
+from caramba.experiment.settle_plans import reduce_for_all_ranks, reduced
 from caramba.experiment.sources import ORIGIN, PROXY, starts_anew
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal, spec_of
@@ -48,7 +49,6 @@ from caramba.train import (
     has_saved_state,
     state_path,
 )
-from caramba.verify import check
 
 WAIT_WARNING = 0.05  # share of a phase spent waiting for batches
 
@@ -316,7 +316,7 @@ def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
     """Run a run's verifications on the current teacher and student."""
     session.move_to(session.device)  # Lightning leaves what several ranks trained on the CPU
     teacher, student = session.model_of("teacher"), session.model_of("student")
-    return check(
+    return evaluation.verify(
         run.verify,
         teacher.eval(),
         student.eval(),

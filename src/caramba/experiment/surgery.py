@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from caramba import upcycle
 from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import first_tokens_apart
@@ -19,10 +18,22 @@ from caramba.experiment.again import measure_again
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import frozen
 from caramba.experiment.session import Session
-from caramba.measure import Windows, batches, documents_of
+from caramba.metrics import Windows, batches, documents_of
 from caramba.model import build_model
 from caramba.result import PhaseResult
 from caramba.runs.files import home
+from caramba.surgery import (
+    CALIBRATED,
+    LONGEST_WINDOW,
+    Calibration,
+    CalibrationText,
+    choose_windows,
+    fit_widths,
+    pair_attention,
+    refuse_short_windows,
+    transplant,
+)
+from caramba.surgery import calibrate as measure_teacher
 
 TRANSPLANT = "transplant"
 ERROR_WINDOWS = 8
@@ -43,18 +54,18 @@ def transplant_student(session: Session) -> None:
     # Surgery computes in float64, which MPS does not have.
     device = torch.device("cpu") if session.device.type == "mps" else session.device
     teacher = session.model_of("teacher").to(device)
-    calibration = calibrate(session, surgery) if surgery.method in upcycle.CALIBRATED else None
+    calibration = calibrate(session, surgery) if surgery.method in CALIBRATED else None
     spec: ModelSpec = config
     if surgery.kv_budget_bytes is not None and calibration is not None:
-        spec = upcycle.fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
+        spec = fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
     student = build_model(spec, seed=session.seed_of("student")).to(device).eval()
-    report = upcycle.transplant(teacher, student, surgery, calibration)
+    report = transplant(teacher, student, surgery, calibration)
     teacher.to(session.device)
     student.to(session.device)
     windows = session.windows("train", _error_block(session))
     batch = next(batches(windows, range(min(ERROR_WINDOWS, len(windows))), ERROR_WINDOWS))
     x, _, *documents = (part.to(session.device) for part in batch)
-    errors = block_errors(teacher, upcycle.pair_attention(teacher, student), x, *documents)
+    errors = block_errors(teacher, pair_attention(teacher, student), x, *documents)
     session.student = student
     session.save(student, TRANSPLANT, "student")
     rows = session.stage_row("student_transplant", student)
@@ -79,7 +90,7 @@ def check_calibration(session: Session) -> None:
         DataError: a document of the calibration text is in the evaluation split too.
     """
     surgery = session.manifest.model.surgery or SurgeryConfig()
-    if session.makes_student and TRANSPLANT not in session.ledger and surgery.method in upcycle.CALIBRATED:
+    if session.makes_student and TRANSPLANT not in session.ledger and surgery.method in CALIBRATED:
         calibration_windows(session, surgery)
 
 
@@ -97,22 +108,20 @@ def calibration_windows(
         for bench in session.group.benchmarks
         if isinstance(bench.config, PerplexityBenchmarkConfig)
     ]
-    windows = session.windows(
-        "train", min(max(blocks, default=upcycle.LONGEST_WINDOW), upcycle.LONGEST_WINDOW)
-    )
-    upcycle.refuse_short_windows(windows.block_size, first_tokens_apart(session.manifest.model.topology))
-    chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
+    windows = session.windows("train", min(max(blocks, default=LONGEST_WINDOW), LONGEST_WINDOW))
+    refuse_short_windows(windows.block_size, first_tokens_apart(session.manifest.model.topology))
+    chosen, held = choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
     refuse_overlap(session.corpus, windows, [*chosen, *held], what="surgery: calibration")
     return windows, chosen, held
 
 
-def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
+def calibrate(session: Session, surgery: SurgeryConfig) -> Calibration:
     """Measure the teacher on windows of the train split. Statistics are kept under CARAMBA_HOME."""
     windows, chosen, held = calibration_windows(session, surgery)
     (measured, documents), (by, held_documents) = (_stacked(windows, places) for places in (chosen, held))
-    text = upcycle.CalibrationText(measured, by, documents, held_documents)
+    text = CalibrationText(measured, by, documents, held_documents)
     logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
-    return upcycle.calibrate(
+    return measure_teacher(
         frozen(session.model_of("teacher")),
         text,
         first_tokens=first_tokens_apart(session.manifest.model.topology),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from caramba.config.benchmark import STAGED
+from caramba.config.estimate import model_cost, variant
+from caramba.config.estimate.variants import feed_forward_widths
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import RunConfig
 from caramba.console import logger
-from caramba.cost import model_cost, variant
-from caramba.cost.variants import feed_forward_widths
 from caramba.experiment.again import measure_again
 from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_phase

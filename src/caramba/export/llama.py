@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from caramba.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.config.layer import AttentionLayerConfig, LayerConfig, RopeScalingConfig
 from caramba.config.model import ModelSpec
+from caramba.data.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.errors import CheckpointError
 from caramba.model import Model
 

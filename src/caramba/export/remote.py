@@ -18,7 +18,7 @@ from caramba.config.node import NodeConfig
 from caramba.errors import ConfigError
 from caramba.export.bundle import PACKAGE, Bundle, Place
 from caramba.model import Model
-from caramba.topology import attention_applications
+from caramba.model.topology import attention_applications
 
 MODEL, CONFIG = "caramba.export.hf_model", "caramba.export.hf_config"
 MODELLING_FILE, CONFIGURATION_FILE = "modeling_caramba.py", "configuration_caramba.py"
@@ -62,7 +62,7 @@ NEVER_CALLED = (
 # Of layers that are somebody's own, which no such folder holds, nothing is to be asked.
 _OWN = "caramba.model.own_layers"
 NO_OWN_LAYERS: dict[Place, tuple[str, str]] = {
-    ("caramba.topology.build", "own_config"): ("module", "None"),
+    ("caramba.model.topology.build", "own_config"): ("module", "None"),
     (_OWN, "own_layers_of"): ("model", "[]"),
     (_OWN, "refuse_documents"): ("model", "None"),
     (_OWN, "check_decoding"): ("model", "None"),
@@ -139,7 +139,7 @@ def remote_code(spec: ModelSpec) -> dict[str, str]:
 @lru_cache(maxsize=8)
 def _code(targets: tuple[tuple[str, str], ...], enums: tuple[tuple[str, str], ...]) -> dict[str, str]:
     bundle = Bundle(here={CONFIG: f".{Path(CONFIGURATION_FILE).stem}"})
-    bundle.move(("caramba.topology.build", "build_node"), (MODEL, "build_node"))
+    bundle.move(("caramba.model.topology.build", "build_node"), (MODEL, "build_node"))
     bundle.give(("caramba.cache.tensor", "open_store"), EXACT_STORE, [("caramba.cache.store", "ExactStore")])
     for name, arguments in ASKED.items():
         text = f'def {name}({arguments}):\n    """No kernels of ours are here."""\n    return False\n'

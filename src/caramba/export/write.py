@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.checkpoint import save_tensors
-from caramba.checkpoint.formats import write_model_file
 from caramba.config.hf import is_hf_folder
 from caramba.config.names import nearest
+from caramba.data.checkpoint import save_tensors
+from caramba.data.checkpoint.formats import write_model_file
 from caramba.errors import ConfigError
 from caramba.export.llama import llama_config, llama_tensors, why_not_llama
 from caramba.export.precision import in_dtype

@@ -10,17 +10,17 @@ from typing import Literal
 import torch
 
 from caramba import kernels
-from caramba.checkpoint import read_metadata
-from caramba.checkpoint.formats import is_dcp, read_model_metadata
-from caramba.checkpoint.sharded import latest_sharded_state
 from caramba.config.hf import is_hf_folder, read_hf_config
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.console import logger
 from caramba.data import Tokenizer, load_tokenizer, open_corpus
+from caramba.data.checkpoint import read_metadata
+from caramba.data.checkpoint.formats import is_dcp, read_model_metadata
+from caramba.data.checkpoint.sharded import latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError, DataError
+from caramba.lower.quantize import QuantisedWeights
 from caramba.model import Model, find_checkpoint, load_pretrained
 from caramba.model.pretrained import EXPORTED
-from caramba.quantise import QuantisedWeights
 from caramba.runs import MANIFEST, read_manifest, resolve_run
 from caramba.runs.sources import plugin_changes
 

@@ -25,7 +25,7 @@ from caramba.infer.policy_measure import (
 )
 from caramba.infer.policy_plan import Measured, PlanFile, numbers
 from caramba.kernels import get_backend_info
-from caramba.measure import plain_tensors
+from caramba.metrics import plain_tensors
 from caramba.model import Model, model_hash
 from caramba.runtime.device import device_facts
 

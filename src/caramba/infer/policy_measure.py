@@ -22,7 +22,7 @@ from caramba.infer.device_steps import HostSteps, choose_steps
 from caramba.infer.needle import find_needles, make_needles
 from caramba.infer.row import Row
 from caramba.infer.step import StepState
-from caramba.measure import agreement
+from caramba.metrics import agreement
 from caramba.model import Model
 from caramba.model.model import context_of
 from caramba.model.own_layers import cached_layers

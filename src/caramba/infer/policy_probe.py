@@ -16,7 +16,7 @@ from caramba.console import logger
 from caramba.infer.decode import prefill
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_measure import cache_bytes
-from caramba.measure import cached_hidden
+from caramba.metrics import cached_hidden
 from caramba.ops.upcast import upcast
 
 MOST_TOKENS = 1024  # of the text's end: bounds what a probe costs

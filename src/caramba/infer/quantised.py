@@ -16,8 +16,8 @@ from caramba.data.stream import Tokens
 from caramba.errors import ConfigError
 from caramba.infer.held_out import HeldOut, corpus_of
 from caramba.infer.opened import OpenedModel
-from caramba.quantise import QuantisedWeights, observe_ranges, quantise_weights
-from caramba.quantise.weights import linear_layers
+from caramba.lower.quantize import QuantisedWeights, observe_ranges, quantise_weights
+from caramba.lower.quantize.weights import linear_layers
 
 WINDOW = 512
 KEYS: dict[str, Callable[[str], Any]] = {"method": str, "percentile": float, "tokens": int}

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from caramba.checkpoint.hub import HUB_ID, cached_folder
 from caramba.config.hf import CONFIG, DERIVED, describe_hf, hf_name, is_hf_folder, read_hf_config
 from caramba.config.plain import is_mapping
 from caramba.config.source import Source, placed
+from caramba.data.checkpoint.hub import HUB_ID, cached_folder
 from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.preflight import from_hub
 from caramba.runs import MANIFEST

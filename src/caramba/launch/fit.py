@@ -11,7 +11,7 @@ from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.train import PhaseConfig
 
 if TYPE_CHECKING:
-    from caramba.cost import FitResult
+    from caramba.config.estimate import FitResult
 
 
 def resolve_fit(
@@ -25,7 +25,7 @@ def resolve_fit(
     Raises:
         ConfigError: a target that cannot be reached, or a model whose weights fix its shape.
     """
-    from caramba.cost import FitRow, fit
+    from caramba.config.estimate import FitRow, fit
 
     result = fit(manifest.model, fit_config.target_params, fit_config.block_size)
     groups = manifest.groups

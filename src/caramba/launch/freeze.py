@@ -23,7 +23,7 @@ from caramba.launch.groups import groups
 from caramba.launch.locate import Origin
 
 if TYPE_CHECKING:
-    from caramba.cost import FitResult
+    from caramba.config.estimate import FitResult
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen
 
 
 def _check_widths(frozen: Frozen) -> None:
-    from caramba.cost import check_variants, check_widths
+    from caramba.config.estimate import check_variants, check_widths
 
     try:
         check_widths(frozen.manifest.model)

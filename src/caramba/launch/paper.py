@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from caramba.collect.arguments import Arguments
+from caramba.artifacts.across_runs.arguments import Arguments
 from caramba.config.later import find_unbuilt
 from caramba.config.names import nearest
 from caramba.config.paper import PaperConfig

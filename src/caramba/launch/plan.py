@@ -21,8 +21,8 @@ def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = Tru
     Raises:
         CarambaError: what a launch would refuse too, unless only a device can tell.
     """
-    from caramba.cost import as_json, plan, render, render_text
-    from caramba.cost.rendering import command_line
+    from caramba.config.estimate import as_json, plan, render, render_text
+    from caramba.config.estimate.rendering import command_line
 
     frozen = freeze(request.overrides, request.config_dirs)
     manifest, notes = check_startable(frozen, is_plan=True)

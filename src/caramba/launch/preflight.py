@@ -10,8 +10,6 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caramba.checkpoint.folder import weight_files
-from caramba.checkpoint.hub import HUB_ID, cached_folder, hub_cache, hub_folder
 from caramba.config.benchmark import AccuracyBenchmarkConfig
 from caramba.config.crosscheck import cross_check
 from caramba.config.extras import need_harness, need_library
@@ -21,6 +19,8 @@ from caramba.config.names import nearest
 from caramba.config.phase_checks import check_batch_is_given, check_block_steps, check_cpu_precision
 from caramba.config.surgery import attention_configs
 from caramba.config.train import BLOCK_PHASES
+from caramba.data.checkpoint.folder import weight_files
+from caramba.data.checkpoint.hub import HUB_ID, cached_folder, hub_cache, hub_folder
 from caramba.errors import CheckpointError, ConfigError
 from caramba.runs import MANIFEST, resolve_run
 from caramba.runs.shell import show_path

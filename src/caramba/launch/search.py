@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caramba.collect.gather import read_metrics
-from caramba.collect.summary import prefers_higher
+from caramba.artifacts.across_runs.gather import read_metrics
+from caramba.artifacts.across_runs.summary import prefers_higher
 from caramba.config.launcher import LauncherConfig
 from caramba.config.names import nearest
 from caramba.config.parse import parse_as

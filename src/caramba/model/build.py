@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from caramba.config.model import ModelSpec
 from caramba.model.model import Model
-from caramba.topology.base import attention_applications
+from caramba.model.topology.base import attention_applications
 
 INIT_STD = 0.02
 

@@ -11,11 +11,11 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.model.model import Model, context_of
 from caramba.model.own_layers import cached_layers
-from caramba.topology.base import attention_applications
-from caramba.topology.cyclic import CyclicTopology
-from caramba.topology.nested import NestedTopology
-from caramba.topology.residual import ResidualTopology
-from caramba.topology.stacked import StackedTopology
+from caramba.model.topology.base import attention_applications
+from caramba.model.topology.cyclic import CyclicTopology
+from caramba.model.topology.nested import NestedTopology
+from caramba.model.topology.residual import ResidualTopology
+from caramba.model.topology.stacked import StackedTopology
 
 
 class EarlyExit:

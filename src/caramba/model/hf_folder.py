@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from caramba.checkpoint import is_same_tensor, signature, stored_tensors, stream_into, weight_files
-from caramba.checkpoint.hf_names import DERIVED_SUFFIXES, EMBEDDING, HEAD, hf_names, llama_blocks
 from caramba.config.hf import CONFIG, read_hf_config, spec_of_folder
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec
+from caramba.data.checkpoint import is_same_tensor, signature, stored_tensors, stream_into, weight_files
+from caramba.data.checkpoint.hf_names import DERIVED_SUFFIXES, EMBEDDING, HEAD, hf_names, llama_blocks
 from caramba.errors import CheckpointError
 from caramba.model.build import build_model
 from caramba.model.model import Model

@@ -24,8 +24,8 @@ from caramba.model.own_layers import (
     own_layers_of,
     refuse_documents,
 )
-from caramba.topology.base import attention_applications
-from caramba.topology.build import build_node
+from caramba.model.topology.base import attention_applications
+from caramba.model.topology.build import build_node
 
 TABLE_TOKENS = 65536
 """Tokens up to which a context comes with a table of its angles: 16 MB at 64 features per head."""

@@ -14,8 +14,8 @@ from caramba.config.blame import blame
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
-from caramba.topology.base import applications
-from caramba.topology.build import own_config
+from caramba.model.topology.base import applications
+from caramba.model.topology.build import own_config
 
 if TYPE_CHECKING:
     from caramba.model.model import Model

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from caramba.checkpoint import load_into, read_metadata, save_tensors, stored_tensors, stream_into
-from caramba.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
-from caramba.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_folder
 from caramba.config.json_file import parse_object
 from caramba.config.model import ModelSpec
 from caramba.config.parse import parse_as
+from caramba.data.checkpoint import load_into, read_metadata, save_tensors, stored_tensors, stream_into
+from caramba.data.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
+from caramba.data.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model.build import build_empty
 from caramba.model.hf_folder import load_hf_folder, loaded_folder

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from caramba.checkpoint import stored_tensors, stream_into, weight_files
 from caramba.config.hf import spec_of_folder
+from caramba.data.checkpoint import stored_tensors, stream_into, weight_files
 from caramba.errors import CheckpointError
 from caramba.model.build import build_empty
 from caramba.model.model import Model
 
 if TYPE_CHECKING:
-    from caramba.checkpoint.shards import StoredTensor
+    from caramba.data.checkpoint.shards import StoredTensor
 
 PREFIX = "model."  # of every tensor: the exported class holds the network under this name
 

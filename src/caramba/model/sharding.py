@@ -19,8 +19,8 @@ from caramba.config.parallel import ParallelConfig
 from caramba.errors import ConfigError
 from caramba.model.model import Model
 from caramba.model.own_layers import refuse_lost_tensors
+from caramba.model.topology import sharding_units
 from caramba.runtime import get_local_world_size, get_world_size
-from caramba.topology import sharding_units
 
 REPLICATE, SHARD, SPLIT = "replicate", "shard", "split"
 

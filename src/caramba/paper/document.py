@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from caramba.artifact.latex import escape
+from caramba.artifacts.latex import escape
 from caramba.config.paper import PaperConfig, SectionName
 from caramba.errors import ConfigError
 

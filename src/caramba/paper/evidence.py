@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from caramba.artifact.key import MODELLESS, parse_key
-from caramba.artifact.latex import escape, typeset
-from caramba.artifact.tables import number
-from caramba.artifact.write import REPORT_FILE, TABLES_FILE
+from caramba.artifacts.key import MODELLESS, parse_key
+from caramba.artifacts.latex import escape, typeset
+from caramba.artifacts.tables import number
+from caramba.artifacts.write import REPORT_FILE, TABLES_FILE
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.config.plain import is_mapping, is_sequence

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from caramba.artifact.latex import escape, typeset
-from caramba.artifact.tables import number
+from caramba.artifacts.latex import escape, typeset
+from caramba.artifacts.tables import number
 from caramba.paper.check import derive
 from caramba.paper.evidence import Evidence, unit_tex
 from caramba.paper.scanned import Scanned

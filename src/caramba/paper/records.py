@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from caramba.artifact.latex import escape
+from caramba.artifacts.latex import escape
 from caramba.errors import ConfigError
 
 _ENTRY = re.compile(r"@\s*([A-Za-z]+)\s*\{")

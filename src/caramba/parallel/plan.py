@@ -20,6 +20,7 @@ from caramba.layer import (
     SwiGLULayer,
 )
 from caramba.model import Model
+from caramba.model.topology import Topology
 from caramba.parallel.styles import (
     GatedMLPParallel,
     HeadParallel,
@@ -28,7 +29,6 @@ from caramba.parallel.styles import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from caramba.topology import Topology
 
 WHOLE = (RMSNormLayer, LayerNormLayer, LinearLayer, DropoutLayer)
 

@@ -12,7 +12,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.pipeline import pipeline_problem, stack_of
 from caramba.errors import ConfigError
 from caramba.model import Model
-from caramba.topology import NestedTopology, Topology
+from caramba.model.topology import NestedTopology, Topology
 
 TIED = "embedder.token.weight"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from caramba.checkpoint import load_training_state, save_training_state
+from caramba.data.checkpoint import load_training_state, save_training_state
 
 
 class WholeCheckpointIO(CheckpointIO):

@@ -18,7 +18,7 @@ from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, WindowSampler
 from caramba.distill import Batch
 from caramba.errors import DataError
-from caramba.measure import spread_windows
+from caramba.metrics import spread_windows
 from caramba.runs.signals import STOPPING
 from caramba.runtime import Decision
 

@@ -20,7 +20,6 @@ from caramba.data import IGNORED
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import CarambaError, CheckpointError
 from caramba.model.sharding import reshard
-from caramba.monitor import RunningLoss
 from caramba.optim import (
     AdaGC,
     MasterWeights,
@@ -45,6 +44,7 @@ from caramba.runtime import (
     restore_random_states,
 )
 from caramba.train.strategies import SHARDED, SINGLE, STAGED
+from caramba.train.throughput import RunningLoss
 
 KEPT = ("average", "adagc")
 """What the module makes with its optimiser and keeps with the training state."""

@@ -11,9 +11,9 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from caramba.checkpoint.sharded import latest_sharded_state, load_sharded_state, save_sharded_state
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
+from caramba.data.checkpoint.sharded import latest_sharded_state, load_sharded_state, save_sharded_state
 from caramba.errors import CheckpointError
 from caramba.model import spec_of
 from caramba.optim import MasterWeights

@@ -17,15 +17,14 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import Subset
 
-from caramba.checkpoint import load_training_state
-from caramba.checkpoint.sharded import LOOP, latest_sharded_state
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import TokenDataset, count_targets
+from caramba.data.checkpoint import load_training_state
+from caramba.data.checkpoint.sharded import LOOP, latest_sharded_state
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory, Preempted
-from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
 from caramba.runs.events import start_phase
 from caramba.runs.signals import listen, stop_error, until_step_ends
@@ -47,6 +46,7 @@ from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 from caramba.train.precision import matmul_precision, precision_arguments
 from caramba.train.strategies import AVERAGED, SHARDED, strategy_arguments, strategy_for
+from caramba.train.throughput import PeakMemory, PhaseMeter, Work, device_peak
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors
-from caramba.checkpoint.formats import read_model_tensors
 from caramba.cli import main
+from caramba.data.checkpoint import load_tensors
+from caramba.data.checkpoint.formats import read_model_tensors
 from caramba.errors import ConfigError
 from caramba.export.write import check_out
 from caramba.infer import open_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from caramba.config.estimate import model_cost
 from caramba.config.kvcache import KVCacheKind
-from caramba.cost import model_cost
 from caramba.data import train_bpe
 from caramba.infer import greedy
 from caramba.model import load_pretrained

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from caramba.config.estimate import model_cost
 from caramba.config.kvcache import KVCacheKind
-from caramba.cost import model_cost
 from caramba.infer import greedy
 from tests.integration.export.samples import REMOTE, TOLERANCE, exported, loud, make_run, tokens
 

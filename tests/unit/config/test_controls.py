@@ -8,7 +8,7 @@ from caramba.config.controls import fewer_kv_heads
 from caramba.config.surgery import attention_configs
 from caramba.errors import ConfigError
 from caramba.model import build_model
-from tests.unit.upcycle.models import latent_spec, spec
+from tests.unit.surgery.models import latent_spec, spec
 
 
 @pytest.mark.parametrize(("per_layer", "kv_heads"), [(1, 1), (16, 1), (23, 1), (24, 2), (32, 2)])

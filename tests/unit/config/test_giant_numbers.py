@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from caramba.config.estimate import model_cost
 from caramba.config.model import ModelSpec
 from caramba.config.parse import parse_as
-from caramba.cost import model_cost
 from caramba.errors import ConfigError
 
 NORM = {"type": "RMSNormLayer", "d_model": 4}

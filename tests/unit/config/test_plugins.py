@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from caramba.artifacts.across_runs.compare import manifest_differences
+from caramba.artifacts.across_runs.gather import read_row
 from caramba.cli import main
-from caramba.collect.compare import manifest_differences
-from caramba.collect.gather import read_row
 from caramba.config.node import NodeConfig, parse_node
 from caramba.config.plugin_files import read_source
 from caramba.config.plugins import PluginConfig, activate, use_plugins
 from caramba.errors import ConfigError
+from caramba.model.topology import build_node
 from caramba.runs.sources import check_plugins, plugin_sources
-from caramba.topology import build_node
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
 SITE = (

@@ -17,8 +17,8 @@ from caramba.distill.block_loss import AttentionDivergence, attention_log_probab
 from caramba.distill.block_step import BlockStep
 from caramba.layer import AttentionLayer, LatentProjection, score
 from caramba.model import build_model
-from caramba.upcycle import pair_attention
-from tests.unit.upcycle.test_weight_svd import TOKENS, spec
+from caramba.surgery import pair_attention
+from tests.unit.surgery.test_weight_svd import TOKENS, spec
 
 M, HEADS, WIDTH, LATENT, GEO, B, T = 64, 4, 16, 32, 8, 2, 48
 FIELDS: dict[str, Any] = {"d_model": M, "n_heads": HEADS, "head_dim": WIDTH}

@@ -8,7 +8,7 @@ import torch
 from caramba.distill import LanguageModelObjective, Lora
 from caramba.errors import ConfigError
 from caramba.model import build_model
-from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
+from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
 
 BATCH = (TOKENS[:, :-1], TOKENS[:, 1:])
 

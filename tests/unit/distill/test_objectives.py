@@ -22,8 +22,8 @@ from caramba.distill.block_loss import attention_log_probabilities
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, SwiGLULayer
 from caramba.model import Model, Trace, build_model
-from caramba.upcycle import pair_attention
-from tests.unit.upcycle.test_weight_svd import TOKENS, loud, spec, student_spec
+from caramba.surgery import pair_attention
+from tests.unit.surgery.test_weight_svd import TOKENS, loud, spec, student_spec
 
 BATCH = (TOKENS[:, :-1], TOKENS[:, 1:])
 

@@ -17,10 +17,10 @@ from caramba.distill import (
 from caramba.distill.block_loss import attention_kl, attention_log_probabilities
 from caramba.distill.capture import capture_attention_io
 from caramba.layer import Documents
-from caramba.measure import batches, windowed_nll
+from caramba.metrics import batches, windowed_nll
 from caramba.model import build_model
-from caramba.upcycle import pair_attention
-from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
+from caramba.surgery import pair_attention
+from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
 
 # A row of two documents of 5 and 3 predictions and 2 places of padding, a row of one document and 3 of padding.
 LENGTHS = [[5, 3], [7]]

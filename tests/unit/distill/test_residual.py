@@ -13,8 +13,8 @@ from caramba.distill import LanguageModelObjective, TeacherLogitsObjective
 from caramba.distill.residual import ResidualDistance
 from caramba.errors import ConfigError
 from caramba.model import Trace, build_model
-from caramba.topology import ResidualTopology
-from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
+from caramba.model.topology import ResidualTopology
+from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
 
 
 def test_the_distance_is_that_of_the_streams_after_every_block() -> None:

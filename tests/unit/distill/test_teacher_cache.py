@@ -16,8 +16,8 @@ from caramba.distill import (
 )
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model, model_hash
-from caramba.upcycle import pair_attention
-from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
+from caramba.surgery import pair_attention
+from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
 
 
 class Counted:

@@ -17,7 +17,7 @@ from caramba.distill import (
     vocabulary_losses,
 )
 from caramba.model import Model, build_model
-from tests.unit.upcycle.test_weight_svd import loud, spec
+from tests.unit.surgery.test_weight_svd import loud, spec
 
 V, T = 40, 11
 

@@ -8,8 +8,8 @@ from tests.unit.model.model_specs import MLP, NORM, spec
 
 from caramba.experiment.ladder_largest import Largest, ended_by, largest_row
 from caramba.experiment.ladder_steps import move_by_one_ulp
+from caramba.experiment.planning import Budget, Candidate, Trial, largest_batch
 from caramba.model import build_model
-from caramba.planning import Budget, Candidate, Trial, largest_batch
 
 
 @pytest.mark.parametrize(

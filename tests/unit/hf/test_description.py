@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.cost.presets import compose_model
+from tests.unit.config.estimate.presets import compose_model
 
-from caramba.checkpoint.hf_names import hf_names
 from caramba.config.hf import describe_hf, hf_name
 from caramba.config.model import ModelSpec
+from caramba.data.checkpoint.hf_names import hf_names
 from caramba.errors import CheckpointError
 
 LLAMA32_1B: dict[str, Any] = {
@@ -159,7 +159,7 @@ def test_names_of_snapshots() -> None:
 
 def test_description_names_and_files_load_no_torch() -> None:
     code = (
-        "import sys, caramba.config.hf, caramba.checkpoint.hf_names, caramba.checkpoint.hub, caramba.launch.preflight\n"
+        "import sys, caramba.config.hf, caramba.data.checkpoint.hf_names, caramba.data.checkpoint.hub, caramba.launch.preflight\n"
         "assert not {'torch', 'huggingface_hub', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

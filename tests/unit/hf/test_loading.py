@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 from folders import write
 from safetensors.torch import load_file, save_file
 
-from caramba.checkpoint import stored_tensors, stream_into
 from caramba.config.hf import spec_of_folder
 from caramba.config.model import ModelSpec
+from caramba.data.checkpoint import stored_tensors, stream_into
 from caramba.errors import CheckpointError
 from caramba.model import build_model, find_checkpoint, load_hf_folder, load_pretrained, record_loaded
 from caramba.model.hf_folder import loaded_folder

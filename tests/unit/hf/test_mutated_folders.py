@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from folders import write
 from safetensors.torch import load_file, save_file
 
-from caramba.checkpoint.hf_names import hf_names
+from caramba.data.checkpoint.hf_names import hf_names
 from caramba.errors import CheckpointError
 from caramba.model import load_hf_folder
 

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 
 from folders import CASES, V, write
 
-from caramba.checkpoint import stored_tensors, weight_files
-from caramba.checkpoint.hf_names import hf_names, hf_shapes
+from caramba.config.estimate import model_cost
 from caramba.config.hf import FAMILIES, spec_of_folder
-from caramba.cost import model_cost
+from caramba.data.checkpoint import stored_tensors, weight_files
+from caramba.data.checkpoint.hf_names import hf_names, hf_shapes
 from caramba.model import load_hf_folder
 
 TOKENS = torch.randint(3, V, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from caramba.config.estimate import model_cost
 from caramba.config.manifest import Manifest
-from caramba.cost import model_cost
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 

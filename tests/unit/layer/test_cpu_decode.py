@@ -15,7 +15,7 @@ from caramba.errors import CacheFull
 from caramba.layer.documents import Documents
 from caramba.layer.fused_linear import fuse_linears
 from caramba.model import Model, build_model
-from caramba.topology import ResidualTopology, Topology
+from caramba.model.topology import ResidualTopology, Topology
 
 NAMES = [
     "gqa_scaled",

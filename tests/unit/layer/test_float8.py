@@ -11,8 +11,8 @@ from caramba.errors import ConfigError
 from caramba.layer import products as products_module
 from caramba.layer.float8 import Float8Linear, Float8Recipe, RecipeName
 from caramba.layer.products import products
+from caramba.model.topology import build_node
 from caramba.ops import backend, float8_cast, float8_swiglu, float8_swiglu_backward
-from caramba.topology import build_node
 
 RECIPES: tuple[RecipeName, ...] = ("rowwise", "tensorwise")
 

@@ -13,8 +13,8 @@ from caramba.config.layer import (
     RMSNormLayerConfig,
     SwiGLULayerConfig,
 )
+from caramba.model.topology import build_node
 from caramba.ops import backend
-from caramba.topology import build_node
 
 CONFIGS = {
     "rms_norm": RMSNormLayerConfig(d_model=8),

@@ -15,7 +15,7 @@ from caramba.config.layer import (
     SwiGLULayerConfig,
 )
 from caramba.layer import DropoutLayer, LayerNormLayer, LinearLayer, RMSNormLayer, SwiGLULayer
-from caramba.topology import build_node
+from caramba.model.topology import build_node
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
 

@@ -16,8 +16,8 @@ from caramba.layer import products as module
 from caramba.layer.products import products
 from caramba.layer.rope import RotaryEmbedding, share_rope_tables
 from caramba.model import build_model
+from caramba.model.topology import clear_checkpointing, compilable_regions, join_repeats
 from caramba.ops import backend as ops_backend
-from caramba.topology import clear_checkpointing, compilable_regions, join_repeats
 
 WIDTHS = (8, 3, 5)
 

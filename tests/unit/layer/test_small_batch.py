@@ -21,10 +21,10 @@ from caramba.layer import SwiGLULayer
 from caramba.layer.fused_linear import FusedLinear, fuse_linears
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
+from caramba.lower.quantize import quantise_weights
+from caramba.lower.quantize.int4 import quantize_int4
 from caramba.model import Model, build_model
 from caramba.ops import backend, dequantize_int4
-from caramba.quantise import quantise_weights
-from caramba.quantise.int4 import quantize_int4
 
 NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
 

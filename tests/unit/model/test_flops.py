@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from caramba.config.estimate import model_cost
 from caramba.config.model import ModelSpec
-from caramba.cost import model_cost
 from caramba.layer.attention import AttentionLayer
 from caramba.model import Model, build_model
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from model_specs import ATTENTION, SPECS, VOCAB, M, attention, block, spec, transformer
 
+from caramba.config.estimate import model_cost
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec
-from caramba.cost import model_cost
 from caramba.model import build_empty, build_model, init_weights
-from caramba.topology import attention_applications
+from caramba.model.topology import attention_applications
 
 TOKENS = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
 

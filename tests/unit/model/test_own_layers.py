@@ -17,7 +17,7 @@ from caramba.errors import ConfigError
 from caramba.infer.decode import greedy
 from caramba.model import Model, build_empty, build_model, check_causal
 from caramba.model.own_layers import refuse_lost_tensors
-from caramba.topology import build_node
+from caramba.model.topology import build_node
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
 NORM: dict[str, Any] = {"type": "RMSNormLayer", "d_model": 16}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.cost.presets import PRESETS, compose_model, shrunk_tree
+from tests.unit.config.estimate.presets import PRESETS, compose_model, shrunk_tree
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from caramba.cache import KVCacheKind
+from caramba.config.estimate import model_cost
 from caramba.config.model import ModelConfig
-from caramba.cost import model_cost
 from caramba.model import build_model
 
 

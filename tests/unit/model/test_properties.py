@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from caramba.cache import KVCacheKind
+from caramba.config.estimate import model_cost
 from caramba.config.model import ModelSpec
-from caramba.cost import model_cost
 from caramba.model import Model, build_model
 
 N_TOKENS = 6

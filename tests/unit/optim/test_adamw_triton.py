@@ -15,11 +15,11 @@ from torch import Tensor
 
 from caramba import kernels
 from caramba.errors import ConfigError
-from caramba.monitor import StepNorms
 from caramba.ops import adamw_step, backend, stochastic_round
 from caramba.ops.backend import without_kernels
 from caramba.optim import AdamW, MasterWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
+from caramba.train.throughput import StepNorms
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 from tests.unit.optim.test_optimizers import gradient, made
 

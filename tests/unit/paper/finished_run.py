@@ -7,14 +7,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from caramba.artifact import write
+from caramba.artifacts import write
 from caramba.config.manifest import Manifest
 from caramba.launch.freeze import freeze
 from caramba.result import RunResult
 from caramba.runs.files import write_json, write_whole
 from caramba.runs.manifest import canonical_json, manifest_sha256
 
-SAMPLE = Path(__file__).parents[1] / "artifact" / "sample_run.py"
+SAMPLE = Path(__file__).parents[1] / "artifacts" / "sample_run.py"
 PROXY = "teacher, pretrained here for 300 steps"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from caramba.checkpoint import load_tensors, load_training_state, save_tensors, save_training_state
+from caramba.data.checkpoint import load_tensors, load_training_state, save_tensors, save_training_state
 from caramba.data.folder import open_token_folder, write_token_folder
 from caramba.data.prepare import Request, prepare
 from caramba.data.sources import TextSource
@@ -194,7 +194,7 @@ def test_a_shard_outside_its_folder_is_refused(tokens, name):
 
 def test_equal_weights_give_equal_files_in_every_process(tmp_path):
     code = (
-        "import sys, torch; from pathlib import Path; from caramba.checkpoint import save_tensors;"
+        "import sys, torch; from pathlib import Path; from caramba.data.checkpoint import save_tensors;"
         "save_tensors(Path(sys.argv[1]), {n: torch.arange(7.) for n in 'cab'},"
         " {k: 'value' for k in ('spec', 'role', 'format', 'labels', 'phase')})"
     )

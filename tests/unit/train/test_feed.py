@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from caramba.config.train import PhaseConfig
-from caramba.monitor import PhaseMeter, Work
 from caramba.train.data import TimedLoader, train_loader
+from caramba.train.throughput import PhaseMeter, Work
 
 PHASE = PhaseConfig(phase="pretrain", steps=4, batch_size=3, block_size=4, num_workers=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
-from caramba.topology import build_node
+from caramba.model.topology import build_node
 from caramba.train.callbacks.float8 import float8_layers
 
 

@@ -14,8 +14,8 @@ from caramba.config.train import PhaseConfig
 from caramba.distill import LanguageModelObjective
 from caramba.errors import CarambaError
 from caramba.model import Model, build_model
+from caramba.model.topology import compilable_regions
 from caramba.optim import NonFiniteWatch
-from caramba.topology import compilable_regions
 from caramba.train.callbacks import CompiledGradients
 from caramba.train.module import CarambaModule
 from tests.unit.model.model_specs import VOCAB, block, spec

@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from caramba.monitor import PeakMemory, PhaseMeter, StepNorms, norms_of_stages
 from caramba.runtime import merge_over_ranks
 from caramba.train.display import Display
+from caramba.train.throughput import PeakMemory, PhaseMeter, StepNorms, norms_of_stages
 
 NORMS_EVERY = 50  # a copy of what trains and two passes over it: a thousandth of a step's time at this rate
 

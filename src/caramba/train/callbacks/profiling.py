@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from caramba.console import logger
-from caramba.monitor import PhaseProfile
+from caramba.train.throughput import PhaseProfile
 
 
 class Profiling(pl.Callback):

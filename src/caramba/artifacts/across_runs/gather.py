@@ -1,0 +1,215 @@
+"""The runs of a sweep or folder: the overrides, state and metrics of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from caramba.errors import ConfigError
+from caramba.runs import MANIFEST, list_runs
+from caramba.runs.sources import plugin_sources
+from caramba.runs.state import FINISHED, WAITING, run_state
+from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
+
+# How a run is carried out is no part of what it computes.
+_NOT_SWEPT = ("launcher", "cluster", "resume", "manifest")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric as a report has it; `std` is of its `n` samples within the run."""
+
+    value: float
+    unit: str = ""
+    std: float | None = None
+    n: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, or a sweep point without one yet, with its command-line overrides and metrics.
+
+    `proxy` is the origin of its teacher, if that was trained here; `sources` are the overrides with the source of its
+    plugins.
+    """
+
+    run: Path | None
+    state: str
+    words: dict[str, str]
+    metrics: dict[str, Measured] = field(default_factory=dict[str, Measured])
+    proxy: str = ""
+    sources: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.run.name if self.run is not None else "-"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Runs of one folder; `title` names it to readers."""
+
+    folder: Path
+    title: str
+    rows: list[Row]
+
+    @property
+    def finished(self) -> list[Row]:
+        return [row for row in self.rows if row.state == FINISHED]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels of the figures and tables of all runs."""
+        proxies = dict.fromkeys(row.proxy for row in self.finished if row.proxy)
+        return {"proxy": "; ".join(proxies)} if proxies else {}
+
+
+def gather(text: str) -> Gathered:
+    """Read the runs of a sweep, of `runs/NAME`, or of a folder of runs.
+
+    Unfinished runs have no metrics.
+
+    Raises:
+        ConfigError: neither a sweep nor a run is there.
+    """
+    found = _gathered(text)
+    return replace(found, rows=_told_apart(found.rows))
+
+
+def _told_apart(rows: list[Row]) -> list[Row]:
+    """Leave out a plugin source that is equal in all runs: it distinguishes no two of them."""
+    values: dict[str, set[str]] = {}
+    for row in rows:
+        for key in row.words.keys() & row.sources:
+            values.setdefault(key, set()).add(row.words[key])
+    alike = {key for key, found in values.items() if len(found) == 1}
+    return [
+        replace(row, words={key: word for key, word in row.words.items() if key not in alike}) for row in rows
+    ]
+
+
+def _gathered(text: str) -> Gathered:
+    folder = Path(text).expanduser()
+    if is_sweep(folder) or not folder.is_dir():
+        return _of_sweep(folder if is_sweep(folder) else resolve_sweep(text))
+    runs = _runs_below(folder)
+    if not runs:
+        sweeps = list_sweeps(folder)
+        if sweeps:
+            return _of_sweep(sweeps[-1])
+        raise ConfigError(
+            f"{text}: neither a sweep nor a run is there; give a sweep, runs/NAME, or a folder of runs"
+        )
+    return Gathered(
+        folder.absolute(), folder.absolute().name, [read_row(run, _words_of(run)) for run in runs]
+    )
+
+
+def read_row(run: Path, words: dict[str, str]) -> Row:
+    """Read one run; its metrics are those of report.json once it has finished."""
+    state = run_state(run).state
+    sources = plugin_sources(run)
+    words = words | sources
+    if state != FINISHED:
+        return Row(run, state, words, sources=frozenset(sources))
+    reports = list(_reports(run))
+    proxy = _labels_of(reports).get("proxy", "")
+    return Row(run, state, words, _metrics_of(reports), proxy, frozenset(sources))
+
+
+def read_metrics(run: Path) -> dict[str, Measured]:
+    """Return the metrics of a run's reports by key, with `loss.PHASE` and `seconds.PHASE` of what it trained.
+
+    Of a run of several groups every key begins with `GROUP/`. No report, no metrics.
+    """
+    return _metrics_of(_reports(run))
+
+
+def read_labels(run: Path) -> dict[str, str]:
+    """Return what a run's reports say of where its numbers come from."""
+    return _labels_of(_reports(run))
+
+
+def _reports(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the reports of a run that has them, each with what its keys begin with."""
+    files = [run / "artifacts" / "report.json"]
+    for file in [*files, *sorted(run.glob("groups/*/artifacts/report.json"))]:
+        try:
+            report = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        yield "" if file in files else f"{file.parents[1].name}/", report
+
+
+def swept_keys(rows: Iterable[Row]) -> list[str]:
+    """Return the keys whose values differ between the rows, in the order in which they were typed."""
+    listed = list(rows)
+    keys = dict.fromkeys(key for row in listed for key in row.words)
+    return [
+        key
+        for key in keys
+        if key.split(".")[0] not in _NOT_SWEPT and len({row.words.get(key) for row in listed}) > 1
+    ]
+
+
+def is_seed(key: str) -> bool:
+    """Whether a key is a seed: runs that differ in it alone are repetitions."""
+    return key == "seed" or key.endswith(".seed")
+
+
+def _metrics_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Measured]:
+    return {f"{prefix}{key}": value for prefix, report in reports for key, value in _measured(report).items()}
+
+
+def _labels_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    return {key: value for _, report in reports for key, value in report["labels"].items()}
+
+
+def _measured(report: dict[str, Any]) -> dict[str, Measured]:
+    found = {
+        key: Measured(item["value"], item["unit"], item["std"], item["n"])
+        for key, item in report["metrics"].items()
+    }
+    for phase in report["phases"]:
+        if phase["loss"] is not None:
+            found[f"loss.{phase['id']}"] = Measured(phase["loss"], "nats/token")
+        if phase["steps"]:
+            found[f"seconds.{phase['id']}"] = Measured(phase["seconds"], "s")
+    return found
+
+
+def _of_sweep(folder: Path) -> Gathered:
+    sweep = read_sweep(folder)
+    shared = _words(word for word in sweep.overrides)
+    rows: list[Row] = []
+    for point in sweep.points:
+        words = {**shared, **_words(point.overrides)}
+        run = sweep.run_of(point)
+        if run is None:
+            rows.append(Row(None, point.state if point.state != FINISHED else WAITING, words))
+        else:
+            rows.append(read_row(run, words))
+    title = f"{folder.parents[1].name}/{folder.name}"
+    return Gathered(folder, title, rows)
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    if (folder / MANIFEST).is_file():
+        return [folder.absolute()]
+    here = [item for item in folder.iterdir() if (item / MANIFEST).is_file()]
+    if here:
+        return sorted(item.absolute() for item in here)
+    return list_runs(folder)
+
+
+def _words_of(run: Path) -> dict[str, str]:
+    file = run / "overrides.txt"
+    return _words(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else {}
+
+
+def _words(overrides: Iterable[str]) -> dict[str, str]:
+    pairs = (word.lstrip("+").partition("=") for word in overrides if not word.startswith("~"))
+    return {key: value for key, equals, value in pairs if equals}

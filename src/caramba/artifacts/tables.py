@@ -1,0 +1,398 @@
+"""The tables of a run as plain text, each number with its metric key; `latex` and `page` write them out."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+
+from caramba.artifacts.cases import asked
+from caramba.artifacts.controls import control_rows
+from caramba.artifacts.key import MetricKey, parse_key
+from caramba.artifacts.ladder import measured_rows
+from caramba.artifacts.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
+from caramba.artifacts.style import byte_text, name_of
+from caramba.artifacts.summary import ratio_key, stage_bars
+from caramba.artifacts.training_ladder import TRAINING_HEAD, ladder_keys
+from caramba.result import Metric, RunResult
+
+NOTHING, TIMES = "\u2013", "\u00d7"
+LONGEST_ANSWER = 24
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of a table cell, and the metric key of the number in it.
+
+    A number's text is written as `number` writes it, with TIMES, `≤ ≥ ±` and an exponent as `1.5e-05`.
+    """
+
+    text: str
+    key: str | None = None
+    is_number: bool = False
+    is_code: bool = False
+    is_bold: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: its caption is `before`, the run's name and `after`, and columns of WORDS stand left, others right."""
+
+    label: str
+    before: str
+    name: str
+    after: str
+    head: tuple[str, ...]
+    rows: list[list[Cell]]
+
+
+def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
+    """Return the tables that have rows, in the order in which they are read."""
+    note = f" Proxy teacher: {result.labels['proxy']}." if "proxy" in result.labels else ""
+    where = _conditions(metrics)
+    same = " on the same held-out windows."
+    held_out = " from the same teacher" + same
+    listed = [
+        ("comparison", "Teacher and student of ", f".{where}", COMPARISON_HEAD, _comparison(metrics)),
+        ("stages", "Held-out perplexity of ", " by stage.", STAGE_HEAD, _stages(metrics)),
+        ("controls", "Controls of ", held_out, CONTROL_HEAD, _controls(result, metrics)),
+        (
+            "weights",
+            "Quantised weights of ",
+            " against 16 bits" + same,
+            WEIGHTS_HEAD,
+            _weights(result, metrics),
+        ),
+        ("ladder", "Inference ladder of ", ", decode alone.", LADDER_HEAD, _ladder(result, metrics)),
+        ("training_ladder", "Training ladder of ", ".", TRAINING_HEAD, _training_ladder(result, metrics)),
+        ("variants", "Attentions of ", " from scratch.", VARIANT_HEAD, _variants(result, metrics)),
+        ("accuracy", "Accuracy of ", " by task.", ACCURACY_HEAD, _accuracy(metrics)),
+        ("throughput", "Training speed of ", " by phase.", SPEED_HEAD, _speed(result)),
+        ("transplant", "Surgery of ", ", by attention layer.", TRANSPLANT_HEAD, _transplant(result)),
+        ("verification", "Verification of ", ".", VERIFY_HEAD, _verification(result)),
+        ("cases", "Cases of ", ", correct answers in bold.", CASE_HEAD, _cases(result)),
+    ]
+    return [
+        Table(label, before, result.name, after + note, head, rows)
+        for label, before, after, head, rows in listed
+        if rows
+    ]
+
+
+COMPARISON_HEAD = ("Metric", "Teacher", "Student", "Change")
+STAGE_HEAD = ("Stage", "Perplexity", "Ratio to teacher")
+ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
+SPEED_HEAD = ("Phase", "Tokens/s", "MFU (share)", "Data wait (share)", "Peak memory", "Reserved")
+VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per token")
+CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
+WEIGHTS_HEAD = ("Model", "Weights", "Perplexity", "NLL change (nats)", "PPL ratio", "Bytes", "Smaller")
+LADDER_HEAD = ("Model", "Rung", "Ran as", "Per token (ms)", "Tokens/s", "Speed-up")
+CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
+# Columns of words stand left, numbers right.
+WORDS = frozenset(
+    {*CASE_HEAD, "Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", "Rung", "Row"}
+    | {"Ran as", "Weights"}
+)
+TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
+VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
+
+MOST, LEAST = "≤", "≥"
+DOWN, UP = " ↓", " ↑"
+# Family, field, words, direction that is better, unit.
+_COMPARED = (
+    ("perplexity", "perplexity", "Perplexity", DOWN, ""),
+    ("perplexity", "bits_per_byte", "Bits per byte", DOWN, ""),
+    ("accuracy", "mean", "Accuracy, mean over tasks", UP, ""),
+    ("latency", "tok_s", "Throughput", UP, "tokens/s"),
+    ("memory", "kv_bytes_per_token", "KV cache per token", DOWN, "bytes"),
+    ("memory", "model_bytes", "Model size", "", ""),
+)
+
+
+def number(value: float) -> str:
+    """Return a number with four significant digits, whole ones in full, thousands apart."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3e}"
+    digits = max(0, 3 - len(str(int(abs(value)))) + 1) if abs(value) >= 1 else 4
+    return f"{value:,.{digits}f}"
+
+
+def _comparison(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for family, field, words, arrow, unit in _COMPARED:
+        found = headline(metrics, family, field)
+        pair = [found.get(TEACHER), found.get(STUDENT)]
+        any_metric = pair[0] or pair[1]
+        if any_metric is None:
+            continue
+        label = Cell(words + arrow + (f" ({unit})" if unit else ""))
+        show = _bytes_cell if field == "model_bytes" else _measured_cell
+        change = metrics.get(ratio_key(field, any_metric)) if all(pair) else None
+        rows.append([label, *(show(metric) for metric in pair), _ratio_cell(change)])
+    return rows
+
+
+def _conditions(metrics: dict[str, Metric]) -> str:
+    """Say under which conditions the rows of the comparison were measured; the weights are the same under all."""
+    notes: list[str] = []
+    for family, field, words, _, _ in _COMPARED:
+        found = headline(metrics, family, field)
+        conditions = dict(parse_key(next(iter(found.values())).key).conditions) if found else {}
+        if conditions and field != "model_bytes":
+            notes.append(f" {words}: {describe(conditions)}.")
+    return "".join(notes)
+
+
+def _stages(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for model, metric in stage_bars(metrics):
+        conditions = dict(parse_key(metric.key).conditions)
+        where = conditions if model == STUDENT else {"model": model, **conditions}
+        ratio = metrics.get(MetricKey("ratio", None, "perplexity", where).format())
+        rows.append([Cell(name_of(model)), _measured_cell(metric), _ratio_cell(ratio)])
+    return rows
+
+
+def _transplant(result: RunResult) -> list[list[Cell]]:
+    """List what surgery kept of each converted layer; the error is the block output's, held out, relative RMS."""
+    rows: list[list[Cell]] = []
+    for index, layer in enumerate(result.transplant.layers if result.transplant is not None else ()):
+
+        def cell(field: str, value: float | None, index: int = index) -> Cell:
+            return (
+                Cell(NOTHING) if value is None else _number_cell(value, f"transplant.layers[{index}].{field}")
+            )
+
+        times = f"{layer.teacher_cached / layer.cached:.2f}{TIMES}"
+        ratio = Cell(times, f"transplant.layers[{index}].cached", is_number=True)
+        rows.append(
+            [
+                Cell(str(index)),
+                cell("cached", layer.cached),
+                ratio,
+                cell("energy_kept", layer.energy_kept),
+                cell("error", layer.error),
+                cell("frequencies", layer.frequencies),
+            ]
+        )
+    return rows
+
+
+def _verification(result: RunResult) -> list[list[Cell]]:
+    """List every check but those of single layers, which are no thresholds and stay in report.json."""
+    rows: list[list[Cell]] = []
+    for verdict, keys in zip(result.verdicts, verdict_keys(result.verdicts), strict=True):
+        for check, key in zip(verdict.checks, keys, strict=True):
+            if check.bound is None and re.search(r"_layer\d+$", check.name):
+                continue
+            name = check.name + (f" ({check.unit})" if check.unit not in ("", "ratio") else "")
+            bound = (
+                Cell(NOTHING)
+                if check.bound is None
+                else Cell(
+                    f"{LEAST if check.is_minimum else MOST} {number(check.bound)}",
+                    f"{key}#bound",
+                    is_number=True,
+                )
+            )
+            outcome = "recorded" if check.bound is None else "passed" if check.passed else "failed"
+            rows.append(
+                [
+                    Cell(verdict.type),
+                    Cell(name),
+                    _number_cell(check.value, key),
+                    bound,
+                    Cell(outcome, is_bold=not check.passed),
+                ]
+            )
+    return rows
+
+
+def _controls(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List what was compared, with the tokens that each trained on after the teacher."""
+    rows: list[list[Cell]] = []
+    for row in control_rows(result):
+        found = {
+            field: metrics.get(MetricKey("controls", row["model"], field).format())
+            for field in ("tokens", "kv_bytes_per_token", "kv_ratio", "ppl_ratio", "kl", "top1")
+        }
+        cells = {name: _measured_cell(metric) for name, metric in found.items()}
+        cells["kv_ratio"], cells["ppl_ratio"] = (
+            _ratio_cell(found["kv_ratio"]),
+            _ratio_cell(found["ppl_ratio"]),
+        )
+        rows.append([Cell(name_of(row["model"])), *cells.values()])
+    return rows
+
+
+def _weights(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List what every format of weights costs and saves; the first row of a model is its 16 bits."""
+    rows: list[list[Cell]] = []
+    for row in measured_rows(result, "weights"):
+        given = {"weights": str(row["weights"])}
+        found = {
+            field: metrics.get(MetricKey("weights", row["model"], field, given).format())
+            for field in ("perplexity", "delta_nll", "ppl_ratio", "weight_bytes", "bytes_ratio")
+        }
+        cells = [
+            _measured_cell(found["perplexity"]),
+            _measured_cell(found["delta_nll"]),
+            _ratio_cell(found["ppl_ratio"]),
+            _bytes_cell(found["weight_bytes"]),
+            _ratio_cell(found["bytes_ratio"]),
+        ]
+        rows.append([Cell(name_of(row["model"])), Cell(str(row["weights"])), *cells])
+    return rows
+
+
+def _ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the rungs of inference ladders that were climbed."""
+    found = {
+        (key.model, key.conditions.get("rung"), key.field, metric.source): metric
+        for key, metric in ((parse_key(text), metric) for text, metric in metrics.items())
+        if key.family == "inference_ladder"
+    }
+    rows: list[list[Cell]] = []
+    for bench in result.benchmarks:
+        for row in bench.rows if bench.type == "inference_ladder" else ():
+            if row.get("skipped") is None:
+                at = [
+                    found.get((row["model"], row["rung"], field, bench.id))
+                    for field in ("latency_ms", "tok_s")
+                ]
+                words = [Cell(name_of(row["model"])), Cell(str(row["what"])), Cell(str(row["ran"]))]
+                rows.append([*words, *map(_measured_cell, at), Cell(f"{row['speed_up']:.2f}{TIMES}")])
+    return rows
+
+
+def _training_ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the rows of training ladders that were measured, those at one batch with their own largest."""
+    shows = (_measured_cell, _ratio_cell, _bytes_cell, *(_measured_cell,) * 4)
+    return [
+        [
+            *map(Cell, words),
+            *(show(metrics.get(key)) for show, key in zip(shows, keys, strict=True)),
+            Cell(ended or NOTHING),
+        ]
+        for words, keys, ended in ladder_keys(result)
+    ]
+
+
+def _variants(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the runs with `exp`; bytes are those counted from cache tensors."""
+    columns = [
+        headline(metrics, family, field)
+        for family, field in (
+            ("perplexity", "perplexity"),
+            ("perplexity", "bits_per_byte"),
+            ("memory", "kv_bytes_per_token"),
+        )
+    ]
+    rows: list[list[Cell]] = []
+    for index, phase in enumerate(result.phases):
+        if phase.trains == "variant":
+            name = phase.details["row"]
+            params = _number_cell(phase.details["params"], f"phases[{index}].details.params")
+            measured = [_measured_cell(found.get(name)) for found in columns]
+            rows.append([Cell(phase.id), params, *measured])
+    return rows
+
+
+def _speed(result: RunResult) -> list[list[Cell]]:
+    """List what the monitors saw of every phase that trained; memory is the device's, of a CPU the process's."""
+    rows: list[list[Cell]] = []
+    for index, phase in enumerate(result.phases):
+        measured: dict[str, float] = phase.details.get("measured", {})
+        if "tokens_per_s" not in measured:
+            continue
+
+        def cell(field: str, seen: dict[str, float] = measured, index: int = index) -> Cell:
+            key = f"phases[{index}].details.measured.{field}"
+            return _number_cell(seen[field], key) if field in seen else Cell(NOTHING)
+
+        def memory(field: str, seen: dict[str, float] = measured, index: int = index) -> Cell:
+            key = f"phases[{index}].details.measured.{field}"
+            return (
+                Cell(byte_text(seen[field]).replace(" ", "\u00a0"), key, is_number=True)
+                if field in seen
+                else Cell(NOTHING)
+            )
+
+        peak = "peak_allocated_bytes" if "peak_allocated_bytes" in measured else "peak_resident_bytes"
+        rates = [cell("tokens_per_s"), cell("mfu"), cell("data_wait_share")]
+        rows.append([Cell(phase.id), *rates, memory(peak), memory("peak_reserved_bytes")])
+    return rows
+
+
+def _accuracy(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List every score of every task that teacher or student has."""
+    found: dict[MetricKey, dict[str, Metric]] = {}
+    for metric in metrics.values():
+        key = parse_key(metric.key)
+        if key.family == "accuracy" and "task" in key.conditions and key.model in (TEACHER, STUDENT):
+            found.setdefault(replace(key, model=STUDENT), {})[key.model] = metric
+    rows: list[list[Cell]] = []
+    for key, models in found.items():
+        conditions = dict(key.conditions)
+        task = str(conditions.pop("task"))
+        words = key.field + (f" ({describe(conditions)})" if conditions else "")
+        ratio = metrics.get(MetricKey("ratio", None, key.field, key.conditions).format())
+        pair = [_measured_cell(models.get(TEACHER)), _measured_cell(models.get(STUDENT))]
+        rows.append([Cell(task), Cell(words), *pair, _ratio_cell(ratio)])
+    return rows
+
+
+def _cases(result: RunResult) -> list[list[Cell]]:
+    """List every case that was asked, with both answers; texts and log-probabilities are in eval_cases.csv."""
+    rows: list[list[Cell]] = []
+    for _, case in asked(result):
+        said = {answer.model: answer for answer in case.answers}
+        cells = [Cell(case.id), Cell(case.kind), Cell(_quoted(case.expected), is_code=True)]
+        for model in (TEACHER, STUDENT):
+            answer = said.get(model)
+            if answer is None or answer.answer is None:
+                cells.append(Cell(NOTHING))
+            else:
+                cells.append(Cell(_quoted(answer.answer), is_code=True, is_bold=answer.is_correct))
+        rows.append(cells)
+    return rows
+
+
+def _quoted(text: str) -> str:
+    """Return the beginning of a text on one line, its spaces and line ends visible."""
+    shown = text if len(text) <= LONGEST_ANSWER else text[: LONGEST_ANSWER - 3] + "..."
+    return json.dumps(shown, ensure_ascii=False)[1:-1]
+
+
+def _number_cell(value: float, key: str) -> Cell:
+    return Cell(number(value), key, is_number=True)
+
+
+def _measured_cell(metric: Metric | None) -> Cell:
+    if metric is None:
+        return Cell(NOTHING)
+    text = number(metric.value)
+    if not metric.std:
+        return Cell(text, metric.key, is_number=True)
+    spread = _spread(metric.std, 0 if "e" in text else len(text.partition(".")[2]))
+    return Cell(f"{text} ± {spread}", metric.key, is_number=True)
+
+
+def _spread(std: float, digits: int) -> str:
+    """Return a spread to the last digit of its value; one that would vanish there keeps its own digits."""
+    return f"{std:.{digits}f}" if round(std, digits) else number(std)
+
+
+def _bytes_cell(metric: Metric | None) -> Cell:
+    if metric is None:
+        return Cell(NOTHING)
+    return Cell(byte_text(metric.value).replace(" ", "\u00a0"), metric.key, is_number=True)
+
+
+def _ratio_cell(metric: Metric | None) -> Cell:
+    if metric is None:
+        return Cell(NOTHING)
+    spread = f" ± {_spread(metric.std, 3)}" if metric.std else ""
+    return Cell(f"{metric.value:.3f}{TIMES}{spread}", metric.key, is_number=True)

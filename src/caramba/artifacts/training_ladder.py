@@ -1,0 +1,116 @@
+"""ladder.png: training throughput and peak memory row by row, at one batch and at the largest; and who is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from caramba.artifacts.key import MetricKey
+from caramba.artifacts.ladder import measured_rows
+from caramba.artifacts.report import Omission
+from caramba.artifacts.rows import missing_reason
+from caramba.artifacts.style import byte_text, label_ticks, new_figure, short_number, styled, to_png
+from caramba.result import RunResult
+
+KIND, PLOT_FILE = "ladder", "ladder.png"
+TRAINING_HEAD = (
+    "Row",
+    "Batch",
+    "Tokens/s",
+    "Speed-up",
+    "Peak memory",
+    "Loss change (nats)",
+    "Loss noise (nats)",
+    "Largest",
+    "Fastest",
+    "Ended by",
+)
+FIELDS = ("tok_s", "speed_up", "peak_bytes", "val_loss_delta", "loss_noise", "largest_batch", "largest_tok_s")
+FIXED, LARGEST, TWIN, LEFT_OUT = "#0072B2", "#E69F00", "#009E73", "#999999"
+
+
+def ladder_keys(result: RunResult) -> list[tuple[tuple[str, str], list[str], str]]:
+    """Return the words of every measured row, the keys of its `FIELDS`, and what ended the search of a larger batch."""
+    found: list[tuple[tuple[str, str], list[str], str]] = []
+    for row in measured_rows(result, KIND):
+        times = f" \u00d7 {row['accumulation']}" if row["accumulation"] > 1 else ""
+        given = {"row": row["row"], "batch": row["batch_size"], "accumulate": row["accumulation"]}
+        given |= {"block": row["block_size"]}
+        keys = [MetricKey(KIND, row["model"], field, given).format() for field in FIELDS]
+        ended = str(row.get("largest_ended") or "")
+        found.append(((str(row["what"]), f"{row['batch_size']}{times}"), keys, ended))
+    return found
+
+
+def draw_training_ladder(result: RunResult) -> tuple[bytes | None, list[Omission]]:
+    """Return bars of speed and memory for every row; nothing where no ladder was asked for."""
+    rows = measured_rows(result, KIND)
+    if not rows:
+        asked = any(bench.type == KIND for bench in result.benchmarks)
+        return None, [Omission(PLOT_FILE, missing_reason(result, KIND))] if asked else []
+    with styled():
+        figure = new_figure(11.0, 1.8 + 0.48 * len(rows))
+        speed, memory = figure.subplots(1, 2, sharey=True)
+        _bars(speed, rows, "tok_s", "largest_tok_s", short_number)
+        _bars(memory, rows, "peak_bytes", "largest_peak_bytes", byte_text)
+        speed.set_yticks(range(len(rows)), [_label(row) for row in rows])
+        speed.invert_yaxis()
+        speed.set_xlabel("tokens/s (right is faster)")
+        speed.set_title(f"Training ladder{_noise(rows)}", loc="left")
+        memory.set_xlabel("peak memory (left is less)")
+        handles, labels = speed.get_legend_handles_labels()
+        if len(set(labels)) > 1:
+            figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+        return to_png(figure, result.labels), []
+
+
+def _bars(axes: Any, rows: list[dict[str, Any]], fixed: str, largest: str, text: Any) -> None:
+    """Draw a row's figure at the ladder's batch, and above it the one at its largest batch."""
+    named: set[str] = set()
+    for place, row in enumerate(rows):
+        pairs = [(row[fixed], _colour(row), _legend(row))]
+        if row.get(largest) is not None:
+            pairs.append((row[largest], LARGEST, "at the largest batch"))
+        height = 0.8 / len(pairs)
+        for index, (value, colour, legend) in enumerate(pairs):
+            at = place + (index - (len(pairs) - 1) / 2) * height
+            label = None if legend in named else legend
+            named.add(legend)
+            axes.barh(at, value, height=0.92 * height, color=colour, label=label)
+            axes.annotate(text(value), (value, at), xytext=(4, -3), textcoords="offset points", fontsize=8)
+    most = max(float(row[key]) for row in rows for key in (fixed, largest) if row.get(key) is not None)
+    axes.set_xlim(0, 1.22 * most)
+    axes.grid(visible=False, axis="y")
+    axes.locator_params(axis="x", nbins=4)
+    label_ticks(axes.xaxis, text)
+
+
+def _colour(row: dict[str, Any]) -> str:
+    if row["row"] == "largest_batch":
+        return LARGEST
+    if row["row"].startswith("twin_"):
+        return TWIN
+    return LEFT_OUT if row["row"].startswith("without_") else FIXED
+
+
+def _legend(row: dict[str, Any]) -> str:
+    return {
+        FIXED: "at the ladder's batch",
+        LARGEST: "at the largest batch",
+        TWIN: "top again",
+        LEFT_OUT: "one left out of the top",
+    }[_colour(row)]
+
+
+def _noise(rows: list[dict[str, Any]]) -> str:
+    """Say how the held-out losses of the runs of the top spread, where it ran again."""
+    row = next((row for row in reversed(rows) if row.get("loss_noise") is not None), None)
+    return (
+        ""
+        if row is None
+        else f": noise of loss {row['loss_noise']:.4f} nats, {row['loss_runs']} runs of the top"
+    )
+
+
+def _label(row: dict[str, Any]) -> str:
+    delta = row.get("val_loss_delta")
+    return row["what"] if delta is None else f"{row['what']}  ({delta:+.4f} nats)"

@@ -1,0 +1,99 @@
+"""Writes the files of a run for its readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from caramba.artifacts.cases import FILE as CASES_FILE
+from caramba.artifacts.cases import cases_csv
+from caramba.artifacts.controls import PLOT_FILE as CONTROLS_FILE
+from caramba.artifacts.controls import draw_controls, skipped_controls
+from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
+from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
+from caramba.artifacts.ladder import draw_ladder, skipped_rows
+from caramba.artifacts.latex import build_tables
+from caramba.artifacts.metrics import collect, undefined_ratios
+from caramba.artifacts.page import build_page
+from caramba.artifacts.report import Omission, build_report
+from caramba.artifacts.rows import missing_reason, to_csv
+from caramba.artifacts.summary import FILE as SUMMARY_FILE
+from caramba.artifacts.summary import draw_summary
+from caramba.artifacts.tables import list_tables
+from caramba.artifacts.training_ladder import PLOT_FILE as TRAINING_LADDER_FILE
+from caramba.artifacts.training_ladder import draw_training_ladder
+from caramba.artifacts.transplant import CSV_FILE, PLOT_FILE, draw_transplant, transplant_csv
+from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
+from caramba.runs.files import sha256_of, write_json, write_whole
+
+REPORT_FILE, PAGE_FILE, TABLES_FILE = "report.json", "report.html", "tables.tex"
+CSV_KINDS = ("perplexity", "latency", "memory")
+# Their files are missed only where such a benchmark was asked for.
+ASKED_KINDS = ("accuracy", "controls", "weights", "inference_ladder", "ladder")
+
+
+def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
+    """Write `run_dir/artifacts/` and return its files with their hashes, report.json first.
+
+    report.html links to the files beside it and holds the figures; report.json is written last and lists the others,
+    so it is there only when all of them are. A file without data is left out and listed under "omitted" with the
+    reason; one left by an earlier call is removed.
+
+    Raises:
+        CarambaError: a metric or another value of the report is not finite or malformed; nothing is written then.
+    """
+    folder = run_dir / "artifacts"
+    metrics = collect(result)
+    build_report(result, metrics, (), ())  # refuses what cannot be reported before a file is touched
+    contents, omitted = _contents(result, metrics)
+    (folder / REPORT_FILE).unlink(missing_ok=True)
+    for name, content in contents.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            write_whole(folder / name, content)
+    written = [name for name, content in contents.items() if content is not None]
+    files = tuple(Artifact(name, sha256_of(folder / name)) for name in written)
+    tables = list_tables(result, metrics)
+    write_whole(folder / PAGE_FILE, build_page(result, metrics, tables, contents, files, omitted))
+    files = (*files, Artifact(PAGE_FILE, sha256_of(folder / PAGE_FILE)))
+    write_json(folder / REPORT_FILE, build_report(result, metrics, files, tuple(omitted)))
+    report = Artifact(REPORT_FILE, sha256_of(folder / REPORT_FILE))
+    return ArtifactIndex(str(folder), (report, *files))
+
+
+def _contents(
+    result: RunResult, metrics: dict[str, Metric]
+) -> tuple[dict[str, str | bytes | None], list[Omission]]:
+    """Return the content of every file but the report, None for one without data, and all that is omitted."""
+    contents: dict[str, str | bytes | None] = {f"{kind}.csv": to_csv(result, kind) for kind in CSV_KINDS}
+    omitted = [
+        Omission(f"{kind}.csv", missing_reason(result, kind))
+        for kind in CSV_KINDS
+        if contents[f"{kind}.csv"] is None
+    ]
+    for kind in ASKED_KINDS:
+        contents[f"{kind}.csv"] = to_csv(result, kind)
+        if contents[f"{kind}.csv"] is None and any(bench.type == kind for bench in result.benchmarks):
+            omitted.append(Omission(f"{kind}.csv", missing_reason(result, kind)))
+    contents[CASES_FILE] = cases_csv(result)
+    for name, draw in (
+        (SUMMARY_FILE, draw_summary),
+        (LATENCY_FILE, draw_latency),
+        (MEMORY_FILE, draw_memory),
+    ):
+        contents[name], missing = draw(result, metrics)
+        omitted += missing
+    contents[CONTROLS_FILE] = draw_controls(result)
+    omitted += skipped_controls(result)
+    contents[LADDER_FILE], missing = draw_ladder(result)
+    omitted += [*missing, *skipped_rows(result)]
+    contents[TRAINING_LADDER_FILE], missing = draw_training_ladder(result)
+    omitted += missing
+    contents[CSV_FILE] = transplant_csv(result)
+    contents[PLOT_FILE], missing = draw_transplant(result)
+    omitted += missing
+    contents[TABLES_FILE] = build_tables(result, metrics)
+    if contents[TABLES_FILE] is None:
+        omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))
+    omitted += [Omission(item.key, item.reason) for item in undefined_ratios(result)]
+    return contents, omitted

@@ -1,0 +1,121 @@
+"""Run a suite of benchmarks; one that fails is recorded with its error, and the others still run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from caramba.config.benchmark import (
+    AccuracyBenchmarkConfig,
+    BenchmarkConfig,
+    InferenceLadderConfig,
+    LatencyBenchmarkConfig,
+    MemoryBenchmarkConfig,
+    PerplexityBenchmarkConfig,
+    WeightsBenchmarkConfig,
+)
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.evaluation.accuracy import accuracy
+from caramba.evaluation.ladder import inference_ladder
+from caramba.evaluation.latency import latency
+from caramba.evaluation.memory import memory
+from caramba.evaluation.perplexity import perplexity
+from caramba.evaluation.subject import Subjects
+from caramba.evaluation.weights import weights
+from caramba.result import BenchmarkResult, Metric
+
+Measured = tuple[list[Metric], list[dict[str, Any]]]
+
+
+def run_benchmark(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
+    """Run one benchmark on the models that it names, `repeats` times; metrics of repeats are averaged, rows kept.
+
+    Raises:
+        ConfigError: a benchmark type that is not built yet.
+    """
+    chosen = {name: model for name, model in subjects.models.items() if _is_asked(name, bench.models)}
+    narrowed = dataclasses.replace(subjects, models=chosen)
+    repeats = [_dispatch(bench, narrowed) for _ in range(bench.repeats)]
+    rows = [{"repeat": index} | row for index, (_, found) in enumerate(repeats) for row in found]
+    return _average([metrics for metrics, _ in repeats]), rows
+
+
+def _is_asked(name: str, models: Sequence[str]) -> bool:
+    """Whether a benchmark of `models` takes a row: those of its roles, and any that is of neither role."""
+    role = name.split("_")[0]
+    return role in models or role not in ("teacher", "student")
+
+
+def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
+    config = bench.config
+    if isinstance(config, PerplexityBenchmarkConfig):
+        return perplexity(config, subjects, bench.id)
+    if isinstance(config, LatencyBenchmarkConfig):
+        return latency(config, subjects, bench.id)
+    if isinstance(config, MemoryBenchmarkConfig):
+        return memory(config, subjects, bench.id)
+    if isinstance(config, AccuracyBenchmarkConfig):
+        return accuracy(config, subjects, bench.id)
+    if isinstance(config, WeightsBenchmarkConfig):
+        return weights(config, subjects, bench.id)
+    if isinstance(config, InferenceLadderConfig):
+        return inference_ladder(config, subjects, bench.id)
+    raise ConfigError(
+        f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory, accuracy, "
+        "weights or inference_ladder"
+    )
+
+
+def _average(repeats: Sequence[list[Metric]]) -> list[Metric]:
+    if len(repeats) == 1:
+        return repeats[0]
+    return [pooled(same) for same in zip(*repeats, strict=True)]
+
+
+def pooled(same: Sequence[Metric]) -> Metric:
+    """Return one metric of two or more repeats: the mean, and a deviation of what varies within and between them.
+
+    Repeats that have no deviation of their own are the samples themselves. Otherwise the variance is the mean of
+    theirs plus that of their values, so that repeating what cannot differ, as a loss on the same windows, does not
+    call its error zero; and `n` counts the samples of all, or those of one where every repeat has the same value.
+    """
+    values = [metric.value for metric in same]
+    within = [metric.std for metric in same if metric.std is not None]
+    between = statistics.stdev(values)
+    if len(within) < len(same):
+        return dataclasses.replace(same[0], value=statistics.fmean(values), n=len(values), std=between)
+    spread = math.hypot(math.sqrt(statistics.fmean(std**2 for std in within)), between)
+    counts = [metric.n for metric in same if metric.n is not None]
+    n = sum(counts) if between and counts else same[0].n
+    return dataclasses.replace(same[0], value=statistics.fmean(values), n=n, std=spread)
+
+
+def run_suite(benchmarks: Sequence[BenchmarkConfig], subjects: Subjects) -> tuple[BenchmarkResult, ...]:
+    """Run benchmarks in order and return one result each, failed ones with their error."""
+    results = []
+    for bench in benchmarks:
+        began = time.perf_counter()
+        try:
+            metrics, rows = run_benchmark(bench, subjects)
+        except Exception as error:  # recorded in report.json and turned into exit status 1 by the worker
+            logger.error(f"benchmark {bench.id}: {type(error).__name__}: {error}")
+            results.append(
+                BenchmarkResult(
+                    bench.id,
+                    bench.config.type,
+                    error=f"{type(error).__name__}: {error}",
+                    seconds=time.perf_counter() - began,
+                )
+            )
+            continue
+        results.append(
+            BenchmarkResult(
+                bench.id, bench.config.type, tuple(metrics), tuple(rows), seconds=time.perf_counter() - began
+            )
+        )
+    return tuple(results)

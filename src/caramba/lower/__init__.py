@@ -1,0 +1,1 @@
+"""What runs a built model fast: quantised weights, and tuning of kernels."""

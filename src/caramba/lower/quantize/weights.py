@@ -1,0 +1,268 @@
+"""Swaps the weights of a model's linear layers for codes of 8 or 4 bits, for products of our own or torchao's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba.config.quantise import WeightFormat
+from caramba.errors import ConfigError, KernelUnavailable
+from caramba.layer import LinearLayer
+from caramba.layer.first_tokens import FirstTokens
+from caramba.layer.quantized_linear import QuantizedLinear
+from caramba.lower.quantize.calibrate import HEAD, Ranges
+from caramba.lower.quantize.dynamic import DynamicLinear
+from caramba.lower.quantize.int4 import GROUP_SIZES, group_of, quantize_int4
+from caramba.lower.quantize.library import format_refusal, load_torchao, refuse_packed_int4
+from caramba.metrics import model_bytes
+from caramba.model import Model
+from caramba.model.head import Head, TiedHead
+from caramba.ops.upcast import upcast
+
+TILE = 8
+"""Both widths of an 8-bit product on CUDA are multiples of this."""
+GATE = "gate_dynamic"
+CODED = (nn.Linear, LinearLayer, Head, TiedHead)
+"""Layers in whose place one of codes can stand. Others have a forward of their own, such as those that ranks share, and
+read torchao's tensor as their weight."""
+SMALLEST = 1e-5
+
+
+@dataclass(frozen=True)
+class QuantisedWeights:
+    """What was quantised. Bytes are those of all parameters and buffers, counted from storage.
+
+    Attributes:
+        layers: qualified names of the layers whose weights are codes.
+        kept: those that stay as they were, with the reason.
+        calibration_tokens: tokens that the ranges of `int8_dynamic` come from.
+    """
+
+    form: WeightFormat
+    layers: tuple[str, ...]
+    kept: dict[str, str]
+    bytes_before: int
+    bytes_after: int
+    calibration_tokens: int = 0
+
+    @property
+    def summary(self) -> str:
+        """One line about the result, for a log."""
+        kept = "".join(f"; {n} kept ({why})" for why, n in Counter(self.kept.values()).items())
+        sizes = f"{self.bytes_before / 1e6:.2f} to {self.bytes_after / 1e6:.2f} MB"
+        return f"weights {self.form.value}: {len(self.layers)} linear layers, {sizes}{kept}"
+
+    def record(self) -> dict[str, Any]:
+        """Return it for a JSON file; `kept` counts layers by reason."""
+        return {
+            "weights": self.form.value,
+            "layers": len(self.layers),
+            "kept": dict(Counter(self.kept.values())),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "calibration_tokens": self.calibration_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Linear layers by qualified name, those to quantise and why the others are not."""
+
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+class QuantisedTiedHead(TiedHead):
+    """A tied head with a quantised copy of the embedding, which is still used for lookups.
+
+    Shape: hidden [..., M] and the embedding [V, M], which is not read, to logits [..., V].
+    """
+
+    def __init__(self, token_weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(token_weight.detach(), requires_grad=False)
+
+    def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+
+def linear_layers(
+    model: Model, form: WeightFormat, device: torch.device, *, with_head: bool = False
+) -> Candidates:
+    """Return the linear layers of a model's topology: projections of attention, SwiGLU, LinearLayer; the head if asked.
+
+    The per-head maps of the latent layout are no linear layers and stay as they are, as do norms and embeddings.
+    """
+    found = Candidates()
+    inside_first = {
+        name
+        for parent, module in model.named_modules()
+        if isinstance(module, FirstTokens)
+        for name in (f"{parent}.k", f"{parent}.v")
+    }
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or name == HEAD:
+            continue
+        if name in inside_first:
+            found.kept[name] = "of the first tokens alone, most steps give it none"
+        elif name.rpartition(".")[2] == GATE:
+            found.kept[name] = "a gate, one output per head"
+        elif reason := _unfit(module, form, device):
+            found.kept[name] = reason
+        else:
+            found.layers[name] = module
+    if with_head:
+        table = model.head if isinstance(model.head, nn.Linear) else model.embedder.token
+        has_own = isinstance(model.head, Head | TiedHead)
+        reason = _unfit(table, form, device) if has_own else "it is of codes already"
+        if reason:
+            found.kept[HEAD] = reason
+        else:
+            found.layers[HEAD] = model.head
+    return found
+
+
+@torch.no_grad()
+def quantise_weights(
+    model: Model, form: WeightFormat, *, with_head: bool = False, ranges: Ranges | None = None
+) -> QuantisedWeights:
+    """Swap weights for codes in place; the model is for inference from then on.
+
+    `int8`: w = s_o q, symmetric, one fp32 scale per output channel. `int4`: w = s q + z, q of 0 to 15 with a scale and
+    a zero per group of inputs, bfloat16. `int8_dynamic`: activations are symmetric 8-bit codes too, one scale per
+    token; with `ranges` r of their channels, x_j / c_j and w_ij c_j take the place of x_j and w_ij, c_j =
+    sqrt(r_j / max_i |w_ij|).
+
+    Raises:
+        KernelUnavailable: torchao is missing, or has no kernel for the format on the model's device; in `int4` for
+            layers that ranks share, whose products are torchao's.
+        ConfigError: the model has no layer that can be quantised, or `int8_dynamic` without ranges.
+
+    Reference: Dettmers et al., 2022, arXiv:2208.07339 (codes by row); Xiao et al., 2022, arXiv:2211.10438 (moving
+    ranges into weights; theirs are maxima).
+    """
+    weight = model.embedder.token.weight
+    reason = format_refusal(form, weight.device)
+    if reason is not None:
+        raise KernelUnavailable(reason)
+    torchao = load_torchao()
+    if form is WeightFormat.INT8_DYNAMIC and ranges is None:
+        raise ConfigError(
+            "weights=int8_dynamic: needs the ranges of activations; name a text to calibrate on"
+        )
+    found = linear_layers(model, form, weight.device, with_head=with_head)
+    if not found.layers:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(found.kept.items())[:3]) or "it has none"
+        raise ConfigError(f"weights={form}: no linear layer of this model can be quantised ({why})")
+    if form is WeightFormat.INT4:
+        for name, layer in found.layers.items():
+            reason = (
+                None if type(layer) in CODED else refuse_packed_int4(weight.device, weight_of(layer).dtype)
+            )
+            if reason is not None:
+                raise KernelUnavailable(f"{reason} ({name} is a {type(layer).__name__})")
+    before = model_bytes(model)
+    for name, layer in found.layers.items():
+        if form is WeightFormat.INT8_DYNAMIC:
+            assert ranges is not None
+            own = weight if isinstance(layer, TiedHead) else weight_of(layer)
+            model.set_submodule(name, _dynamic(layer, own, ranges.of[name]))
+            continue
+        own = weight if isinstance(layer, TiedHead) else weight_of(layer)
+        if form is WeightFormat.INT4 and type(layer) in CODED:
+            model.set_submodule(name, _grouped(layer, own))
+            continue
+        codes = _codes(torchao, own, form)
+        if form is WeightFormat.INT8 and type(layer) in CODED:
+            model.set_submodule(name, _coded(layer, codes))
+            continue
+        if isinstance(layer, TiedHead):
+            layer = model.head = QuantisedTiedHead(weight)
+        layer.weight = nn.Parameter(codes, requires_grad=False)
+    tokens = 0 if ranges is None or form is not WeightFormat.INT8_DYNAMIC else ranges.tokens
+    return QuantisedWeights(form, tuple(found.layers), found.kept, before, model_bytes(model), tokens)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return a layer's weight [N, K]."""
+    return layer.get_parameter("weight")
+
+
+def _unfit(layer: nn.Module, form: WeightFormat, device: torch.device) -> str | None:
+    """Return why a layer's weight [N, K] cannot be quantised to a format, or None."""
+    n_out, n_in = weight_of(layer).shape
+    if form is WeightFormat.INT4 and n_in % GROUP_SIZES[-1]:
+        return f"{n_in} inputs, not a multiple of {GROUP_SIZES[-1]}"
+    if form is WeightFormat.INT8_DYNAMIC and device.type == "cuda" and (n_in % TILE or n_out % TILE):
+        return f"{n_out} x {n_in}, not multiples of {TILE}"
+    return None
+
+
+def _codes(torchao: Any, weight: Tensor, form: WeightFormat) -> Tensor:
+    """Return torchao's quantised tensor of a weight [N, K]."""
+    carrier = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    carrier.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if form is WeightFormat.INT8:
+        config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    else:
+        config = torchao.Int4WeightOnlyConfig(
+            group_size=group_of(weight.shape[1]),
+            int4_packing_format="tile_packed_to_4d",
+            set_inductor_config=False,
+        )
+    torchao.quantize_(carrier, config)
+    return carrier.weight
+
+
+def _coded(layer: nn.Module, codes: Any) -> QuantizedLinear:
+    """Return a layer of torchao's codes.
+
+    Raises:
+        KernelUnavailable: a torchao whose codes are not symmetric.
+    """
+    zeros = getattr(codes, "zero_point", None)
+    if zeros is not None and bool(zeros.any()):
+        raise KernelUnavailable(
+            "weights=int8: this torchao makes codes with zero points; expected symmetric ones"
+        )
+    return QuantizedLinear(
+        codes.qdata, codes.scale.flatten().float(), getattr(layer, "bias", None), _reduce(layer)
+    )
+
+
+def _grouped(layer: nn.Module, weight: Tensor) -> QuantizedLinear:
+    """Return a layer of codes of 4 bits in place of one with a weight [N, K]."""
+    group = group_of(weight.shape[1])
+    assert group is not None
+    return QuantizedLinear(*quantize_int4(weight, group), getattr(layer, "bias", None), _reduce(layer))
+
+
+def _reduce(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    return layer.reduce if isinstance(layer, LinearLayer) else None
+
+
+def _dynamic(layer: nn.Module, weight: Tensor, range_of: Tensor) -> DynamicLinear:
+    """Return a layer of codes in place of one with a weight [N, K], after moving ranges into the weight."""
+    from torchao.quantization import Int8Tensor, PerRow
+    from torchao.utils import should_reduce_range
+
+    wide = upcast(weight.detach())
+    moved = (range_of / wide.abs().amax(0).clamp(min=SMALLEST)).sqrt()
+    # A channel that was silent on the text, or has no weight, keeps its scale.
+    moved = torch.where((range_of > SMALLEST) & (moved > SMALLEST), moved, 1.0)
+    is_reduced = should_reduce_range(weight.device)
+    codes = Int8Tensor.from_hp(wide * moved, PerRow(), reduce_range=is_reduced)
+    return DynamicLinear(
+        codes.qdata,
+        codes.scale.flatten(),
+        moved,
+        getattr(layer, "bias", None),
+        reduce=_reduce(layer),
+        is_reduced=is_reduced,
+    )

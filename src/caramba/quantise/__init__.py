@@ -1,7 +1,0 @@
-"""Weights in 8 and 4 bits: which layers, through torchao, with what ranges, and how many bytes are left."""
-
-from caramba.quantise.calibrate import Ranges, observe_ranges
-from caramba.quantise.library import format_refusal
-from caramba.quantise.weights import QuantisedWeights, quantise_weights
-
-__all__ = ["QuantisedWeights", "Ranges", "format_refusal", "observe_ranges", "quantise_weights"]

@@ -1,0 +1,29 @@
+"""Surgery: a student's weights from its teacher's."""
+
+from caramba.surgery.budget import allocate, fit_widths
+from caramba.surgery.calibration import (
+    LONGEST_WINDOW,
+    Calibration,
+    CalibrationText,
+    calibrate,
+    choose_windows,
+)
+from caramba.surgery.collect import refuse_short_windows
+from caramba.surgery.transplant import CALIBRATED, check_models, pair_attention, transplant
+from caramba.surgery.weight_svd import weight_svd
+
+__all__ = [
+    "CALIBRATED",
+    "LONGEST_WINDOW",
+    "Calibration",
+    "CalibrationText",
+    "allocate",
+    "calibrate",
+    "check_models",
+    "choose_windows",
+    "fit_widths",
+    "pair_attention",
+    "refuse_short_windows",
+    "transplant",
+    "weight_svd",
+]

@@ -1,0 +1,146 @@
+"""The method `dba`: activation-aware, function-preserving surgery of one layer, in both layouts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.layer import AttentionLayer
+from caramba.layer.projection import Projection
+from caramba.result import TransplantedLayer
+from caramba.surgery.algebra import Geometry, select_geometry
+from caramba.surgery.held_out import HeldOut, latent_output, per_head_output
+from caramba.surgery.latent import LatentMaps, latent_maps, latent_state
+from caramba.surgery.per_head import per_head_maps, per_head_state
+from caramba.surgery.statistics import LayerStatistics
+
+BETA_STEPS = range(-3, 4)
+
+
+def convert(
+    teacher: AttentionLayer, student: AttentionLayer, statistics: LayerStatistics, held_out: HeldOut | None
+) -> TransplantedLayer:
+    """Initialise a decoupled student layer from its teacher's statistics, in place, and say what it kept.
+
+    With `held_out` the latent layout searches beta, the weight of values against keys, on the block output's error.
+    """
+    config = student.config
+    if config.layout == "latent":
+        assert config.geo_dim is not None
+        assert config.sem_dim is not None
+        # Statistics of weights alone know no attention: rotations are then judged by their energy.
+        geometry = split_keys(teacher, statistics, config.geo_dim, turns=held_out is not None)
+        n_first = config.exact_first_tokens
+        maps = search_beta(teacher, statistics, geometry, config.sem_dim, held_out, n_first)
+        state = latent_state(
+            teacher,
+            maps,
+            rotary_factor(student.projection),
+            has_bias=bool(config.bias),
+            keeps_first=n_first > 0,
+        )
+        error = None if held_out is None else held_out.relative(latent_output(held_out, maps, n_first))
+        kept, beta, pairs = maps.energy, maps.beta, maps.geometry.pairs
+    else:
+        maps = per_head_maps(
+            teacher,
+            statistics,
+            statistics.queries,
+            widths_per_head(config),
+            centres_values=student.out.bias is not None,
+        )
+        state = per_head_state(
+            teacher,
+            maps,
+            rotary_factor(student.projection),
+            has_bias=bool(config.bias),
+            has_out_bias=student.out.bias is not None,
+        )
+        error = None if held_out is None else held_out.relative(per_head_output(held_out, maps))
+        kept, beta, pairs = sum(maps.energy) / 2, None, maps.pairs
+    load_layer(student, state)
+    return describe(
+        config, teacher.config, energy_kept=kept, error=error, beta=beta, frequencies=len(pairs.unique())
+    )
+
+
+def split_keys(
+    teacher: AttentionLayer, statistics: LayerStatistics, geo_dim: int, *, turns: bool = True
+) -> Geometry:
+    """Return the latent layout's split of the keys into `geo_dim` rotating features and a residual."""
+    return select_geometry(statistics, statistics.queries, geo_dim, teacher.dims.n_kv_heads, turns=turns)
+
+
+def search_beta(
+    teacher: AttentionLayer,
+    statistics: LayerStatistics,
+    geometry: Geometry,
+    rank: int,
+    held_out: HeldOut | None,
+    first_tokens: int = 0,
+) -> LatentMaps:
+    """Return the latent maps with the best beta = 2^n, walking down the held-out block error from beta = 1.
+
+    The block has `first_tokens` that stay exact.
+    """
+
+    def at(step: int) -> tuple[float, LatentMaps]:
+        maps = latent_maps(teacher, statistics, geometry, statistics.queries, rank, 2.0**step)
+        if held_out is None:
+            return 0.0, maps
+        return held_out.relative(latent_output(held_out, maps, first_tokens)), maps
+
+    best = at(0)
+    if held_out is None:
+        return best[1]
+    for direction in (1, -1):
+        step = direction
+        while step in BETA_STEPS:
+            tried = at(step)
+            if tried[0] >= best[0]:
+                break
+            best, step = tried, step + direction
+        if step != direction:  # this way was downhill
+            break
+    return best[1]
+
+
+def widths_per_head(config: AttentionLayerConfig) -> tuple[int, int, int]:
+    """Return the semantic, geometric and value widths of one key/value head."""
+    width = {name: size for name, _, size in config.dims().streams}
+    return width["k_sem"], width["k_geo"], width["v"]
+
+
+def rotary_factor(projection: Projection) -> float:
+    """Return what the layer's rotary table multiplies queries and keys by."""
+    return 1.0 if projection.rope is None else projection.rope.attention_factor
+
+
+def load_layer(layer: AttentionLayer, state: dict[str, Tensor]) -> None:
+    """Copy tensors into a layer by name; what is not named (gates, temperatures) goes to its neutral value.
+
+    Raises:
+        KeyError: a name that the layer does not have.
+    """
+    for module in (layer, layer.projection):
+        module.reset_parameters()
+    own = layer.state_dict()
+    for name, tensor in state.items():
+        own[name].copy_(tensor.reshape(own[name].shape))
+
+
+def describe(
+    config: AttentionLayerConfig, teacher: AttentionLayerConfig, **found: object
+) -> TransplantedLayer:
+    """Return the report of one layer, still without its name."""
+    streams = {name: heads * width for name, heads, width in config.dims().streams}
+    return TransplantedLayer(
+        name="",
+        layout=config.layout if config.mode == "decoupled" else str(config.mode),
+        sem_dim=streams.get("k_sem", streams.get("c", 0)),
+        geo_dim=streams.get("k_geo", streams.get("k", 0)),
+        v_dim=streams.get("v", 0),
+        cached=config.dims().cached,
+        teacher_cached=teacher.dims().cached,
+        **found,  # pyright: ignore[reportArgumentType]
+    )

@@ -1,0 +1,147 @@
+"""Surgery for `layout: latent`: one latent that all heads read as semantic key and as value, and shared rotary keys.
+
+With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotation, S_g = sum_i E[q_i q_i^T] / D and
+E_g = sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
+into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out. Beside
+first tokens that stay exact it does not: their scores lose what centring took from the others', q . mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from caramba.layer import AttentionLayer
+from caramba.surgery.algebra import Geometry, leading, symmetric_roots
+from caramba.surgery.statistics import LayerStatistics, bias_of, standard_projection
+
+
+@dataclass(frozen=True)
+class LatentMaps:
+    """A latent layer in terms of its teacher's queries, keys and values, float64; heads in K groups.
+
+    c = (y - mean) @ latent, k_geo = k @ geometry.key, q_sem = q @ query, v = c @ value + the value mean; scores lack
+    q . key_mean, with `key_mean` [K, D] in the teacher's own scale.
+    """
+
+    geometry: Geometry
+    mean: Tensor
+    latent: Tensor
+    query: Tensor
+    value: Tensor
+    energies: Tensor
+    beta: float
+    key_mean: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.latent.shape[1]
+
+    @property
+    def energy(self) -> float:
+        """The share of the joint variance that the latent keeps."""
+        return float(self.energies[: self.rank].sum() / self.energies.sum().clamp_min(1e-300))
+
+    def narrowed(self, rank: int) -> LatentMaps:
+        """Return the maps of a narrower latent: its directions are the leading ones of this."""
+        return replace(
+            self, latent=self.latent[:, :rank], query=self.query[..., :rank], value=self.value[:, :rank]
+        )
+
+
+def output_gram(layer: AttentionLayer) -> Tensor:
+    """Return W_O,i^T W_O,i of every head, [H, Dv, Dv] float64."""
+    heads = layer.out.weight.double().unflatten(1, (layer.dims.n_heads, -1)).transpose(0, 1)
+    return heads.transpose(1, 2) @ heads
+
+
+def latent_maps(
+    layer: AttentionLayer,
+    statistics: LayerStatistics,
+    geometry: Geometry,
+    queries: Tensor,
+    rank: int,
+    beta: float,
+) -> LatentMaps:
+    """Return the maps of a `rank`-wide latent for the keys that `geometry` leaves and the values."""
+    dims = layer.dims
+    kv_heads, width = dims.n_kv_heads, dims.qk
+    factor = _attention_factor(layer) ** 2
+    grams = queries.unflatten(0, (kv_heads, -1)).sum(1) * (factor**2 / width)
+    outputs = output_gram(layer).unflatten(0, (kv_heads, -1)).sum(1) * beta**2
+    key_root, key_inverse = symmetric_roots(grams)
+    value_root, value_inverse = symmetric_roots(outputs)
+    n = kv_heads * width
+    into = torch.block_diag(geometry.residual @ torch.block_diag(*key_root), *value_root)
+    basis, energies = leading(into.T @ statistics.covariance @ into, rank)
+    query = torch.einsum("kde,ker->kdr", key_inverse, basis[:n].unflatten(0, (kv_heads, -1))) * factor
+    value = torch.einsum("kde,ker->krd", value_inverse, basis[n:].unflatten(0, (kv_heads, -1)))
+    key_mean = (statistics.mean[:n] @ geometry.residual).unflatten(0, (kv_heads, -1)) * factor
+    return LatentMaps(geometry, statistics.mean, into @ basis, query, value, energies, beta, key_mean)
+
+
+def latent_state(
+    layer: AttentionLayer,
+    maps: LatentMaps,
+    student_factor: float,
+    *,
+    has_bias: bool,
+    keeps_first: bool = False,
+) -> dict[str, Tensor]:
+    """Return the weights of a latent attention layer by name, float64.
+
+    `student_factor` is what the student's rotary table multiplies queries and keys by (YaRN), as the teacher's may.
+    With `has_bias` queries and geometric keys carry the teacher's biases; the latent and the output always do.
+    `keeps_first` adds the teacher's own keys and values, which the first tokens keep.
+    """
+    projection, dims = standard_projection(layer), layer.dims
+    rope = projection.rope
+    assert rope is not None
+    group = dims.n_heads // dims.n_kv_heads
+    w_k, w_v = projection.k.weight.double(), projection.v.weight.double()
+    n = len(w_k)
+    offset = torch.cat((bias_of(projection.k), bias_of(projection.v)))
+    geo_factor = (rope.attention_factor / student_factor) ** 2
+    state = {
+        "projection.q.weight": projection.q.weight.double(),
+        "projection.c.weight": maps.latent.T @ torch.cat((w_k, w_v)),
+        "projection.c.bias": (offset - maps.mean) @ maps.latent,
+        "projection.k_geo.weight": maps.geometry.key.T @ w_k,
+        "projection.q_sem_map": maps.query.repeat_interleave(group, 0),
+        "projection.q_geo_map": maps.geometry.query.repeat_interleave(group, 0) * geo_factor,
+        "projection.v_up": maps.value.repeat_interleave(group, 0),
+        "projection.rope.inv_freq": rope.inv_freq.double()[:, maps.geometry.pairs],
+        "out.weight": layer.out.weight.double(),
+        "out.bias": _output_bias(layer, maps.mean[n:]),
+    }
+    if has_bias:
+        state["projection.q.bias"] = bias_of(projection.q)
+        state["projection.k_geo.bias"] = offset[:n] @ maps.geometry.key
+    if keeps_first:
+        state |= {
+            "projection.first.k.weight": w_k * geo_factor,
+            "projection.first.v.weight": w_v,
+            "projection.first.v.bias": offset[n:] - maps.mean[n:],
+            "projection.first.key_mean": maps.key_mean,
+            "projection.first.rope.inv_freq": rope.inv_freq,
+        }
+        if has_bias:
+            state["projection.first.k.bias"] = offset[:n] * geo_factor
+    return state
+
+
+def _output_bias(layer: AttentionLayer, value_mean: Tensor) -> Tensor:
+    """Return the output's bias with what the values' mean [K Dv] adds to every token."""
+    dims = layer.dims
+    mean = value_mean.unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(
+        dims.n_heads // dims.n_kv_heads, 0
+    )
+    return bias_of(layer.out) + layer.out.weight.double() @ mean.flatten()
+
+
+def _attention_factor(layer: AttentionLayer) -> float:
+    rope = standard_projection(layer).rope
+    assert rope is not None
+    return rope.attention_factor

@@ -1,0 +1,146 @@
+"""Teacher to student: copy what both have, initialise each converted attention, report every weight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from caramba.config.model import SurgeryConfig
+from caramba.config.surgery import check_pair
+from caramba.errors import ConfigError
+from caramba.layer import AttentionLayer
+from caramba.model import Model
+from caramba.result import TransplantedLayer, TransplantReport
+from caramba.surgery.calibration import Calibration
+from caramba.surgery.copy_heads import copy_heads
+from caramba.surgery.dba import convert, describe
+from caramba.surgery.statistics import weight_statistics
+from caramba.surgery.weight_svd import weight_svd
+
+CALIBRATED = ("dba",)  # methods that need the teacher's activations
+
+
+def pair_attention(teacher: Model, student: Model) -> list[tuple[str, AttentionLayer, AttentionLayer]]:
+    """Pair the attention layers of both models in execution order as (student name, teacher layer, student layer).
+
+    Raises:
+        ConfigError: the models have different numbers of attention layers.
+    """
+    theirs, ours = teacher.attention_layers(), student.attention_layers()
+    if len(theirs) != len(ours):
+        raise ConfigError(
+            f"model.topology: the student has {len(ours)} attention layers, its teacher {len(theirs)}; make them equal"
+        )
+    return [(name, source, target) for (_, source), (name, target) in zip(theirs, ours, strict=True)]
+
+
+def check_models(teacher: Model, student: Model, surgery: SurgeryConfig) -> None:
+    """Check, without touching a weight, that `transplant` can make this student; it may be on the meta device.
+
+    Raises:
+        ConfigError: the models do not pair, a part is not mapped by the method, or a weight has no counterpart.
+    """
+    _check_shared(teacher, student, set(_converted(teacher, student, surgery)))
+
+
+def _converted(
+    teacher: Model, student: Model, surgery: SurgeryConfig
+) -> dict[str, tuple[AttentionLayer, AttentionLayer]]:
+    """Return the attention layers that the method has to make, by the student's names."""
+    pairs = pair_attention(teacher, student)
+    found = {name: (source, target) for name, source, target in pairs if source.config != target.config}
+    for source, target in found.values():
+        check_pair(source.config, target.config, surgery)
+    return found
+
+
+@torch.no_grad()
+def transplant(
+    teacher: Model, student: Model, surgery: SurgeryConfig, calibration: Calibration | None = None
+) -> TransplantReport:
+    """Initialise `student` from `teacher` in place and account for every weight of both.
+
+    Weights outside converted attention are copied by name. An attention layer whose config equals its teacher's is
+    copied too; the others go through `surgery.method`. `dba` reads the teacher's `calibration`.
+
+    Raises:
+        ConfigError: a weight of the student has no counterpart, the models do not pair, a part is not mapped by the
+            method, or calibration is missing. Nothing is changed then.
+    """
+    chosen = surgery.model_copy(update={"kv_budget_bytes": None})  # by now every width is a layer's own
+    converted = _converted(teacher, student, chosen)
+    if converted and surgery.method in CALIBRATED and calibration is None:
+        raise ConfigError(
+            f"surgery.method={surgery.method}: needs the teacher's calibration, and none was made"
+        )
+    copied, initialised = _copy_shared(teacher, student, set(converted))
+    sources = {id(source) for source, _ in converted.values()}
+    taken = {name + "." for name, layer in teacher.attention_layers() if id(layer) in sources}
+    layers = [
+        dataclasses.replace(_convert(surgery.method, source, target, calibration), name=name)
+        for name, (source, target) in converted.items()
+    ]
+    is_taken = surgery.method != "random"
+    return TransplantReport(
+        method=surgery.method,
+        copied=tuple(copied),
+        initialised=tuple(initialised),
+        unmapped_teacher=tuple(
+            key
+            for key in teacher.state_dict()
+            if key not in copied and not (is_taken and key.startswith(tuple(taken)))
+        ),
+        energy_kept=tuple(layer.energy_kept for layer in layers if layer.energy_kept is not None),
+        layers=tuple(layers),
+        calibration_tokens=calibration.n_tokens if calibration is not None else 0,
+    )
+
+
+def _convert(
+    method: str, source: AttentionLayer, target: AttentionLayer, calibration: Calibration | None
+) -> TransplantedLayer:
+    if method == "dba":
+        assert calibration is not None
+        return convert(source, target, *calibration.of(source))
+    if method == "copy":
+        return copy_heads(source, target)
+    if method == "weight_svd" and target.config.layout == "latent":
+        return convert(source, target, weight_statistics(source), None)
+    # Chance keeps nothing of a variance, so there is no share of it to report.
+    energy = weight_svd(source, target) if method == "weight_svd" else None
+    return describe(target.config, source.config, energy_kept=energy)
+
+
+def _copy_shared(teacher: Model, student: Model, converted: set[str]) -> tuple[list[str], list[str]]:
+    """Copy by name every weight outside the converted layers; return the names of the copied and of the others."""
+    copied, initialised = _check_shared(teacher, student, converted)
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    for key in copied:
+        ours[key].copy_(theirs[key])
+    return copied, initialised
+
+
+def _check_shared(teacher: Model, student: Model, converted: set[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the weights to copy, each of which the teacher has in that shape, and of the others."""
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    prefixes = tuple(name + "." for name in converted)
+    initialised = [key for key in ours if key.startswith(prefixes)]
+    copied = [key for key in ours if key not in set(initialised)]
+    for key in copied:
+        source, tensor = theirs.get(key), ours[key]
+        if source is None or source.shape != tensor.shape:
+            found = "nothing of that name" if source is None else f"shape {tuple(source.shape)}"
+            raise ConfigError(
+                f"model: the student's {key} has shape {tuple(tensor.shape)}, its teacher has {found}; "
+                "outside attention a student's layers are its teacher's"
+            )
+    modules = dict(teacher.named_modules())
+    for name, module in student.named_modules():
+        wanted, found = getattr(modules.get(name), "eps", None), getattr(module, "eps", None)
+        if not name.startswith(prefixes) and wanted != found:
+            raise ConfigError(
+                f"model: the student's {name} has eps={found}, its teacher's {wanted}; "
+                "outside attention a student's layers are its teacher's"
+            )
+    return copied, initialised

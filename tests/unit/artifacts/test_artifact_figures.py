@@ -1,0 +1,145 @@
+"""What the figures show, read back from matplotlib's own objects before they become pixels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from sample_run import STAGE_NLL, without
+
+from caramba.artifacts import curves, style, summary
+from caramba.artifacts.metrics import collect
+from caramba.result import RunResult
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect each figure as it is drawn, still made of axes and lines."""
+    drawn: list[Any] = []
+    real = style.to_png
+
+    def keep(figure: Any, labels: dict[str, str]) -> bytes:
+        drawn.append(figure)
+        return real(figure, labels)
+
+    monkeypatch.setattr(summary, "to_png", keep)
+    monkeypatch.setattr(curves, "to_png", keep)
+    return drawn
+
+
+def assert_no_overlap(figure: Any) -> None:
+    """No two visible texts of a figure touch, and none leaves it."""
+    renderer = figure.canvas.get_renderer()
+    texts = [text for axes in figure.axes for text in (axes.title, axes._left_title, *axes.texts)]
+    texts += [label for axes in figure.axes for label in (*axes.get_xticklabels(), axes.xaxis.label)]
+    ticks = [label for axes in figure.axes for label in axes.get_yticklabels()]
+    boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts if t.get_text() and t.get_visible()]
+    for index, (text, box) in enumerate(boxes):
+        assert figure.bbox.x0 - 1 <= box.x0, text
+        assert box.x1 <= figure.bbox.x1 + 1, text
+        for other_text, other in boxes[index + 1 :]:
+            assert not box.overlaps(other), (text, other_text)
+    seen = [label.get_window_extent(renderer) for label in ticks if label.get_text()]
+    assert all(not a.overlaps(b) for i, a in enumerate(seen) for b in seen[i + 1 :])
+
+
+def test_summary_bars_are_the_metrics(result: RunResult, figures: list[Any]) -> None:
+    metrics = collect(result)
+    _, omitted = summary.draw_summary(result, metrics)
+    (figure,) = figures
+    perplexity, speed, cache = figure.axes
+    order = ["teacher", "teacher_continued", "student_transplant", "student_blockwise", "student_global"]
+    heights = [bar.get_height() for bar in perplexity.patches]
+    assert heights == [metrics[f"perplexity.{model}.perplexity"].value for model in order]
+    assert perplexity.get_yscale() == "log"
+    assert [label.get_text().replace("\n", " ") for label in perplexity.get_xticklabels()][
+        1
+    ] == "Teacher, continued"
+    assert [bar.get_height() for bar in cache.patches] == [2048.0, 768.0]
+    assert cache.get_title(loc="left") == "KV cache: student/teacher = 0.375"
+    assert speed.get_title(loc="left") == "Throughput: student/teacher = 1.22"
+    assert speed.get_xlabel() == "prompt 1,024, gen 32, batch 1"
+    assert len(perplexity.collections) == len(speed.collections) == 1  # error bars
+    assert not cache.collections
+    assert omitted == []
+    assert_no_overlap(figure)
+
+
+def test_perplexity_is_linear_from_zero_within_a_factor_of_ten(result: RunResult, figures: list[Any]) -> None:
+    metrics = {key: metric for key, metric in collect(result).items() if "transplant" not in key}
+    summary.draw_summary(result, metrics)
+    assert figures[0].axes[0].get_yscale() == "linear"
+    assert figures[0].axes[0].get_ylim()[0] == 0
+    assert_no_overlap(figures[0])
+
+
+def test_the_final_student_has_its_own_bar_when_no_stage_measured_it(result: RunResult) -> None:
+    metrics = collect(result)
+    stages = [model for model, _ in summary.stage_bars(metrics)]
+    assert stages == [model for model in STAGE_NLL if model != "student"]
+    metrics.pop("perplexity.student_global.perplexity")
+    assert [model for model, _ in summary.stage_bars(metrics)][-1] == "student"
+
+
+def test_latency_lines_and_percentile_bars(result: RunResult, figures: list[Any]) -> None:
+    curves.draw_latency(result, collect(result))
+    (figure,) = figures
+    decode, prefill = figure.axes
+    assert decode.get_legend_handles_labels()[1] == ["Teacher", "Student"]
+    bars = decode.containers[1]
+    assert list(bars.lines[0].get_xdata()) == [64, 128, 256, 512, 1024]
+    rows = [row for row in result.benchmarks[1].rows if row["model"] == "student"]
+    segments = bars.lines[2][0].get_segments()
+    for segment, row in zip(segments, rows, strict=True):
+        assert [point[1] for point in segment] == pytest.approx([row["tok_s_p20"], row["tok_s_p80"]])
+    assert prefill.containers[0].lines[0].get_ydata()[0] == result.benchmarks[1].rows[0]["prefill_ms"]
+    assert [label.get_text() for label in decode.get_xticklabels()][-1] == "1,024"
+    assert_no_overlap(figure)
+
+
+def test_latency_without_percentiles_has_no_bars(result: RunResult, figures: list[Any]) -> None:
+    bare = dataclasses.replace(result.benchmarks[1], rows=())
+    run = dataclasses.replace(result, benchmarks=(bare,))
+    curves.draw_latency(run, collect(run))
+    assert not figures[0].axes[0].containers
+    assert len(figures[0].axes[0].get_lines()) == 2
+
+
+def test_crowded_prompt_lengths_lose_labels_not_points(result: RunResult, figures: list[Any]) -> None:
+    bench = result.benchmarks[1]
+    one = bench.metrics[4]
+    lengths = [*range(1000, 1100, 4), 60000]
+    many = tuple(
+        dataclasses.replace(one, key=f"latency.student.tok_s@prompt={n},gen=1,batch=1") for n in lengths
+    )
+    run = dataclasses.replace(result, benchmarks=(dataclasses.replace(bench, metrics=many, rows=()),))
+    _, omitted = curves.draw_latency(run, collect(run))
+    assert [item.name for item in omitted] == ["latency_vs_context.png: prefill_ms"]
+    assert len(figures[0].axes[0].get_lines()[0].get_xdata()) == len(lengths)
+    assert_no_overlap(figures[0])
+
+
+def test_memory_lines_are_cache_bytes_and_weights_are_dashed(result: RunResult, figures: list[Any]) -> None:
+    curves.draw_memory(result, collect(result))
+    axes = figures[0].axes[0]
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert len(lines) == 8
+    assert list(lines["Student, q8_0"].get_ydata()) == [384 * 1.0625 * seq for seq in (256, 1024, 4096)]
+    weights = lines["Teacher, weights (4.05 MiB)"]
+    assert weights.get_linestyle() == "--"
+    assert weights.get_ydata()[0] == 4_251_648.0
+    assert_no_overlap(figures[0])
+
+
+def test_no_data_is_no_picture(result: RunResult) -> None:
+    run = without(result, "memory", "boom")
+    png, omitted = curves.draw_memory(run, collect(run))
+    assert png is None
+    assert omitted[0].reason == "memory benchmark failed: bad_memory: boom"
+
+
+def test_bytes_read_well() -> None:
+    assert [style.byte_text(value) for value in (0, 768, 1024, 1536, 4 * 2**20, 3 * 2**30, 5 * 2**40)] == [
+        "0 B", "768 B", "1 KiB", "1.5 KiB", "4 MiB", "3 GiB", "5 TiB",
+    ]  # fmt: skip
