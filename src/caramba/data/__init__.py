@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caramba.data.benchmark_text import BenchmarkText, open_benchmark_text
+    from caramba.data.contamination import refuse_overlap
     from caramba.data.corpus import Corpus, open_corpus
     from caramba.data.dataset import IGNORED, NpyDataset, TokenDataset, TokensDataset, build_token_dataset
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
     from caramba.data.library import LibraryTokenizer, train_bpe
-    from caramba.data.overlap import refuse_overlap
     from caramba.data.packing import DocumentDataset, PackedDataset, open_windows, pack_best_fit
     from caramba.data.sampler import WindowSampler, count_targets, epoch_permutation
     from caramba.data.stream import TokenStream
@@ -31,7 +31,7 @@ _HOMES = {
     "TokenFolder": "folder",
     "open_token_folder": "folder",
     "write_token_folder": "folder",
-    "refuse_overlap": "overlap",
+    "refuse_overlap": "contamination",
     "WindowSampler": "sampler",
     "count_targets": "sampler",
     "epoch_permutation": "sampler",

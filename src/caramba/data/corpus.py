@@ -43,20 +43,20 @@ class Corpus:
     """Tokens of one dataset, memory-mapped, and all that is known of how they were made.
 
     Attributes:
-        train: ids to train on, 1-D, in the file's own integer type; a stream when they lie in several shards.
+        train: ids to train on, 1-D, in the file's own integer type; a stream if several shards hold them.
         val: held-out ids; no position of the corpus is in both.
         tokenizer: None when the file does not say.
         vocab_size: V of the tokenizer; None when the file does not say.
         token_bytes: UTF-8 bytes per token, int32 [V]; None without a tokenizer or with one whose tokens have no byte
-            count (meta.json says why), and then bits per byte is unknown.
+            count (meta.json has the reason), and then bits per byte is unknown.
         name: what reports print.
         fingerprint: SHA-256 over content and tokenizer; equal means the same data.
         content: the same without where the text came from, which is in the fingerprint of a token folder.
-        folder: where the token files lie.
+        folder: the folder of the token files.
         max_ids: the largest id in train and in val.
         paths: the files of train and val, for messages.
         packing: how windows are made of it, `concat` or `best_fit`.
-        documents: first token of each document of train and of val, int64; None unless they are kept apart.
+        documents: first token of each document of train and of val, int64; None unless they are kept separate.
         source: the token folder that both splits are of; None where there is none.
     """
 
@@ -77,7 +77,7 @@ class Corpus:
 
     @cached_property
     def index(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """First token of each document of train and of val, kept apart or not; None where the files do not say.
+        """First token of each document of train and of val; None if the files do not record it.
 
         Raises:
             DataError: the document index of the token folder is damaged.
@@ -343,5 +343,5 @@ def _documents(opened: TokenFolder, train_size: int) -> tuple[np.ndarray, np.nda
     if opened.val is not None:
         return starts, opened.documents("val")
     place = int(np.searchsorted(starts, train_size))
-    # The document that was cut goes on at the start of the held-out tokens.
+    # The document that was cut continues at the start of the held-out tokens.
     return starts[:place], np.unique(np.append(0, starts[place:] - train_size))

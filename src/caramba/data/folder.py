@@ -33,7 +33,7 @@ _BATCH_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """An open token folder: what meta.json says, and the arrays behind it, memory-mapped."""
+    """An open token folder: the facts of meta.json, and its arrays, memory-mapped."""
 
     path: Path
     meta: dict[str, Any]
@@ -49,7 +49,7 @@ class TokenFolder:
         lengths = np.asarray(open_npy(self.path / "token_bytes.npy"))
         if lengths.size != self.meta["tokenizer"]["vocab_size"]:
             raise DataError(
-                f"{self.path / 'token_bytes.npy'}: {lengths.size} entries, but meta.json says "
+                f"{self.path / 'token_bytes.npy'}: {lengths.size} entries, but meta.json has "
                 f"{self.meta['tokenizer']['vocab_size']}; prepare the folder again"
             )
         return lengths
@@ -63,19 +63,19 @@ class TokenFolder:
         """First token of each document of `train` or `val`, int64, memory-mapped; it ends where the next begins.
 
         Raises:
-            DataError: the index is missing, damaged, or not of as many documents as meta.json says.
+            DataError: the index is missing, damaged, or its document count differs from meta.json.
         """
         path = self.path / index_name(split)
         if not path.is_file():
             raise DataError(
-                f"{path}: missing; it says where documents begin. Prepare the folder again, or read them as one stream "
+                f"{path}: missing; it locates the documents. Prepare the folder again, or read them as one stream "
                 "(data.packing=concat without data.document_mask)"
             )
         index = open_npy(path)
         expected = self.meta["splits"].get(split, {}).get("documents")
         if index.size != expected:
             raise DataError(
-                f"{path}: {index.size} documents, but meta.json says {expected}; prepare the folder again"
+                f"{path}: {index.size} documents, but meta.json has {expected}; prepare the folder again"
             )
         return index
 
@@ -103,7 +103,7 @@ def write_token_folder(
 ) -> None:
     """Encode the documents of `splits` (train, val) and write a token folder at `folder`.
 
-    Everything is made in a temporary folder beside it and renamed, so that an interrupt leaves nothing and of two
+    Everything is made in a temporary folder next to it and renamed, so that an interrupt leaves nothing and of two
     processes that make the same folder at once the first one's stays.
 
     Args:
@@ -111,7 +111,7 @@ def write_token_folder(
         splits: texts of the documents of `train` and of `val`; may be generators.
         tokenizer: ends each document with its end mark.
         source: facts about the corpus, kept in meta.json; must not hold times, since it is fingerprinted.
-        progress: told what is being done.
+        progress: called with each step.
 
     Raises:
         DataError: a split has no documents.
@@ -177,7 +177,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
     """Rename a finished folder to its place; a finished token folder that is there already stays.
 
     Raises:
-        OSError: something else is in the way.
+        OSError: another file has this name.
     """
     os.chmod(temporary, 0o755)
     try:
@@ -215,7 +215,7 @@ def open_token_folder(folder: Path) -> TokenFolder:
     tokenizer_path = folder / "tokenizer.json"
     if not tokenizer_path.is_file():
         raise DataError(
-            f"{tokenizer_path}: missing; a token folder has it beside meta.json. Prepare it again"
+            f"{tokenizer_path}: missing; a token folder has it next to meta.json. Prepare it again"
         )
     definition = read_definition(tokenizer_path)
     if stated["name"] == "byte":
@@ -228,7 +228,7 @@ def open_token_folder(folder: Path) -> TokenFolder:
         )
     if tokenizer.hash != stated["hash"]:
         raise DataError(
-            f"{tokenizer_path}: hash {tokenizer.hash[:16]}, but meta.json says the tokens were made with"
+            f"{tokenizer_path}: hash {tokenizer.hash[:16]}, but the tokens of meta.json were made with"
             f" {stated['hash'][:16]}; the tokenizer was replaced. Prepare the folder again"
         )
     arrays = {split: _open_split(folder, split, meta) for split in SPLITS}
@@ -302,7 +302,7 @@ def _open_shard(folder: Path, shard: dict[str, Any], dtype: str) -> np.memmap:
     tokens = open_npy(folder / shard["file"])
     if tokens.size != shard["tokens"] or tokens.dtype != np.dtype(dtype):
         raise DataError(
-            f"{folder / shard['file']}: {tokens.size} tokens of {tokens.dtype}, but meta.json says {shard['tokens']} of"
+            f"{folder / shard['file']}: {tokens.size} tokens of {tokens.dtype}, but meta.json has {shard['tokens']} of"
             f" {dtype}; delete or prepare the folder again"
         )
     return tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from caramba.data.pieces import PieceEncoder, piece_pattern
+from caramba.data.pretoken_cache import PretokenCache, piece_pattern
 from caramba.data.token_lengths import measure_token_bytes
 from caramba.data.tokenizer import EOS, Tokenizer, refuse_unknown
 from caramba.errors import DataError
@@ -52,9 +52,9 @@ class LibraryTokenizer(Tokenizer):
         return backend
 
     @cached_property
-    def _pieces(self) -> PieceEncoder | None:
+    def _pieces(self) -> PretokenCache | None:
         pattern = piece_pattern(json.loads(self.definition))
-        return None if pattern is None else PieceEncoder(pattern, self.encode)
+        return None if pattern is None else PretokenCache(pattern, self.encode)
 
     @cached_property
     def _lengths(self) -> tuple[np.ndarray | None, str | None]:
@@ -85,7 +85,7 @@ class LibraryTokenizer(Tokenizer):
         return self._backend.decode(kept, skip_special_tokens=True)
 
     def save(self, path: Path) -> None:
-        """Write the definition, and its marks in tokenizer_config.json beside it: `load_tokenizer` reads both."""
+        """Write tokenizer.json and tokenizer_config.json, which has its marks: `load_tokenizer` reads both."""
         super().save(path)
         marks: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         marks["eos_token"] = self._backend.id_to_token(self.eos_id)

@@ -30,7 +30,7 @@ class NpyWriter:
     Args:
         path: the file; created or overwritten, unless `keep` is given.
         dtype: of the ids.
-        keep: go on with the file that is there, after its first `keep` ids; what follows them is cut off.
+        keep: append to the existing file after its first `keep` ids; the rest is cut off.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, keep: int | None = None) -> None:
@@ -83,7 +83,7 @@ def open_npy(path: Path) -> np.memmap:
     """Memory-map a .npy of token ids, read-only, as it is.
 
     Raises:
-        DataError: missing, not a .npy, not 1-D, not of integers, empty, or shorter than its header says.
+        DataError: missing, not a .npy, not 1-D, not of integers, empty, or shorter than its header states.
     """
     path = Path(path)
     if not path.is_file():
@@ -102,7 +102,7 @@ def open_npy(path: Path) -> np.memmap:
     expected = offset + shape[0] * dtype.itemsize
     if size < expected:
         raise DataError(
-            f"{path}: the file is truncated: its header says {shape[0]} tokens of {dtype} ({expected} bytes),"
+            f"{path}: the file is truncated: its header states {shape[0]} tokens of {dtype} ({expected} bytes),"
             f" found {size} bytes; copy or prepare it again"
         )
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)

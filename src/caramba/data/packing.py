@@ -1,4 +1,4 @@
-"""Windows whose documents stay apart: cut from the stream as it is, or packed with whole documents by best fit."""
+"""Windows whose documents stay separate: cut from the stream as it is, or packed with whole documents by best fit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def documents_read(starts: np.ndarray, indices: Sequence[int], block_size: int) 
 
 
 class DocumentDataset(TokenDataset):
-    """`TokenDataset` whose windows keep the documents in them apart.
+    """`TokenDataset` whose windows separate their documents.
 
     The first token of a document is not predicted from the last of the one before.
 
@@ -112,7 +112,7 @@ class DocumentDataset(TokenDataset):
 
 
 class PackedDataset(TokenDataset):
-    """Windows of `pack_best_fit`, whose documents attention and positions keep apart.
+    """Windows of `pack_best_fit`, whose documents are separate in attention and positions.
 
     Args:
         tokens: 1-D ids; every document ends with its end mark.

@@ -68,18 +68,18 @@ def prepare(
 ) -> Prepared:
     """Write the documents of `source` to `output`: a token folder, or one flat array when its name ends in .npy.
 
-    All is made in `.NAME.part` beside `output` and renamed at the end. A killed preparation goes on from its last
+    All is made in `.NAME.part` next to `output` and renamed at the end. A killed preparation resumes from its last
     checkpoint (every 32 MB of text) when it is started again with the same settings, and ends with the same bytes.
 
     Args:
         source: documents in a fixed order.
         request: tokenizer, split and sizes.
         output: must not exist, unless it is a folder that the same request made.
-        say: told what happens.
+        say: called with a line for each event.
         advance: called with (bytes of text, tokens) done so far, including what a former start did.
 
     Raises:
-        DataError: `output` is in the way, an unfinished preparation has other settings, or train gets no
+        DataError: `output` exists already, an unfinished preparation has other settings, or train gets no
             document.
     """
     is_flat = output.suffix == ".npy"
@@ -97,7 +97,7 @@ def prepare(
             write_json(part / _STATE, state)
         else:
             tokenizer = load_tokenizer(part, name=state.get("tokenizer"))
-            say(f"going on with the unfinished preparation in {part}")
+            say(f"resuming the unfinished preparation in {part}")
         splits = _write_splits(part, source, request, tokenizer, state, advance)
         skipped = list(getattr(source, "not_utf8", []))
         if splits["train"] is None and splits["val"] is None and skipped:
@@ -159,7 +159,7 @@ def _read_state(part: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
         )
         raise DataError(
             f"{part}: an unfinished preparation with other settings or changed files ({shown}); give the same again to"
-            " go on with it, or delete the folder to start anew"
+            " resume it, or delete the folder to start again"
         )
     return state
 
@@ -235,7 +235,7 @@ def _is_held_out(content: bytes, val_frac: float) -> bool:
 
 
 def flatten(part: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, output: Path) -> None:
-    """Join the shards to one .npy, and keep the tokenizer beside it, since a bare array does not name its own."""
+    """Join the shards to one .npy, and store the tokenizer next to it: a bare array does not name one."""
     with whole_file(output) as temporary, NpyWriter(temporary, token_dtype(tokenizer.vocab_size)) as out:
         for shard in shards:
             tokens = open_npy(part / shard["file"])

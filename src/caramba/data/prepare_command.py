@@ -138,7 +138,7 @@ def _stdlib(given: argparse.Namespace, output: Path) -> None:
 
 @contextlib.contextmanager
 def _meter(total_bytes: int | None, total_tokens: int | None) -> Iterator[Advance]:
-    """A bar with MB/s on a terminal; elsewhere a line at every tenth of the way, or every 100 MB."""
+    """A bar with MB/s on a terminal; elsewhere a line every 10%, or every 100 MB."""
     # Bytes and time of the first call: neither a former start nor training a BPE counts for the speed.
     first: list[tuple[int, float]] = []
 

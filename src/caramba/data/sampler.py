@@ -16,7 +16,7 @@ class WindowSampler(Sampler[list[int]]):
 
     Sample number s of the stream is window perm_e[s mod n] with e = s div n; perm_e depends on (seed, e) alone. A
     global batch is the next batch_size * world_size samples, of which rank r takes the r-th batch_size. The
-    position counts samples over all ranks, so a run can go on with another number of ranks.
+    position counts samples over all ranks, so a run can resume with another number of ranks.
 
     With prefetching workers this sampler runs ahead of training; `state_dict(batches=k)` is the state after k
     batches were *trained on* since the last start, whatever was prefetched.
@@ -79,12 +79,12 @@ class WindowSampler(Sampler[list[int]]):
         return int(self._order[place])
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the state to go on from: after what was yielded, or after `batches` batches since `start`."""
+        """Return the state to resume from: after what was yielded, or after `batches` batches since `start`."""
         position = self.position if batches is None else self.start + batches * self.global_batch_size
         return {"position": position, "seed": self.seed, "n_windows": self.n_windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of the same stream, whatever the batch size and number of ranks it was saved under.
+        """Resume from a state of the same stream, saved with any batch size and number of ranks.
 
         Raises:
             DataError: the state is of another seed or dataset, whose stream differs.

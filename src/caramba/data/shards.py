@@ -1,4 +1,4 @@
-"""Writes the shards and document indexes of a token folder as a stream that can stop anywhere and go on."""
+"""Writes the shards and document indexes of a token folder as a stream that can stop anywhere and resume."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def index_name(split: str) -> str:
 class SplitWriter:
     """One split: `train-00000.npy`, `train-00001.npy`, ... and `train-documents.npy`.
 
-    A shard ends with the first document that brings it to `shard_tokens`, so no document lies in two shards.
+    A shard ends with the first document that brings it to `shard_tokens`, so no document spans two shards.
 
     Args:
         folder: where the files are made; nobody else reads it until it is renamed.
         split: `train` or `val`.
         dtype: of the ids.
         shard_tokens: least tokens of every shard but the last.
-        state: what `state()` returned, to go on from there.
+        state: what `state()` returned, to resume from there.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SplitWriter:
         return self._before + (self._out.count if self._out else 0)
 
     def add(self, ids: np.ndarray, text_bytes: int) -> None:
-        """Append one document, which ends with its end mark and stands for `text_bytes` bytes of text."""
+        """Append one document, which ends with its end mark and encodes `text_bytes` bytes of text."""
         if self._out is None:
             self._out = NpyWriter(self._path(), self.dtype)
         self._index.append(np.array([self.tokens], dtype=_INDEX))
@@ -77,7 +77,7 @@ class SplitWriter:
             self._close_shard()
 
     def state(self) -> dict[str, Any]:
-        """Bring everything to the disk and return what is needed to go on from here, as JSON."""
+        """Bring everything to the disk and return what is needed to resume from here, as JSON."""
         self._index.sync()
         if self._out:
             self._out.sync()
@@ -112,7 +112,7 @@ class SplitWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # On failure only the handles are closed: headers stay placeholders until the writer goes on.
+        # On failure only the handles are closed: headers stay placeholders until the writer resumes.
         failed = kind or DataError
         if self._out:
             self._out.__exit__(failed, error, trace)

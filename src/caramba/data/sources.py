@@ -1,4 +1,4 @@
-"""Streams of documents that can go on from a recorded place: text files, and data sets through `datasets`."""
+"""Streams of documents that can resume from a recorded position: text files, and data sets through `datasets`."""
 
 from __future__ import annotations
 

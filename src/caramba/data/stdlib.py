@@ -42,7 +42,7 @@ def stdlib_root() -> Path:
 
 
 def stdlib_identity() -> dict[str, str]:
-    """Return what identifies the corpus without reading it: the interpreter, its version and where it lies."""
+    """Return what identifies the corpus without reading it: the interpreter, its version and its path."""
     return {
         "implementation": platform.python_implementation(),
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ from caramba.errors import DataError
 class TokenStream:
     """A 1-D sequence of ids over consecutive parts, each memory-mapped; only what is sliced is read.
 
-    A slice is an array: a view when it lies in one part, a copy of just the slice when it crosses parts. `part`
+    A slice is an array: a view if one part holds it, a copy of just the slice when it crosses parts. `part`
     gives a shorter stream without reading. `tokens[i]` reads one id.
 
     Args:

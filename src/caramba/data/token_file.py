@@ -32,7 +32,7 @@ class TokenFile:
 
 
 def open_token_file(path: Path, *, progress: Progress | None = None) -> TokenFile:
-    """Open a .npy or .tokens file; the first time, its ids are scanned, later the scan is read from the cache.
+    """Open a .npy or .tokens file; its ids are scanned once, and the scan is cached.
 
     Raises:
         DataError: the file is missing, of another format, damaged, or holds what is not a token id.

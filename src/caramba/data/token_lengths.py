@@ -1,4 +1,4 @@
-"""How many bytes of text each token of a `tokenizers` vocabulary stands for, checked by counting real text."""
+"""How many bytes of text each token of a `tokenizers` vocabulary encodes, checked by counting real text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measure_token_bytes(backend: Any, vocab_size: int) -> tuple[np.ndarray | Non
         else:
             lengths[index] = 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
     for probe in _PROBES:
-        # In SentencePiece style a literal U+2581 in text and a space are one: it cannot be told apart.
+        # In SentencePiece style a literal U+2581 in text and a space are one token: they cannot be distinguished.
         text = probe if is_byte_level else probe.replace(_SPACE, "")
         found = int(lengths[backend.encode(text, add_special_tokens=False).ids].sum())
         if found != len(text.encode()):

@@ -1,4 +1,4 @@
-"""Tokenizers that know how many bytes of text each token stands for, so that bits per byte is exact."""
+"""Tokenizers that know how many bytes of text each token encodes, so that bits per byte is exact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTE_DEFINITION = json.dumps({"type": "byte", "vocab_size": 257, "eos_id": 256}
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back; `<eos>` stands between documents and for no byte of text.
+    """Text to token ids and back; `<eos>` separates documents and encodes no byte of text.
 
     Attributes:
         name: what reports print, such as `bpe-2048` or `byte`.
@@ -50,7 +50,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def token_bytes(self) -> np.ndarray | None:
-        """UTF-8 bytes that each token stands for, int32 of shape [V], 0 for `<eos>`; None when it has no answer."""
+        """UTF-8 bytes that each token encodes, int32 of shape [V], 0 for `<eos>`; None when it has no answer."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -26,7 +26,7 @@ def load_tokenizer(spec: str | Path, *, name: str | None = None) -> Tokenizer:
             a tiktoken rank file such as cl100k_base.tiktoken.
         name: what reports print; without it the folder's or file's name.
 
-    End and start marks are those that special_tokens_map.json or tokenizer_config.json beside the tokenizer.json
+    End and start marks are those that special_tokens_map.json or tokenizer_config.json next to the tokenizer.json
     name; without them the end mark is the one usual mark that the vocabulary has.
 
     Raises:
@@ -142,7 +142,7 @@ def _id_of(backend: Any, mark: Any, path: Path) -> int | None:
     index = backend.token_to_id(text)
     if index is None:
         raise DataError(
-            f"{path}: the files beside it name {text[:100]!r} as a mark, and the vocabulary has no such entry;"
+            f"{path}: the files next to it name {text[:100]!r} as a mark, and the vocabulary has no such entry;"
             " the files belong to different tokenizers, copy the folder again"
         )
     return int(index)
@@ -165,5 +165,5 @@ def _end_mark(backend: Any, mark: Any, path: Path) -> int:
             if present
             else f"it has none of {', '.join(_END_MARKS)}"
         )
-        + '; name it in a special_tokens_map.json beside it: {"eos_token": "..."}'
+        + '; name it in a special_tokens_map.json next to it: {"eos_token": "..."}'
     )

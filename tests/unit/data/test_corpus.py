@@ -186,7 +186,7 @@ def test_only_documents_kept_apart_need_the_document_index(
     corpus = open_corpus(config(path=str(folder)))
     assert corpus.index is None
     refuse_overlap(corpus, open_windows(corpus, "train", 8), [0], what="surgery")  # nothing to compare
-    with pytest.raises(DataError, match=rf"{split}-documents\.npy: missing; it says where documents begin"):
+    with pytest.raises(DataError, match=rf"{split}-documents\.npy: missing; it locates the documents"):
         open_corpus(config(path=str(folder), document_mask=True))
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_document_index_is_told_when_it_is_read(
     forget_sums(folder)
     np.save(folder / "train-documents.npy", np.arange(3))
     corpus = open_corpus(config(path=str(folder)))
-    with pytest.raises(DataError, match=r"train-documents\.npy: 3 documents, but meta\.json says 1"):
+    with pytest.raises(DataError, match=r"train-documents\.npy: 3 documents, but meta\.json has 1"):
         _ = corpus.index
 
 

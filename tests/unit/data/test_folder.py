@@ -113,7 +113,7 @@ def test_damaged_folders(tmp_path: Path, forget_sums: Callable[[Path], Path]) ->
 
     folder = copy("other_tokens")
     np.save(folder / "val-00000.npy", np.zeros(3, np.uint16))
-    with pytest.raises(DataError, match=r"val-00000\.npy: 3 tokens of uint16, but meta\.json says"):
+    with pytest.raises(DataError, match=r"val-00000\.npy: 3 tokens of uint16, but meta\.json has"):
         open_token_folder(folder)
 
     folder = copy("other_tokenizer")

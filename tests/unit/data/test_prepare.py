@@ -102,7 +102,7 @@ p.prepare(source, p.{request!r}, Path({str(tmp_path / "out")!r}), say=print, adv
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert run.returncode == status, run.stderr
         said.append(run.stdout)
-    assert "going on with the unfinished preparation" in said[2]
+    assert "resuming the unfinished preparation" in said[2]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
 

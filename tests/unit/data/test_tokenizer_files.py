@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from caramba.data import count_bytes, load_tokenizer, train_bpe
-from caramba.data.pieces import CL100K, GPT2, QWEN
+from caramba.data.pretoken_cache import CL100K, GPT2, QWEN
 from caramba.errors import DataError
 
 TEXTS = [

@@ -19,11 +19,11 @@ LEAST_TOKENS = 64  # shorter documents are equal by chance, or boilerplate
 def refuse_overlap(corpus: Corpus, windows: TokenDataset, indices: Sequence[int], *, what: str) -> None:
     """Check that no document which windows of the train split read is in the evaluation split too.
 
-    Documents of fewer than 64 tokens do not count, and it makes no difference whether documents are kept apart. A flat
+    Documents of fewer than 64 tokens do not count, and it makes no difference whether documents are separate. A flat
     file names no documents, so there is nothing to compare: its splits share no position.
 
     Raises:
-        DataError: a document is in both; the message says where.
+        DataError: a document is in both; the message names it.
     """
     if corpus.index is None:
         return

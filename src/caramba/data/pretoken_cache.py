@@ -1,4 +1,4 @@
-"""A quicker way through known byte-level BPEs: pieces of text found by `re`, ids of each piece remembered."""
+"""Fast encoding for known byte-level BPEs: `re` pre-tokenizes, and the ids of each pretoken are cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CL100K = (
 QWEN = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
 
 _IDS = np.dtype(np.uint32)
-_MOST_PIECES = 400_000  # about 100 MB of memory; text with more distinct pieces goes on without new ones
+_MAX_PRETOKENS = 400_000  # about 100 MB of memory; later pretokens are encoded without being cached
 
 
 _OTHER = re.compile(r"[^\x00-\x7f]")
@@ -35,12 +35,12 @@ class _Memory(dict[str, bytes]):
 
     def __missing__(self, piece: str) -> bytes:
         ids = np.array(self._encode(piece), dtype=_IDS).tobytes()
-        if len(self) < _MOST_PIECES and len(piece) <= 64:
+        if len(self) < _MAX_PRETOKENS and len(piece) <= 64:
             self[piece] = ids
         return ids
 
 
-class PieceEncoder:
+class PretokenCache:
     """Encodes text piece by piece; equal to the library's ids because BPE never merges across pieces.
 
     `re` cuts ASCII text only: there it and the library agree which characters are letters, numbers and space. Words
