@@ -109,7 +109,7 @@ def findings(words: Words, root: Path = ROOT) -> Iterator[Finding]:
             for number, line in enumerate(file.read_text().splitlines(), 1):
                 if match := DEVICE_COMMENT.search(line):
                     yield from words.in_text(path, number, match.group(1))
-    for pattern in ("*.md", "docs/*.md"):
+    for pattern in ("*.md", "docs/**/*.md"):
         for file in sorted(root.glob(pattern)):
             path = str(file.relative_to(root))
             if path not in (*HISTORY, "CHANGELOG.md"):

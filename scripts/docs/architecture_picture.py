@@ -38,7 +38,8 @@ def picture() -> str:
         for name in row:
             fill, line = ("#e0f2f1", "#00796b") if name in free else ("#fff3e0", "#ef6c00")
             shapes.append(
-                f'<rect x="{x:.0f}" y="{y}" width="{_width(name):.0f}" height="{BOX}" rx="5" fill="{fill}" stroke="{line}"/>'
+                f'<rect x="{x:.0f}" y="{y}" width="{_width(name):.0f}" height="{BOX}" rx="5" '
+                f'fill="{fill}" stroke="{line}"/>'
                 f'<text x="{x + _width(name) / 2:.0f}" y="{y + 20}" text-anchor="middle">{escape(name)}</text>'
             )
             x += _width(name) + GAP

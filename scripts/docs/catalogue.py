@@ -34,7 +34,11 @@ def files() -> str:
     """Return the page of files and of the columns of metrics.csv."""
     found = read()
     lines = ["# Files of a run", "", "A run has a folder of its own, `runs/NAME/TIME-HASH/`.", ""]
-    for section, title in (("run", "Folder"), ("artifacts", "artifacts/"), ("columns", "Columns of metrics.csv")):
+    for section, title in (
+        ("run", "Folder"),
+        ("artifacts", "artifacts/"),
+        ("columns", "Columns of metrics.csv"),
+    ):
         rows = [[code(name), cell(text)] for name, text in found[section].items()]
         lines += [*heading(title, section), *table(["name", "content"], rows)]
     return "\n".join(lines)

@@ -29,12 +29,17 @@ def commands() -> str:
         "",
     ]
     for name, (usage, sentence) in COMMANDS.items():
-        call = textwrap.wrap(f"caramba {name} {usage}".strip(), 90, subsequent_indent="    ", break_on_hyphens=False)
+        call = textwrap.wrap(
+            f"caramba {name} {usage}".strip(), 90, subsequent_indent="    ", break_on_hyphens=False
+        )
         flags = FLAGS_OF.get(name, {}) if name != "launch" else dict(FLAGS)
         rows = [[code(flag), cell(text)] for flag, text in flags.items()]
         lines += [*heading(name, name), f"{cell(sentence)[:1].upper()}{cell(sentence)[1:]}.", ""]
         lines += ["```text", *call, "```", "", *table(["flag", "meaning"], rows)]
-    lines += [*heading("Exit status", "exit-status"), *table(["status", "meaning"], [[*row] for row in STATUSES])]
+    lines += [
+        *heading("Exit status", "exit-status"),
+        *table(["status", "meaning"], [[*row] for row in STATUSES]),
+    ]
     return "\n".join(lines)
 
 

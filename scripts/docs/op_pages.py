@@ -20,14 +20,20 @@ def op_modules() -> dict[str, ModuleType]:
     """Return the modules under `caramba.ops` that define an op."""
     functions = [getattr(caramba.ops, name) for name in caramba.ops.__all__]
     modules = {inspect.getmodule(item) for item in functions if inspect.isfunction(item)}
-    found = {module.__name__.rpartition(".")[2]: module for module in modules if module and schemas_of(module)}
+    found = {
+        module.__name__.rpartition(".")[2]: module for module in modules if module and schemas_of(module)
+    }
     return dict(sorted(found.items()))
 
 
 def schemas_of(module: ModuleType) -> list[str]:
     """Return the ops that a module defines, as `torch.ops.caramba` shows them."""
     names = dict.fromkeys(SCHEMA_NAME.findall(inspect.getsource(module)))
-    known = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("caramba::")}
+    known = {
+        name.partition("::")[2]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("caramba::")
+    }
     return [str(getattr(torch.ops.caramba, name).default._schema) for name in names if name in known]
 
 

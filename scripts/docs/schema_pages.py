@@ -19,7 +19,11 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Everything under `model`, and the nodes of a topology.",
         ("ModelConfig", "FitConfig", "TopologyConfig", "Node"),
     ),
-    "training": ("Keys of training", "The keys of one phase. `train.KEY` sets a key for every phase.", ("PhaseConfig",)),
+    "training": (
+        "Keys of training",
+        "The keys of one phase. `train.KEY` sets a key for every phase.",
+        ("PhaseConfig",),
+    ),
     "data": ("Keys of data", "Everything under `data`.", ("DataConfig",)),
     "inference": (
         "Keys of inference",

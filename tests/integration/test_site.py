@@ -58,7 +58,12 @@ class Page(HTMLParser):
         self.ids |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
-        is_resource = tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload", "modulepreload")
+        is_resource = tag == "link" and values.get("rel") in (
+            "stylesheet",
+            "icon",
+            "preload",
+            "modulepreload",
+        )
         if "src" in values or is_resource:
             self.loads.append(values.get("src") or values.get("href", ""))
 
@@ -117,7 +122,7 @@ def measured_by_chromium(site: Path, page: str, profile: Path) -> list[list[floa
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-        def do_POST(self) -> None:  # noqa: N802 - the name is the library's
+        def do_POST(self) -> None:
             posted.put(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(204)
             self.end_headers()
@@ -126,7 +131,9 @@ def measured_by_chromium(site: Path, page: str, profile: Path) -> list[list[floa
     threading.Thread(target=server.serve_forever, daemon=True).start()
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     command += ["--window-size=1400,900", f"http://127.0.0.1:{server.server_port}/{page}"]
-    browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    browser = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         return json.loads(posted.get(timeout=150))
     finally:
