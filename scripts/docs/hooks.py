@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 PACKAGES = "<!-- packages -->"
 
 
-def generated() -> dict[str, str]:
+def build_pages() -> dict[str, str]:
     """Return {path in the documentation: content}."""
     return {
         "reference/commands.md": command_pages.commands(),
@@ -29,7 +29,7 @@ def generated() -> dict[str, str]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    for path, content in generated().items():
+    for path, content in build_pages().items():
         files.append(File.generated(config, path, content=content))
     return files
 
