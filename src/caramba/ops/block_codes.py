@@ -25,11 +25,10 @@ def block_codes(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         scales = blocks.abs().amax(dim=-1)
         levels = nf4_levels(blocks.device)
         return torch.bucketize(_divide(blocks, scales), (levels[1:] + levels[:-1]) / 2), scales
-    largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
     if kind == "q8_0":
-        scales = (largest.abs() / 127).half()
+        scales = (blocks.abs().amax(dim=-1) / 127).half()
         return torch.floor(_divide(blocks, scales.float()) + 0.5).clamp(-127, 127), scales
-    scales = (largest / -8).half()
+    scales = (_first_largest(blocks) / -8).half()
     return torch.floor(_divide(blocks, scales.float()) + 8.5).clamp(0, 15), scales
 
 
@@ -43,6 +42,19 @@ def round_to_blocks(x: Tensor, kind: str, elements: int) -> Tensor:
         values = codes if kind == "q8_0" else codes - 8
     rounded = (values * scales.float()[..., None]).to(x.dtype)
     return rounded.flatten(-2)[..., : x.shape[-1]]
+
+
+def _first_largest(blocks: Tensor) -> Tensor:
+    """Return the element of largest magnitude of each block with its sign, the first one of equals.
+
+    Sums and minima over the last axis compile into one kernel, where argmax and gather take several.
+    """
+    magnitudes = blocks.abs()
+    at = torch.arange(blocks.shape[-1], device=blocks.device)
+    peak = magnitudes.amax(dim=-1, keepdim=True)  # nan where an element is
+    first = torch.where(magnitudes == peak, at, blocks.shape[-1]).amin(dim=-1, keepdim=True)
+    largest = torch.where(at == first, blocks, 0).sum(dim=-1)
+    return torch.where(peak.squeeze(-1).isnan(), peak.squeeze(-1), largest)
 
 
 def _divide(blocks: Tensor, scales: Tensor) -> Tensor:
