@@ -1,24 +1,27 @@
 """Damage artifacts of a tiny run and its token folder, and check that each is refused by its file's name.
 
-`python scripts/faults/bitflip.py --seed 1 --flips 1000` trains for a few steps, flips single random bits of
-random artifacts that are read back, removes, truncates and swaps each, and opens copies with shuffled times. It prints
-a JSON result and exits 1 if damage is accepted or a copy gives other weights.
+`python scripts/faults/bitflip.py --seed 1 --count 1000 --jobs 2` trains for a few steps, flips single random bits of
+random artifacts that are read back, removes, truncates and swaps some, opens copies with shuffled times, and removes or
+swaps the checkpoint that the run's record names. It prints a JSON result and exits 1 if damage is accepted or a copy
+gives other weights.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import collections
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from caramba.data.checkpoint import load_tensors, load_training_state, save_training_state
 from caramba.data.folder import open_token_folder
@@ -27,6 +30,10 @@ from caramba.experiment.ledger import Ledger
 from caramba.model import find_checkpoint
 from caramba.runs.checksums import RECORD
 from caramba.runs.stages import read_finished_stages
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from case_pool import Run, finish, outcomes, parser
 
 TRAIN = (
     *(
@@ -79,72 +86,131 @@ def is_refused(run: Path, tokens: Path, file: Path) -> str:
     return f"{file.name}: accepted"
 
 
-def damage(seed: int, flips: int, copies: int, folder: Path) -> dict[str, Any]:
-    """Damage and restore artifacts; return counts and what was accepted."""
-    rng = random.Random(seed)
+def flip(run: Path, tokens: Path, chance: random.Random) -> str:
+    """Flip a random bit of a random artifact, read, and restore the file; return what went wrong."""
+    file = chance.choice(artifacts(run, tokens))
+    intact = file.read_bytes()
+    changed = bytearray(intact)
+    changed[chance.randrange(len(intact))] ^= 1 << chance.randrange(8)
+    file.write_bytes(changed)
+    wrong = is_refused(run, tokens, file)
+    file.write_bytes(intact)
+    return wrong
+
+
+def exchange(run: Path, tokens: Path, chance: random.Random) -> tuple[str, str]:
+    """Remove, truncate or swap a random artifact, read, and restore it; return the kind and what went wrong."""
+    files = artifacts(run, tokens)
+    file = chance.choice(files)
+    kinds = ["truncated", "swapped"]
+    # Without its record of sums a run opens as one of an earlier version does, and a stage that has no final record
+    # as one that was stopped before its end.
+    if file != run / RECORD and not file.name.endswith("-final.json"):
+        kinds += ["removed", "removed"]
+    kind, intact = chance.choice(kinds), file.read_bytes()
+    if kind == "removed":
+        file.unlink()
+    elif kind == "truncated":
+        file.write_bytes(intact[: chance.randrange(len(intact))])
+    else:
+        file.write_bytes(chance.choice([one for one in files if one.read_bytes() != intact]).read_bytes())
+    wrong = is_refused(run, tokens, file)
+    file.write_bytes(intact)
+    return kind, wrong
+
+
+def exchange_checkpoint(run: Path, folder: Path, chance: random.Random) -> tuple[str, str]:
+    """Remove or swap the checkpoint that a run's record names, in a copy; return the kind and what went wrong."""
+    copy = folder / "copy"
+    shutil.copytree(run, copy)
+    _shuffle_times(copy, chance)
+    named = find_checkpoint(copy, role="student")
+    kind = chance.choice(("checkpoint removed", "checkpoint swapped"))
+    if kind == "checkpoint removed":
+        named.unlink()
+    else:  # other finite weights of the same shapes, with the labels of the named ones
+        with safe_open(named, "pt") as file:
+            labels = file.metadata()
+        values = {name: value + chance.choice((1e-3, 1.0)) for name, value in load_tensors(named).items()}
+        save_file(values, folder / "other.safetensors", metadata=labels)
+        os.replace(folder / "other.safetensors", named)
+    try:
+        load_tensors(find_checkpoint(copy, role="student"))
+        wrong = f"{kind}: accepted"
+    except CarambaError as error:
+        wrong = "" if named.name in str(error) and error.exit_status == 2 else f"{kind}: {str(error)[:200]}"
+    shutil.rmtree(copy)
+    return kind, wrong
+
+
+def open_copy(run: Path, folder: Path, chance: random.Random) -> str:
+    """Copy a run, shuffle the times of its files, and compare the weights that it opens; return what went wrong."""
+    copy = folder / "copy"
+    shutil.copytree(run, copy)
+    _shuffle_times(copy, chance)
+    found, expected = (load_tensors(find_checkpoint(place, role="student")) for place in (copy, run))
+    shutil.rmtree(copy)
+    if found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found):
+        return ""
+    return "copies: one gives other weights"
+
+
+def _shuffle_times(folder: Path, chance: random.Random) -> None:
+    for file in sorted(folder.rglob("*")):
+        moment = chance.randrange(2**31)
+        os.utime(file, (moment, moment))
+
+
+def damage(seed: int, count: int, copies: int, folder: Path, jobs: int = 1) -> dict[str, Any]:
+    """Damage and restore artifacts of a run; return counts and what went wrong.
+
+    Args:
+        count: of bit flips; a tenth as many files are removed, truncated or swapped.
+        copies: with shuffled times; as many named checkpoints are removed or swapped.
+    """
     os.environ["CARAMBA_HOME"] = str(folder / "home")
     run, tokens = make(folder)
-    expected = read(run, tokens)
-    files = artifacts(run, tokens)
-    wrong: list[str] = []
-    done = {"flips": 0, "removed": 0, "truncated": 0, "swapped": 0, "copies": 0}
-
-    def attempt(kind: str, file: Path) -> None:
-        done[kind] += 1
-        if reason := is_refused(run, tokens, file):
-            wrong.append(f"{kind}: {reason}")
-
-    for _ in range(flips):
-        file = rng.choice(files)
-        with open(file, "rb+") as stream:
-            place = rng.randrange(file.stat().st_size)
-            stream.seek(place)
-            (byte,) = stream.read(1)
-            stream.seek(place)
-            stream.write(bytes([byte ^ 1 << rng.randrange(8)]))
-            stream.flush()
-            attempt("flips", file)
-            stream.seek(place)
-            stream.write(bytes([byte]))
-    for file in files:
-        intact = file.read_bytes()
-        # Without its record of sums a run opens as one of an earlier version does.
-        if file != run / RECORD:
-            file.unlink()
-            if not (file.parent.name == "stages" and file.name.endswith("-final.json")):
-                attempt("removed", file)
-        file.write_bytes(intact[: rng.randrange(len(intact))])
-        attempt("truncated", file)
-        other = rng.choice([one for one in files if one != file])
-        file.write_bytes(other.read_bytes())
-        attempt("swapped", file)
-        file.write_bytes(intact)
-    for index in range(copies):
-        copy = folder / f"copy-{index}"
-        shutil.copytree(run, copy)
-        for file in copy.rglob("*"):
-            moment = rng.randrange(2**31)
-            os.utime(file, (moment, moment))
-        found = load_tensors(find_checkpoint(copy, role="student"))
-        done["copies"] += 1
-        if found.keys() != expected.keys() or not all(
-            torch.equal(found[key], expected[key]) for key in found
-        ):
-            wrong.append(f"copies: {index} gives other weights")
-        shutil.rmtree(copy)
     read(run, tokens)
+
+    def prepare(place: Path) -> Run:
+        own_run, own_tokens = place / "run", place / "tokens"
+        shutil.copytree(run, own_run)
+        shutil.copytree(tokens, own_tokens)
+        # A killed neighbour must not leave half a cache of sums.
+        os.environ["CARAMBA_HOME"] = str(place / "home")
+
+        def case(index: int) -> dict[str, Any]:
+            chance = random.Random(f"{seed}:{index}")
+            if index < count:
+                kind, wrong = "flips", flip(own_run, own_tokens, chance)
+            elif index < count + copies:
+                kind, wrong = "copies", open_copy(own_run, place, chance)
+            elif index < count + 2 * copies:
+                kind, wrong = exchange_checkpoint(own_run, place, chance)
+            else:
+                kind, wrong = exchange(own_run, own_tokens, chance)
+            return {"kind": kind, "fault": wrong}
+
+        return case
+
+    total = count + 2 * copies + count // 10
+    done: collections.Counter[str] = collections.Counter()
+    wrong: list[str] = []
+    for index, found in outcomes(prepare, 0, total, jobs):
+        done[found.get("kind", "died")] += 1
+        if found["fault"]:
+            wrong.append(f"case {index}: {found['fault']}")
     return {"seed": seed, **done, "wrong": len(wrong), "examples": wrong[:20]}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--flips", type=int, default=1000)
-    parser.add_argument("--copies", type=int, default=100, help="copies with shuffled times")
-    given = parser.parse_args()
+    described = parser(__doc__, count=1000, cases="bit flips")
+    described.add_argument("--copies", type=int, default=100, help="copies with shuffled times (default 100)")
+    words = described.parse_args()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = damage(given.seed, given.flips, given.copies, Path(folder))
-    print(json.dumps(result, indent=2))
+        result = damage(words.seed, words.count, words.copies, Path(folder), words.jobs)
+    finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
     return 1 if result["wrong"] else 0
 
 

@@ -3,7 +3,7 @@
 A case is one manifest after one to four mutations: a composed experiment as a single file, or an option of a group in a
 folder of its own. Each runs what `caramba compile` runs, under limits of CPU time and memory, in forked processes.
 
-Usage: python scripts/faults/mutate.py [--seed 1] [--count 10000] [--first 0] [--out FILE]
+Usage: python scripts/faults/mutate.py [--seed 1] [--count 10000] [--jobs 2] [--first 0] [--json FILE]
 
 It prints one JSON object and ends with status 1 when a case did neither, took too long or too much memory, or was
 refused in a message that is long or has control characters. `--first N --count 1` repeats case N.
@@ -11,29 +11,24 @@ refused in a message that is long or has control characters. `--first N --count 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import resource
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from manifest_mutations import Case, Originals, make_case, originals
+from case_pool import Run, finish, outcomes, parser
+from manifest_mutations import Case, make_case, originals
 
 CPU_S, MEMORY_BYTES, LONGEST_MESSAGE, STUCK_S = 2.0, 500 << 20, 2000, 60.0
-BATCH = 200
 
 
 class TooSlow(BaseException):
@@ -154,70 +149,28 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _work(seed: int, batch: range, sources: Originals, pipe: multiprocessing.connection.Connection) -> None:
-    signal.signal(signal.SIGPROF, _raise_slow)
-    _limit_memory()
-    with tempfile.TemporaryDirectory(prefix="caramba-mutate-") as name:
-        os.chdir(name)
-        for index in batch:
-            pipe.send((index, None))
-            pipe.send((index, run_case(make_case(sources, seed, index), Path(name))))
-    pipe.close()
-
-
-def _outcomes(seed: int, batch: range, sources: Originals) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run a batch in a forked process; a case that ends the process is a fault, and the next one goes to another."""
-    context, start = multiprocessing.get_context("fork"), batch.start
-    while start < batch.stop:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(seed, range(start, batch.stop), sources, theirs))
-        process.start()
-        theirs.close()
-        current = start
-        try:
-            while ours.poll(STUCK_S):
-                current, found = ours.recv()
-                if found is not None:
-                    start = current + 1
-                    yield current, found
-            process.kill()
-        except EOFError:
-            pass
-        process.join()
-        if start < batch.stop:
-            fault = f"process ended: {process.exitcode}"
-            yield current, {"outcome": "died", "fault": fault}
-            start = current + 1
-
-
-def mutate(seed: int, first: int, count: int) -> Result:
+def mutate(seed: int, first: int, count: int, jobs: int = 1) -> Result:
     """Run `count` cases from number `first` on, and return what they did."""
     result, sources = Result(), originals()
-    for start in range(first, first + count, BATCH):
-        batch = range(start, min(start + BATCH, first + count))
-        for index, found in _outcomes(seed, batch, sources):
-            result.add(index, found)
+
+    def prepare(folder: Path) -> Run:
+        signal.signal(signal.SIGPROF, _raise_slow)
+        _limit_memory()
+        return lambda index: run_case(make_case(sources, seed, index), folder)
+
+    for index, found in outcomes(prepare, first, count, jobs, stuck_s=STUCK_S):
+        result.add(index, found)
     return result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--out", type=Path, help="file of the JSON result")
-    words = parser.parse_args()
+    described = parser(__doc__, count=10_000, cases="mutated manifests")
+    described.add_argument("--first", type=int, default=0, help="number of the first case")
+    words = described.parse_args()
     began = time.monotonic()
-    result = mutate(words.seed, words.first, words.count)
+    result = mutate(words.seed, words.first, words.count, words.jobs)
     seconds = round(time.monotonic() - began, 1)
-    text = json.dumps(
-        {"seed": words.seed, "count": words.count, "seconds": seconds, **result.as_json()}, indent=2
-    )
-    print(text)
-    if words.out is not None:
-        words.out.write_text(f"{text}\n", encoding="utf-8")
+    finish({"seed": words.seed, "count": words.count, "seconds": seconds, **result.as_json()}, words.json)
     return 1 if result.faults else 0
 
 

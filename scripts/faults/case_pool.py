@@ -1,0 +1,111 @@
+"""What the fault scripts share: their options, cases in forked processes, and one JSON result.
+
+A case follows from a seed and a number alone, so that results do not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Found = dict[str, Any]
+Run = Callable[[int], Found]
+Prepare = Callable[[Path], Run]
+"""Takes the folder of a process, and returns what runs a case there."""
+BATCH = 200
+
+
+def parser(doc: str | None, *, count: int, cases: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that every fault script takes."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--count", type=int, default=count, help=f"{cases} (default {count:,})")
+    made.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    return made
+
+
+def finish(result: Mapping[str, Any], file: Path | None) -> None:
+    """Print the result as JSON, and write it where `--json` says."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if file is not None:
+        file.write_text(f"{text}\n", encoding="utf-8")
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: multiprocessing.connection.Connection
+    start: int
+    stop: int
+    heard: float
+
+    def fault(self, is_stuck: bool) -> tuple[int, Found]:
+        """Return the outcome of the case in which the process ended."""
+        reason = "took too long" if is_stuck else f"process ended: {self.process.exitcode}"
+        return self.start, {"outcome": "died", "fault": reason}
+
+
+def _work(prepare: Prepare, start: int, stop: int, pipe: multiprocessing.connection.Connection) -> None:
+    with tempfile.TemporaryDirectory(prefix="caramba-faults-") as name:
+        os.chdir(name)
+        run = prepare(Path(name))
+        for index in range(start, stop):
+            pipe.send((index, run(index)))
+        os.chdir("/")
+    pipe.close()
+
+
+def outcomes(
+    prepare: Prepare, first: int, count: int, jobs: int, *, stuck_s: float = 600.0, batch: int = BATCH
+) -> Iterator[tuple[int, Found]]:
+    """Run cases in `jobs` forked processes; yield the number and outcome of each.
+
+    A case that ends its process or takes longer than `stuck_s` has the outcome `died` with a fault; a new process goes
+    on behind it.
+    """
+    context = multiprocessing.get_context("fork")
+    size = max(1, min(batch, -(-count // max(1, jobs))))
+    waiting = [(at, min(at + size, first + count)) for at in range(first, first + count, size)][::-1]
+    workers: dict[multiprocessing.connection.Connection, _Worker] = {}
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < max(1, jobs):
+                start, stop = waiting.pop()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(prepare, start, stop, theirs))
+                process.start()
+                theirs.close()
+                workers[ours] = _Worker(process, ours, start, stop, time.monotonic())
+            for ready in multiprocessing.connection.wait(list(workers), timeout=1.0):
+                worker = workers[ready]  # type: ignore[index]
+                try:
+                    index, found = worker.pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    worker.process.join()
+                    del workers[worker.pipe]
+                    if worker.start < worker.stop:
+                        yield worker.fault(is_stuck=False)
+                        waiting += [(worker.start + 1, worker.stop)] if worker.start + 1 < worker.stop else []
+                    continue
+                worker.start, worker.heard = index + 1, time.monotonic()
+                yield index, found
+            for worker in [each for each in workers.values() if time.monotonic() - each.heard > stuck_s]:
+                worker.process.kill()
+                worker.process.join()
+                del workers[worker.pipe]
+                yield worker.fault(is_stuck=True)
+                waiting += [(worker.start + 1, worker.stop)] if worker.start + 1 < worker.stop else []
+    finally:
+        for worker in workers.values():
+            worker.process.kill()
