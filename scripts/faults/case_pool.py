@@ -49,6 +49,7 @@ class _Worker:
     start: int
     stop: int
     heard: float
+    is_ready: bool = False
 
     def fault(self, is_stuck: bool) -> tuple[int, Found]:
         """Return the outcome of the case in which the process ended."""
@@ -60,6 +61,7 @@ def _work(prepare: Prepare, start: int, stop: int, pipe: multiprocessing.connect
     with tempfile.TemporaryDirectory(prefix="caramba-faults-") as name:
         os.chdir(name)
         run = prepare(Path(name))
+        pipe.send((start - 1, None))
         for index in range(start, stop):
             pipe.send((index, run(index)))
         os.chdir("/")
@@ -94,12 +96,15 @@ def outcomes(
                 except (EOFError, ConnectionResetError):
                     worker.process.join()
                     del workers[worker.pipe]
+                    if not worker.is_ready:
+                        raise RuntimeError("a process ended before its first case; its error is above") from None
                     if worker.start < worker.stop:
                         yield worker.fault(is_stuck=False)
                         waiting += [(worker.start + 1, worker.stop)] if worker.start + 1 < worker.stop else []
                     continue
-                worker.start, worker.heard = index + 1, time.monotonic()
-                yield index, found
+                worker.start, worker.heard, worker.is_ready = index + 1, time.monotonic(), True
+                if found is not None:
+                    yield index, found
             for worker in [each for each in workers.values() if time.monotonic() - each.heard > stuck_s]:
                 worker.process.kill()
                 worker.process.join()

@@ -1,19 +1,19 @@
 """Mutate files of every format that is read back and read each one, under limits of CPU time and memory.
 
-`python scripts/faults/mutate_readers.py --seed 1 --count 1000` changes bytes, JSON values and sizes of a safetensors
+`python scripts/faults/mutate_readers.py --seed 1 --count 1000 --jobs 2` changes bytes, JSON values and sizes of a safetensors
 file, a meta.json, a tokenizer.json, a tokenizer_config.json, an .npy file, a config.json and a shard index. Each mutant
 must open or be refused with exit status 2 and the file's name. It prints a JSON result and exits 1 otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
+import collections
 import json
 import os
 import random
 import resource
 import struct
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,17 +22,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from caramba.checkpoint import load_tensors, save_tensors, stored_tensors
+from caramba.checkpoint.hf_names import hf_names
 from caramba.config.hf import is_hf_folder, spec_of_folder
-from caramba.data.checkpoint import load_tensors, save_tensors, stored_tensors
-from caramba.data.checkpoint.folder import read_index
 from caramba.data.folder import open_token_folder, write_token_folder
 from caramba.data.library import train_bpe
 from caramba.data.npy import open_npy
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import CarambaError
+from caramba.model import build_model, load_hf_folder
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from case_pool import Run, finish, outcomes, parser
 
 MEMORY_BYTES = 500 << 20
-CPU_S = 2.0
+CPU_S, STUCK_S = 2.0, 60.0
+FORMATS = ("safetensors", "meta", "tokenizer", "tokenizer_config", "npy", "config", "index")
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 10**12, 10**400, 1e308, float("nan"), "", "x" * 5000, "../../etc/passwd", "\0"),
     *([], {}, [[]], {"a": []}, [1, "a", None], json.loads("[" * 60 + "]" * 60)),
@@ -61,9 +67,16 @@ def _make(folder: Path) -> dict[str, tuple[Path, Callable[[], Any], bool]]:
     model.mkdir()
     bpe.save(model / "tokenizer.json")
     (model / "config.json").write_text(json.dumps(LLAMA))
-    (model / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(4)}})
-    )
+    weights_of_model = _llama_weights(model)
+    save_tensors(model / "model.safetensors", weights_of_model, {"format": "pt"})
+    sharded = folder / "sharded"
+    sharded.mkdir()
+    (sharded / "config.json").write_text(json.dumps(LLAMA))
+    parts = {f"model-{i}.safetensors": sorted(weights_of_model)[i::2] for i in range(2)}
+    for name, names in parts.items():
+        save_tensors(sharded / name, {each: weights_of_model[each] for each in names}, {"format": "pt"})
+    index = {"weight_map": {each: name for name, names in parts.items() for each in names}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     flat = folder / "flat.npy"
     np.save(flat, np.arange(100, dtype=np.uint16))
 
@@ -80,7 +93,7 @@ def _make(folder: Path) -> dict[str, tuple[Path, Callable[[], Any], bool]]:
 
     def read_config() -> None:
         is_hf_folder(model)
-        spec_of_folder(model)
+        load_hf_folder(model)
 
     return {
         "safetensors": (weights, read_weights, False),
@@ -89,12 +102,14 @@ def _make(folder: Path) -> dict[str, tuple[Path, Callable[[], Any], bool]]:
         "tokenizer_config": (model / "tokenizer_config.json", lambda: load_tokenizer(model), True),
         "npy": (flat, lambda: open_npy(flat).sum(), False),
         "config": (model / "config.json", read_config, True),
-        "index": (
-            model / "model.safetensors.index.json",
-            lambda: read_index(model / "model.safetensors.index.json"),
-            True,
-        ),
+        "index": (sharded / "model.safetensors.index.json", lambda: load_hf_folder(sharded), True),
     }
+
+
+def _llama_weights(folder: Path) -> dict[str, torch.Tensor]:
+    spec = spec_of_folder(folder)
+    state, names = build_model(spec).state_dict(), hf_names(spec)
+    return {names[name]: value for name, value in state.items() if name in names}
 
 
 def _mutate_json(value: Any, rng: random.Random) -> Any:
@@ -141,45 +156,67 @@ def mutate(content: bytes, rng: random.Random, *, is_json: bool, is_safetensors:
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
-def run(seed: int, count: int, folder: Path) -> dict[str, Any]:
+def run(seed: int, count: int, jobs: int = 1) -> dict[str, Any]:
     """Read `count` mutants of each format; return counts and what went wrong."""
-    rng = random.Random(seed)
-    os.environ["CARAMBA_HOME"] = str(folder / "home")
-    counts: dict[str, dict[str, int]] = {}
+
+    def prepare(folder: Path) -> Run:
+        os.environ["CARAMBA_HOME"] = str(folder / "home")
+        formats = _make(folder)
+        for _, read, _ in formats.values():
+            read()
+        intact = {name: file.read_bytes() for name, (file, _, _) in formats.items()}
+        _limit_memory()
+
+        def case(index: int) -> dict[str, Any]:
+            chance = random.Random(f"{seed}:{index}")
+            name = FORMATS[index // count]
+            file, read, is_json = formats[name]
+            file.write_bytes(
+                mutate(intact[name], chance, is_json=is_json, is_safetensors=name == "safetensors")
+            )
+            found = read_mutant(read, str(file.parent))
+            file.write_bytes(intact[name])
+            return {**found, "format": name}
+
+        return case
+
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     wrong: list[str] = []
     slowest = 0.0
-    for name, (file, read, is_json) in _make(folder).items():
-        intact = file.read_bytes()
-        read()
-        found = counts[name] = {"opened": 0, "refused": 0}
-        for index in range(count):
-            file.write_bytes(mutate(intact, rng, is_json=is_json, is_safetensors=name == "safetensors"))
-            began = time.process_time()
-            try:
-                read()
-                found["opened"] += 1
-            except CarambaError as error:
-                found["refused"] += 1
-                # A token folder has several files, and the one that differs from meta.json may be named.
-                if error.exit_status != 2 or str(file.parent) not in str(error) or len(str(error)) > 2000:
-                    wrong.append(f"{name} {index}: {str(error)[:300]}")
-            except BaseException as error:  # a panic of a library in Rust is no Exception
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                wrong.append(f"{name} {index}: {type(error).__name__}: {str(error)[:300]}")
-            took = time.process_time() - began
-            slowest = max(slowest, took)
-            if took > CPU_S:
-                wrong.append(f"{name} {index}: {took:.1f} s of CPU")
-        file.write_bytes(intact)
+    n_formats = len(FORMATS)
+    for index, found in outcomes(prepare, 0, count * n_formats, jobs, stuck_s=STUCK_S):
+        counts[FORMATS[index // count]][found["outcome"]] += 1
+        slowest = max(slowest, found.get("cpu_s", 0.0))
+        if found["fault"]:
+            wrong.append(f"{FORMATS[index // count]} {index}: {found['fault']}")
     return {
         "seed": seed,
-        "mutants": count * len(counts),
-        "counts": counts,
+        "mutants": sum(sum(each.values()) for each in counts.values()),
+        "counts": {name: dict(each) for name, each in counts.items()},
         "slowest_s": round(slowest, 3),
         "wrong": len(wrong),
         "examples": wrong[:20],
     }
+
+
+def read_mutant(read: Callable[[], Any], where: str) -> dict[str, Any]:
+    """Read one mutant; return its outcome, CPU seconds and fault, which is empty for none."""
+    outcome, fault, began = "opened", "", time.process_time()
+    try:
+        read()
+    except CarambaError as error:
+        outcome, text = "refused", str(error)
+        # A token folder has several files, and the one that differs from meta.json may be named.
+        if error.exit_status != 2 or where not in text or len(text) > 2000:
+            fault = text[:300]
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        outcome, fault = "crashed", f"{type(error).__name__}: {str(error)[:300]}"
+    cpu_s = time.process_time() - began
+    if not fault and cpu_s > CPU_S:
+        fault = f"{cpu_s:.1f} s of CPU"
+    return {"outcome": outcome, "fault": fault, "cpu_s": cpu_s}
 
 
 def _limit_memory() -> None:
@@ -189,14 +226,10 @@ def _limit_memory() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1000, help="mutants of each format")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        _limit_memory()
-        result = run(given.seed, given.count, Path(folder))
-    print(json.dumps(result, indent=2))
+    words = parser(__doc__, count=1000, cases="mutants of each format").parse_args()
+    began = time.monotonic()
+    result = run(words.seed, words.count, words.jobs)
+    finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
     return 1 if result["wrong"] else 0
 
 

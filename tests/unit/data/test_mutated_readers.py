@@ -13,8 +13,8 @@ from caramba.data.prepare_command import main
 from caramba.errors import CheckpointError, ConfigError, DataError
 
 
-def test_mutants_of_each_format_open_or_are_refused_by_name(tmp_path: Path) -> None:
-    result = mutate_readers.run(3, 40, tmp_path)
+def test_mutants_of_each_format_open_or_are_refused_by_name() -> None:
+    result = mutate_readers.run(3, 40)
     assert result["wrong"] == 0, result["examples"]
     assert all(min(found.values()) > 0 for found in result["counts"].values())
 
