@@ -1,17 +1,15 @@
 """Kill and interrupt commands at random points, start them again, and compare what they leave with an undisturbed run.
 
-`python scripts/faults/kill.py --seed 1` sends SIGKILL at 100 random points of launch, resume, sweep, export and
+`python scripts/faults/kill.py --seed 1 --count 100 --jobs 2` sends SIGKILL at 100 random points of launch, resume, sweep, export and
 prepare, and INT, HUP and TERM at 40 points of training. It prints a JSON result and exits 1 if a start leaves files
 behind, weights differ in a bit, or a signal loses a recorded step.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import hashlib
-import json
 import os
 import random
 import re
@@ -21,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,12 @@ from safetensors import safe_open
 from caramba.runs.events import metric_rows, read_events
 from caramba.runs.locking import is_locked
 
-LIMIT_S = 300.0
+sys.path.insert(0, str(Path(__file__).parent))
+
+from case_pool import Run, finish, outcomes, parser
+
+LIMIT_S, STUCK_S = 300.0, 1800.0
+MOST_LATE, MOST_ROUNDS = 10, 5
 TRAIN = (
     *(
         "model=tiny",
@@ -70,6 +73,19 @@ class Result:
     @property
     def is_clean(self) -> bool:
         return not (self.leftovers or self.unequal or self.failed or self.steps_lost)
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        """Add what one place gave, or that its process died."""
+        if "sent" not in found:
+            self.failed.append(found["fault"])
+            return
+        self.sent.update(found["sent"])
+        self.late += found["late"]
+        self.steps_lost += found["steps_lost"]
+        self.comparisons += found["comparisons"]
+        self.leftovers += found["leftovers"]
+        self.unequal += found["unequal"]
+        self.failed += found["failed"]
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON has it."""
@@ -236,63 +252,60 @@ def compare(scenario: Scenario, place: Place, result: Result) -> None:
     ]
 
 
-def kill_at_random(
-    made: list[Scenario], count: int, root: Path, home: Path, seed: int, result: Result
-) -> None:
-    """Kill commands `count` times; about every third time, and at the end, let one finish and compare."""
-    chance = random.Random(seed)
-    number = 0
-    while number < count:
-        scenario = made[number % len(made)]
-        place = Place(root / f"killed-{number}", home)
-        words = scenario.words
-        for _ in range(min(chance.randint(1, 5), count - number)):
-            process = place.start(words)
-            if send(process, signal.SIGKILL, moment(scenario, place, chance)):
-                result.sent[f"KILL {scenario.name}"] += 1
-                number += 1
-            else:
-                result.late += 1
-            process.wait(LIMIT_S)
-            words = scenario.again(place)
-        try:
-            place.finish(words)
-        except RuntimeError as error:
-            result.failed.append(str(error))
-            continue
-        place.wait_for_workers()
-        compare(scenario, place, result)
-        shutil.rmtree(place.folder)
+def plan_kills(count: int, n_scenarios: int, seed: int) -> list[tuple[int, int]]:
+    """Return a scenario and the number of its kills, place by place, `count` kills in all."""
+    chance, planned = random.Random(seed), list[tuple[int, int]]()
+    while (left := count - sum(kills for _, kills in planned)) > 0:
+        planned.append((len(planned) % n_scenarios, min(chance.randint(1, 5), left)))
+    return planned
 
 
-def signal_at_random(count: int, root: Path, home: Path, seed: int, result: Result) -> None:
-    """Send INT, HUP and TERM at random steps of training; count the recorded steps that no state holds."""
-    chance = random.Random(seed + 1)
-    while sum(result.sent[how.name] for how in SIGNALS) < count:
-        place = Place(root / f"signalled-{result.sent.total()}", home)
-        words: tuple[str, ...] = SIGNALLED
-        reached = 0
-        while reached < 400 and sum(result.sent[how.name] for how in SIGNALS) < count:
-            wanted = reached + chance.randint(0, 150)
-            extra = chance.uniform(0.0, 0.2)
-            process = place.start(words)
-            how = chance.choice(SIGNALS)
-            if not send(process, how, functools.partial(_is_at, place, wanted, extra)):
-                result.late += 1
-                process.wait(LIMIT_S)
-                break
-            result.sent[how.name] += 1
-            process.wait(LIMIT_S)
-            (run,) = place.runs()
-            reached = max((step for _, step, _ in metric_rows(run)), default=0)
-            state = [event for event in read_events(run) if event["event"] == "phase_finished"]
-            words = ("resume", str(run))
-            if state:
-                break
-            result.steps_lost += max(0, reached - _saved_step(run))
-            if left := [file.name for file in run.rglob(".part")]:
-                result.leftovers.append(f"{how.name}: {left}")
-        shutil.rmtree(place.folder)
+def kill_at_random(scenario: Scenario, kills: int, place: Place, chance: random.Random) -> Result:
+    """Kill a command `kills` times, starting it again each time; let it finish then, and compare."""
+    result, words = Result(), scenario.words
+    while result.sent.total() < kills and result.late < MOST_LATE:
+        process = place.start(words)
+        if send(process, signal.SIGKILL, moment(scenario, place, chance)):
+            result.sent[f"KILL {scenario.name}"] += 1
+        else:
+            result.late += 1
+        process.wait(LIMIT_S)
+        words = scenario.again(place)
+    try:
+        place.finish(words)
+    except RuntimeError as error:
+        result.failed.append(str(error))
+        return result
+    place.wait_for_workers()
+    compare(scenario, place, result)
+    return result
+
+
+def signal_at_random(signals: int, place: Place, chance: random.Random) -> Result:
+    """Send INT, HUP or TERM to one training `signals` times; count the recorded steps that no state holds."""
+    result, reached = Result(), 0
+    words: tuple[str, ...] = SIGNALLED
+    while result.sent.total() < signals:
+        process = place.start(words)
+        how = chance.choice(SIGNALS)
+        is_there = functools.partial(
+            _is_at, place, reached + chance.randint(0, 80), chance.uniform(0.0, 0.2)
+        )
+        if not send(process, how, is_there):
+            result.late += 1
+            break
+        result.sent[how.name] += 1
+        process.wait(LIMIT_S)
+        (run,) = place.runs()
+        reached = max((step for _, step, _ in metric_rows(run)), default=0)
+        words = ("resume", str(run))
+        if any(event["event"] == "phase_finished" for event in read_events(run)):
+            break
+        result.steps_lost += max(0, reached - _saved_step(run))
+        if left := sorted(file.name for file in run.rglob("*.part")):
+            result.leftovers.append(f"{how.name}: {left}")
+    process.wait(LIMIT_S)
+    return result
 
 
 def _is_at(place: Place, step: int, extra: float) -> bool:
@@ -311,30 +324,52 @@ def _saved_step(run: Path) -> int:
     return read_saved_step(state_path(run, "pretrain"))
 
 
+def run(seed: int, kills: int, signals: int, only: Sequence[str], jobs: int, root: Path) -> Result:
+    """Send `kills` times SIGKILL and `signals` times another signal, in places of their own."""
+    home = root / "home"
+    made = list(scenarios(root, home, only)) if kills else []
+    result = Result()
+    first = 0
+
+    def prepare(_: Path) -> Run:
+        def case(index: int) -> dict[str, Any]:
+            chance = random.Random(f"{seed}:{index}")
+            place = Place(root / f"place-{index}", home)
+            which, times = planned[index - first]
+            if which is None:
+                found = signal_at_random(times, place, chance)
+            else:
+                found = kill_at_random(made[which], times, place, chance)
+            if found.is_clean:
+                shutil.rmtree(place.folder)
+            return found.plain()
+
+        return case
+
+    for _ in range(MOST_ROUNDS):  # places whose commands ended before their signal came are made up for
+        killed = sum(n for how, n in result.sent.items() if how.startswith("KILL"))
+        planned: list[tuple[int | None, int]] = [*plan_kills(kills - killed, max(1, len(made)), seed + first)]
+        missing = signals - (result.sent.total() - killed)
+        planned += [(None, min(2, missing - at)) for at in range(0, missing, 2)]
+        for _, found in outcomes(prepare, first, len(planned), jobs, stuck_s=STUCK_S, batch=1):
+            result.add(found)
+        first += len(planned)
+        if not planned:
+            break
+    return result
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--signals", type=int, default=40)
+    described = parser(__doc__, count=100, cases="kills")
+    described.add_argument("--signals", type=int, default=40, help="INT, HUP and TERM (default 40)")
     kinds = ("launch", "resume", "sweep", "export", "prepare")
-    parser.add_argument("--only", nargs="*", choices=kinds, help="commands to kill, all unless given")
-    parser.add_argument("--out", type=Path, help="file of the JSON result")
-    words = parser.parse_args()
-    result, began = Result(), time.monotonic()
+    described.add_argument("--only", nargs="*", choices=kinds, help="commands to kill, all unless given")
+    words = described.parse_args()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="caramba-kill-") as name:
-        root = Path(name)
-        home = root / "home"
-        made = list(scenarios(root, home, words.only or ())) if words.kills else []
-        if made:
-            kill_at_random(made, words.kills, root, home, words.seed, result)
-        signal_at_random(words.signals, root, home, words.seed, result)
-    plain = {"seed": words.seed, "seconds": round(time.monotonic() - began, 1), **result.plain()}
-    text = json.dumps(plain, indent=2)
-    print(text)
-    if words.out is not None:
-        words.out.write_text(f"{text}\n", encoding="utf-8")
+        result = run(words.seed, words.count, words.signals, words.only or (), words.jobs, Path(name))
+    seconds = round(time.monotonic() - began, 1)
+    finish({"seed": words.seed, "seconds": seconds, **result.plain()}, words.json)
     return 0 if result.is_clean else 1
 
 

@@ -11,9 +11,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "faults" / "kill.py"
 
 
 def test_kill_random_points_leave_equal_weights_and_no_files(tmp_path: Path) -> None:
-    words = ["--seed", "3", "--kills", "2", "--signals", "2", "--only", "resume"]
+    words = ["--seed", "3", "--count", "2", "--signals", "2", "--only", "resume"]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words, "--out", str(tmp_path / "result.json")],
+        [sys.executable, str(SCRIPT), *words, "--json", str(tmp_path / "result.json")],
         capture_output=True,
         text=True,
         timeout=900,
