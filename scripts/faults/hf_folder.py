@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from caramba.checkpoint.hf_names import hf_names
+from caramba.data.checkpoint.hf_names import hf_names
 from caramba.config.hf import spec_of_folder
 from caramba.errors import CarambaError
 from caramba.model import build_model, load_hf_folder

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from caramba.checkpoint import load_tensors, save_tensors, stored_tensors
-from caramba.checkpoint.hf_names import hf_names
+from caramba.data.checkpoint import load_tensors, save_tensors, stored_tensors
+from caramba.data.checkpoint.hf_names import hf_names
 from caramba.config.hf import is_hf_folder, spec_of_folder
 from caramba.data.folder import open_token_folder, write_token_folder
 from caramba.data.library import train_bpe
