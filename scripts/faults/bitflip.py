@@ -161,7 +161,9 @@ def _shuffle_times(folder: Path, chance: random.Random) -> None:
         os.utime(file, (moment, moment))
 
 
-def damage(seed: int, count: int, copies: int, folder: Path, jobs: int = 1) -> dict[str, Any]:
+def damage(
+    seed: int, count: int, copies: int, folder: Path, jobs: int = 1, seconds: float | None = None
+) -> dict[str, Any]:
     """Damage and restore artifacts of a run; return counts and what went wrong.
 
     Args:
@@ -196,7 +198,7 @@ def damage(seed: int, count: int, copies: int, folder: Path, jobs: int = 1) -> d
     total = count + 2 * copies + count // 10
     done: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    for index, found in outcomes(prepare, 0, total, jobs):
+    for index, found in outcomes(prepare, 0, total, jobs, seconds=seconds):
         done[found.get("kind", "died")] += 1
         if found["fault"]:
             wrong.append(f"case {index}: {found['fault']}")
@@ -209,7 +211,7 @@ def main() -> int:
     words = described.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = damage(words.seed, words.count, words.copies, Path(folder), words.jobs)
+        result = damage(words.seed, words.count, words.copies, Path(folder), words.jobs, words.seconds)
     finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
     return 1 if result["wrong"] else 0
 

@@ -30,6 +30,7 @@ def parser(doc: str | None, *, count: int, cases: str) -> argparse.ArgumentParse
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--count", type=int, default=count, help=f"{cases} (default {count:,})")
     made.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
+    made.add_argument("--seconds", type=float, help="start no case after this many seconds")
     made.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     return made
 
@@ -57,35 +58,50 @@ class _Worker:
         return self.start, {"outcome": "died", "fault": reason}
 
 
-def _work(prepare: Prepare, start: int, stop: int, pipe: multiprocessing.connection.Connection) -> None:
+def _work(
+    prepare: Prepare, start: int, stop: int, end: float, pipe: multiprocessing.connection.Connection
+) -> None:
     with tempfile.TemporaryDirectory(prefix="caramba-faults-") as name:
         os.chdir(name)
         run = prepare(Path(name))
         pipe.send((start - 1, None))
         for index in range(start, stop):
+            if time.monotonic() > end:
+                pipe.send((stop - 1, None))
+                break
             pipe.send((index, run(index)))
         os.chdir("/")
     pipe.close()
 
 
 def outcomes(
-    prepare: Prepare, first: int, count: int, jobs: int, *, stuck_s: float = 600.0, batch: int = BATCH
+    prepare: Prepare,
+    first: int,
+    count: int,
+    jobs: int,
+    *,
+    stuck_s: float = 600.0,
+    batch: int = BATCH,
+    seconds: float | None = None,
 ) -> Iterator[tuple[int, Found]]:
     """Run cases in `jobs` forked processes; yield the number and outcome of each.
 
     A case that ends its process or takes longer than `stuck_s` has the outcome `died` with a fault; a new process goes
-    on behind it.
+    on behind it. After `seconds` no case begins, and those left are not in the result.
     """
+    end = float("inf") if seconds is None else time.monotonic() + seconds
     context = multiprocessing.get_context("fork")
     size = max(1, min(batch, -(-count // max(1, jobs))))
     waiting = [(at, min(at + size, first + count)) for at in range(first, first + count, size)][::-1]
     workers: dict[multiprocessing.connection.Connection, _Worker] = {}
     try:
         while waiting or workers:
+            if time.monotonic() > end:
+                waiting.clear()
             while waiting and len(workers) < max(1, jobs):
                 start, stop = waiting.pop()
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(prepare, start, stop, theirs))
+                process = context.Process(target=_work, args=(prepare, start, stop, end, theirs))
                 process.start()
                 theirs.close()
                 workers[ours] = _Worker(process, ours, start, stop, time.monotonic())
@@ -97,7 +113,9 @@ def outcomes(
                     worker.process.join()
                     del workers[worker.pipe]
                     if not worker.is_ready:
-                        raise RuntimeError("a process ended before its first case; its error is above") from None
+                        raise RuntimeError(
+                            "a process ended before its first case; its error is above"
+                        ) from None
                     if worker.start < worker.stop:
                         yield worker.fault(is_stuck=False)
                         waiting += [(worker.start + 1, worker.stop)] if worker.start + 1 < worker.stop else []

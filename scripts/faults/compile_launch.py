@@ -1,6 +1,6 @@
 """Random manifests: `caramba compile` must refuse one exactly where `caramba launch` does. Prints JSON results.
 
-    python scripts/faults/compile_launch.py --seed 1 --count 300 --output results.json
+    python scripts/faults/compile_launch.py --seed 1 --count 300 --jobs 2 --json results.json
 
 A launch that is accepted trains tiny models for one step, on the CPU of this process. Settings that only a device can
 refuse are not varied.
@@ -8,22 +8,26 @@ refuse are not varied.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import io
-import json
+import multiprocessing
 import os
 import random
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from caramba.cli import main as caramba
 from caramba.data import train_bpe, write_token_folder
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from case_pool import Run, finish, outcomes, parser
 
 ENTRIES = 300
 ALWAYS = ("device=cpu", "train.steps=1", "settings.instrument=none", "resume=never", "paper=none")
@@ -168,43 +172,50 @@ def compare(rng: random.Random, teacher: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Compare `--count` manifests; the status is 1 where compile and launch differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    output = options.output and options.output.absolute()
-    rng = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as place:
+def compare_all(
+    seed: int, count: int, place: Path, jobs: int = 1, seconds: float | None = None
+) -> dict[str, Any]:
+    """Compare `count` manifests; return counts and those in which compile and launch differ."""
+    # In a process of its own: the others are forked from one that has used no thread of torch.
+    first = multiprocessing.get_context("fork").Process(target=_prepare_alone, args=(place,))
+    first.start()
+    first.join()
+    teacher = next((place / "runs" / "teacher").iterdir())
+
+    def enter(folder: Path) -> Run:
         os.environ["CARAMBA_HOME"] = f"{place}/home"
-        os.chdir(place)
-        teacher = prepare(Path(place))
-        rows = []
-        for number in range(options.count):
-            rows.append(compare(rng, teacher))
-            if not rows[-1]["agree"]:
-                print(number, rows[-1], file=sys.stderr, flush=True)
-        os.chdir("/")
-    differ = [row for row in rows if not row["agree"]]
-    result = {
-        "seed": options.seed,
+        shutil.copytree(place, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "home"))
+        return lambda index: compare(random.Random(f"{seed}:{index}"), teacher)
+
+    rows = [found for _, found in outcomes(enter, 0, count, jobs, seconds=seconds)]
+    compared = [row for row in rows if "words" in row]
+    differ = [row for row in rows if not row.get("agree")]
+    return {
+        "seed": seed,
         "count": len(rows),
-        "refused": sum(row["launch"] == 2 for row in rows),
-        "failed": sum(row["launch"] not in (0, 2) for row in rows),
+        "refused": sum(row["launch"] == 2 for row in compared),
+        "failed": sum(row["launch"] not in (0, 2) for row in compared),
         "differ": differ,
         "refusals": collections.Counter(
-            row["error"].strip().splitlines()[-1][:60] for row in rows if row["launch"] == 2
+            row["error"].strip().splitlines()[-1][:60] for row in compared if row["launch"] == 2
         ),
     }
-    text = json.dumps(result, indent=1)
-    if output:
-        output.write_text(text + "\n")
-    print(text)
-    return 1 if differ else 0
+
+
+def _prepare_alone(place: Path) -> None:
+    os.environ["CARAMBA_HOME"] = f"{place}/home"
+    os.chdir(place)
+    prepare(place)
+
+
+def main() -> int:
+    """Compare `--count` manifests; the status is 1 where compile and launch differ."""
+    words = parser(__doc__, count=300, cases="random manifests").parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        result = compare_all(words.seed, words.count, Path(place), words.jobs, words.seconds)
+    finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
+    return 1 if result["differ"] or result["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from caramba.data.checkpoint.hf_names import hf_names
 from caramba.config.hf import spec_of_folder
+from caramba.data.checkpoint.hf_names import hf_names
 from caramba.errors import CarambaError
 from caramba.model import build_model, load_hf_folder
 
@@ -99,13 +99,15 @@ def mutate(tensors: Tensors, config: dict[str, Any], chance: random.Random) -> t
         tensors[name], tensors[other] = tensors[other], tensors[name]
         return action, [name, other]
     elif action == "reshape":
-        tensors[name] = chance.choice((lambda x: x[:-1], lambda x: x.unsqueeze(0), lambda x: x.reshape(-1)[:0]))(
-            tensors[name]
-        ).contiguous()
+        tensors[name] = chance.choice(
+            (lambda x: x[:-1], lambda x: x.unsqueeze(0), lambda x: x.reshape(-1)[:0])
+        )(tensors[name]).contiguous()
     elif action == "reverse":
         tensors[name] = tensors[name].flip(0).contiguous()
     elif action == "type":
-        tensors[name] = tensors[name].to(chance.choice((torch.bfloat16, torch.float16, torch.float64, torch.int32)))
+        tensors[name] = tensors[name].to(
+            chance.choice((torch.bfloat16, torch.float16, torch.float64, torch.int32))
+        )
     else:
         if action in ("head", "equal head"):
             tensors[HEAD] = tensors[EMBEDDING].clone()
@@ -138,7 +140,9 @@ def load(folder: Path, tensors: Tensors) -> tuple[str, str]:
     try:
         model = load_hf_folder(folder)
     except CarambaError as error:
-        return "refused", str(error) if error.exit_status == 2 else f"exit status {error.exit_status}: {error}"
+        return "refused", str(
+            error
+        ) if error.exit_status == 2 else f"exit status {error.exit_status}: {error}"
     names = hf_names(model.spec)
     used = {names[own]: value for own, value in model.state_dict().items() if own in names}
     for name, value in tensors.items():
@@ -150,7 +154,7 @@ def load(folder: Path, tensors: Tensors) -> tuple[str, str]:
     return "used", ""
 
 
-def run(seed: int, count: int, jobs: int = 1) -> dict[str, Any]:
+def run(seed: int, count: int, jobs: int = 1, seconds: float | None = None) -> dict[str, Any]:
     """Load `count` mutated folders; return counts by what was done and what went wrong."""
 
     def prepare(folder: Path) -> Run:
@@ -181,7 +185,7 @@ def run(seed: int, count: int, jobs: int = 1) -> dict[str, Any]:
 
     kinds: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    for index, found in outcomes(prepare, 0, count, jobs):
+    for index, found in outcomes(prepare, 0, count, jobs, seconds=seconds):
         kinds[found.get("kind", "died")] += 1
         if found["fault"]:
             wrong.append(f"case {index}: {found['fault']}")
@@ -195,7 +199,7 @@ def main() -> int:
     words = parser(__doc__, count=500, cases="mutated folders").parse_args()
     began = time.monotonic()
     torch.set_num_threads(1)
-    result = run(words.seed, words.count, words.jobs)
+    result = run(words.seed, words.count, words.jobs, words.seconds)
     finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
     return 1 if result["wrong"] else 0
 

@@ -288,9 +288,7 @@ def signal_at_random(signals: int, place: Place, chance: random.Random) -> Resul
     while result.sent.total() < signals:
         process = place.start(words)
         how = chance.choice(SIGNALS)
-        is_there = functools.partial(
-            _is_at, place, reached + chance.randint(0, 80), chance.uniform(0.0, 0.2)
-        )
+        is_there = functools.partial(_is_at, place, reached + chance.randint(0, 80), chance.uniform(0.0, 0.2))
         if not send(process, how, is_there):
             result.late += 1
             break
@@ -324,9 +322,18 @@ def _saved_step(run: Path) -> int:
     return read_saved_step(state_path(run, "pretrain"))
 
 
-def run(seed: int, kills: int, signals: int, only: Sequence[str], jobs: int, root: Path) -> Result:
+def run(
+    seed: int,
+    kills: int,
+    signals: int,
+    only: Sequence[str],
+    root: Path,
+    *,
+    jobs: int = 1,
+    seconds: float | None = None,
+) -> Result:
     """Send `kills` times SIGKILL and `signals` times another signal, in places of their own."""
-    home = root / "home"
+    home, began = root / "home", time.monotonic()
     made = list(scenarios(root, home, only)) if kills else []
     result = Result()
     first = 0
@@ -346,12 +353,16 @@ def run(seed: int, kills: int, signals: int, only: Sequence[str], jobs: int, roo
 
         return case
 
-    for _ in range(MOST_ROUNDS):  # places whose commands ended before their signal came are made up for
+    for _ in range(MOST_ROUNDS):
+        left_s = None if seconds is None else began + seconds - time.monotonic()
+        # Places whose commands ended before their signal came are made up for
         killed = sum(n for how, n in result.sent.items() if how.startswith("KILL"))
         planned: list[tuple[int | None, int]] = [*plan_kills(kills - killed, max(1, len(made)), seed + first)]
         missing = signals - (result.sent.total() - killed)
         planned += [(None, min(2, missing - at)) for at in range(0, missing, 2)]
-        for _, found in outcomes(prepare, first, len(planned), jobs, stuck_s=STUCK_S, batch=1):
+        for _, found in outcomes(
+            prepare, first, len(planned), jobs, stuck_s=STUCK_S, batch=1, seconds=left_s
+        ):
             result.add(found)
         first += len(planned)
         if not planned:
@@ -367,7 +378,15 @@ def main() -> int:
     words = described.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="caramba-kill-") as name:
-        result = run(words.seed, words.count, words.signals, words.only or (), words.jobs, Path(name))
+        result = run(
+            words.seed,
+            words.count,
+            words.signals,
+            words.only or (),
+            Path(name),
+            jobs=words.jobs,
+            seconds=words.seconds,
+        )
     seconds = round(time.monotonic() - began, 1)
     finish({"seed": words.seed, "seconds": seconds, **result.plain()}, words.json)
     return 0 if result.is_clean else 1

@@ -149,7 +149,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def mutate(seed: int, first: int, count: int, jobs: int = 1) -> Result:
+def mutate(seed: int, first: int, count: int, jobs: int = 1, seconds: float | None = None) -> Result:
     """Run `count` cases from number `first` on, and return what they did."""
     result, sources = Result(), originals()
 
@@ -158,7 +158,7 @@ def mutate(seed: int, first: int, count: int, jobs: int = 1) -> Result:
         _limit_memory()
         return lambda index: run_case(make_case(sources, seed, index), folder)
 
-    for index, found in outcomes(prepare, first, count, jobs, stuck_s=STUCK_S):
+    for index, found in outcomes(prepare, first, count, jobs, stuck_s=STUCK_S, seconds=seconds):
         result.add(index, found)
     return result
 
@@ -168,7 +168,7 @@ def main() -> int:
     described.add_argument("--first", type=int, default=0, help="number of the first case")
     words = described.parse_args()
     began = time.monotonic()
-    result = mutate(words.seed, words.first, words.count, words.jobs)
+    result = mutate(words.seed, words.first, words.count, words.jobs, words.seconds)
     seconds = round(time.monotonic() - began, 1)
     finish({"seed": words.seed, "count": words.count, "seconds": seconds, **result.as_json()}, words.json)
     return 1 if result.faults else 0

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from caramba.config.hf import is_hf_folder, spec_of_folder
 from caramba.data.checkpoint import load_tensors, save_tensors, stored_tensors
 from caramba.data.checkpoint.hf_names import hf_names
-from caramba.config.hf import is_hf_folder, spec_of_folder
 from caramba.data.folder import open_token_folder, write_token_folder
 from caramba.data.library import train_bpe
 from caramba.data.npy import open_npy
@@ -156,7 +156,7 @@ def mutate(content: bytes, rng: random.Random, *, is_json: bool, is_safetensors:
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
-def run(seed: int, count: int, jobs: int = 1) -> dict[str, Any]:
+def run(seed: int, count: int, jobs: int = 1, seconds: float | None = None) -> dict[str, Any]:
     """Read `count` mutants of each format; return counts and what went wrong."""
 
     def prepare(folder: Path) -> Run:
@@ -184,7 +184,7 @@ def run(seed: int, count: int, jobs: int = 1) -> dict[str, Any]:
     wrong: list[str] = []
     slowest = 0.0
     n_formats = len(FORMATS)
-    for index, found in outcomes(prepare, 0, count * n_formats, jobs, stuck_s=STUCK_S):
+    for index, found in outcomes(prepare, 0, count * n_formats, jobs, stuck_s=STUCK_S, seconds=seconds):
         counts[FORMATS[index // count]][found["outcome"]] += 1
         slowest = max(slowest, found.get("cpu_s", 0.0))
         if found["fault"]:
@@ -228,7 +228,7 @@ def _limit_memory() -> None:
 def main() -> int:
     words = parser(__doc__, count=1000, cases="mutants of each format").parse_args()
     began = time.monotonic()
-    result = run(words.seed, words.count, words.jobs)
+    result = run(words.seed, words.count, words.jobs, words.seconds)
     finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
     return 1 if result["wrong"] else 0
 

@@ -7,9 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import torch
 
 from caramba.config.model import ModelSpec
@@ -21,6 +20,9 @@ from caramba.serve.connections import BACKLOG
 from caramba.serve.server import Server, bind
 from caramba.serve.service import Limits, Service
 from tests.unit.model.model_specs import transformer
+
+if TYPE_CHECKING:
+    import httpx
 
 NAME = "tiny/bytes"
 CONTEXT = 1024
