@@ -1,8 +1,8 @@
 """Mutate the tensors of Hugging Face folders: each stored tensor is used, equal to one used, or refused by name.
 
 `python scripts/faults/hf_folder.py --seed 1 --count 500 --jobs 2` writes tiny folders of Llama, Mistral, Qwen 2 and
-Qwen 3, in one file and in shards, and drops, adds, perturbs, swaps, renames, reshapes or ties tensors, or puts values in
-them that are not finite. It prints a JSON result and exits 1 where a tensor was passed over or a refusal does not name
+Qwen 3, in one file and in shards, and drops, adds, perturbs, swaps, renames, reshapes or ties tensors, or makes values
+not finite. It prints a JSON result and exits 1 where a tensor was passed over or a refusal does not name
 it.
 """
 

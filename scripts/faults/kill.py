@@ -1,8 +1,8 @@
 """Kill and interrupt commands at random points, start them again, and compare what they leave with an undisturbed run.
 
-`python scripts/faults/kill.py --seed 1 --count 100 --jobs 2` sends SIGKILL at 100 random points of launch, resume, sweep, export and
-prepare, and INT, HUP and TERM at 40 points of training. It prints a JSON result and exits 1 if a start leaves files
-behind, weights differ in a bit, or a signal loses a recorded step.
+`python scripts/faults/kill.py --seed 1 --count 100 --jobs 2` sends SIGKILL at 100 random points of launch, resume,
+sweep, export and prepare, and INT, HUP and TERM at 40 points of training. It prints a JSON result and exits 1 if a
+start leaves files behind, weights differ in a bit, or a signal loses a recorded step.
 """
 
 from __future__ import annotations

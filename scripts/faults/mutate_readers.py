@@ -1,8 +1,8 @@
 """Mutate files of every format that is read back and read each one, under limits of CPU time and memory.
 
-`python scripts/faults/mutate_readers.py --seed 1 --count 1000 --jobs 2` changes bytes, JSON values and sizes of a safetensors
-file, a meta.json, a tokenizer.json, a tokenizer_config.json, an .npy file, a config.json and a shard index. Each mutant
-must open or be refused with exit status 2 and the file's name. It prints a JSON result and exits 1 otherwise.
+`python scripts/faults/mutate_readers.py --seed 1 --count 1000 --jobs 2` changes bytes, JSON values and sizes of a
+safetensors file, a meta.json, a tokenizer.json, a tokenizer_config.json, an .npy file, a config.json and a shard index.
+Each mutant must open or be refused with exit status 2 and the file's name. It prints JSON and exits 1 otherwise.
 """
 
 from __future__ import annotations

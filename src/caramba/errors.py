@@ -7,8 +7,6 @@ import re
 LONGEST_MESSAGE = 4000
 """Characters of a message. What users write is quoted in part, so only a mistake of caramba gets there."""
 LONGEST_QUOTE = 60
-# Control characters but tab and line break, what changes the direction of text, and halves of surrogate pairs.
-_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Keys of services, by the prefixes that their issuers give them so that they can be found.
 _SECRET = re.compile(
     r"(?<![A-Za-z0-9])(?:(sk-|sk_)(?=[^\s]*[0-9])[A-Za-z0-9_-]{16,}|(hf_|gh[opsu]_|gsk_)[A-Za-z0-9]{20,}"
@@ -17,13 +15,15 @@ _SECRET = re.compile(
 
 
 def visible(text: str) -> str:
-    """Return text with control characters escaped, such as ESC as `\\x1b`; tabs and line breaks stay."""
-    return _INVISIBLE.sub(lambda match: _escape(match[0]), text)
+    """Return text with what a terminal does not print escaped, such as ESC as `\\x1b`; tabs and line breaks stay."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in "\t\n" else _escape(each) for each in text)
 
 
 def _escape(character: str) -> str:
     code = ord(character)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
 
 
 def clip(text: str, length: int) -> str:
