@@ -30,7 +30,12 @@ def test_parse_long_key_or_value_is_quoted_in_part(size: int) -> None:
 
 
 def test_parse_control_characters_are_escaped() -> None:
-    for text in (refusal(**{"a\x1b[31m": 1}), refusal(device="\x1b[2J"), refusal(name="a\x07\u202eb"), refusal(**{"a\ufeff\U000e0001": 1})):
+    for text in (
+        refusal(**{"a\x1b[31m": 1}),
+        refusal(device="\x1b[2J"),
+        refusal(name="a\x07\u202eb"),
+        refusal(**{"a\ufeff\U000e0001": 1}),
+    ):
         assert text.replace("\n", "").isprintable(), text
     assert "a\\x1b[31m: unknown key" in refusal(**{"a\x1b[31m": 1})
     assert "a\\nb: unknown key" in refusal(**{"a\nb": 1}), "a key may not begin a line of its own"
