@@ -30,10 +30,11 @@ USAGE = "usage: python -m caramba.worker RUN/manifest.json [--quiet] [--debug]"
 def main(argv: list[str] | None = None) -> int:
     """Run the manifest that `argv` names and return the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: _work(words), is_debug="--debug" in words)
+    return run_command(lambda: work(words), is_debug="--debug" in words)
 
 
-def _work(argv: list[str]) -> int:
+def work(argv: list[str]) -> int:
+    """Run the manifest that `argv` names; errors are raised."""
     paths = [word for word in argv if not word.startswith("--")]
     unknown = [word for word in argv if word.startswith("--") and word not in ("--quiet", "--debug")]
     if len(paths) != 1 or unknown:

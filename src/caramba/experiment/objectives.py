@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from caramba import surgery
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.surgery import attention_configs, keeps_copied
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
@@ -26,7 +25,7 @@ from caramba.distill import (
 )
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.session import Session
-from caramba.model import Model, build_model, model_hash
+from caramba.model import Model, build_model, model_hash, pair_attention
 from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
 
 
@@ -62,7 +61,7 @@ def _blockwise(
     session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model
 ) -> BlockwiseObjective:
     teacher = frozen_teacher(session, decided)
-    pairs = surgery.pair_attention(teacher, model)
+    pairs = pair_attention(teacher, model)
     shard = _shard(session, [name for name, _, _ in pairs])
     return BlockwiseObjective(
         model,

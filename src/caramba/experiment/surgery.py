@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from caramba.config.benchmark import PerplexityBenchmarkConfig
-from caramba.config.model import ModelSpec, SurgeryConfig
+from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
 from caramba.data import TokenDataset, refuse_overlap
@@ -19,7 +19,6 @@ from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import frozen
 from caramba.experiment.session import Session
 from caramba.metrics import Windows, batches, documents_of
-from caramba.model import build_model
 from caramba.result import PhaseResult
 from caramba.runs.files import home
 from caramba.surgery import (
@@ -27,11 +26,10 @@ from caramba.surgery import (
     LONGEST_WINDOW,
     Calibration,
     CalibrationText,
+    build_student,
     choose_windows,
-    fit_widths,
     pair_attention,
     refuse_short_windows,
-    transplant,
 )
 from caramba.surgery import calibrate as measure_teacher
 
@@ -55,11 +53,7 @@ def transplant_student(session: Session) -> None:
     device = torch.device("cpu") if session.device.type == "mps" else session.device
     teacher = session.model_of("teacher").to(device)
     calibration = calibrate(session, surgery) if surgery.method in CALIBRATED else None
-    spec: ModelSpec = config
-    if surgery.kv_budget_bytes is not None and calibration is not None:
-        spec = fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
-    student = build_model(spec, seed=session.seed_of("student")).to(device).eval()
-    report = transplant(teacher, student, surgery, calibration)
+    student, report = build_student(teacher, config, surgery, calibration, session.seed_of("student"))
     teacher.to(session.device)
     student.to(session.device)
     windows = session.windows("train", _error_block(session))

@@ -67,7 +67,7 @@ def parse_argv(argv: list[str]) -> Request:
             if rest and not value and "=" not in rest[0] and not rest[0].startswith("-"):
                 request.native.append(rest.pop(0))
         elif name in ("--config-dir", "-cd"):
-            request.config_dirs.append(_folder(value or _next(word, rest)))
+            request.config_dirs.append(as_folder(value or _next(word, rest)))
         elif name in ("--cfg", "-c"):
             request.cfg = value or _next(word, rest)
         elif word == "--resolve":
@@ -103,7 +103,12 @@ def _next(word: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _folder(text: str) -> Path:
+def as_folder(text: str) -> Path:
+    """Return the folder that `--config-dir` names.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     folder = Path(text).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from caramba.config.manifest import Manifest
 from caramba.launch.argv import Request
@@ -11,6 +12,9 @@ from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_startable
 from caramba.launch.run import check_launcher, run_to_resume
 from caramba.runs.shell import join_words, show_path
+
+if TYPE_CHECKING:
+    from caramba.config.estimate import ExperimentPlan
 
 
 def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = True) -> int:
@@ -21,15 +25,10 @@ def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = Tru
     Raises:
         CarambaError: what a launch would refuse too, unless only a device can tell.
     """
-    from caramba.config.estimate import as_json, plan, render, render_text
+    from caramba.config.estimate import as_json, render, render_text
     from caramba.config.estimate.rendering import command_line
 
-    frozen = freeze(request.overrides, request.config_dirs)
-    manifest, notes = check_startable(frozen, is_plan=True)
-    check_launcher(manifest, is_plan=True)
-    folders = [word for folder in request.config_dirs for word in ("--config-dir", str(folder))]
-    command = join_words(["python", "-m", "caramba.launch", *folders, *frozen.overrides])
-    experiment = plan(frozen.manifest, command=command, fit=frozen.fit, finished=_finished(manifest))
+    _, experiment, notes = plan_of(request)
     if prints_json:
         if prints_plan:
             print(render_text(experiment), end="", file=sys.stderr)
@@ -45,6 +44,23 @@ def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = Tru
     for line in notes:
         print(f"note: {line}")
     return 0
+
+
+def plan_of(request: Request) -> tuple[Manifest, ExperimentPlan, list[str]]:
+    """Return the manifest that a launch would freeze, its plan, and notes on the launch.
+
+    Raises:
+        CarambaError: what a launch would refuse too, unless only a device can tell.
+    """
+    from caramba.config.estimate import plan
+
+    frozen = freeze(request.overrides, request.config_dirs)
+    manifest, notes = check_startable(frozen, is_plan=True)
+    check_launcher(manifest, is_plan=True)
+    folders = [word for folder in request.config_dirs for word in ("--config-dir", str(folder))]
+    command = join_words(["python", "-m", "caramba.launch", *folders, *frozen.overrides])
+    experiment = plan(frozen.manifest, command=command, fit=frozen.fit, finished=_finished(manifest))
+    return manifest, experiment, notes
 
 
 def _finished(manifest: Manifest) -> dict[tuple[str, str], str]:

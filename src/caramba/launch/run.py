@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from caramba.config.later import refuse_unbuilt
@@ -33,16 +34,25 @@ from caramba.runs.shell import show_path
 from caramba.runs.sources import plugin_changes
 from caramba.runs.state import FINISHED, RESULT, run_state
 
+Inline = Callable[[Path, list[str]], int]
+"""Runs a manifest file with flags in this process and returns the exit status."""
+
 
 def launch(request: Request) -> int:
     """Compose, validate, make or find the run directory, run, and return the exit status."""
+    return launch_in(request)[1]
+
+
+def launch_in(request: Request, inline: Inline | None = None) -> tuple[Path, int]:
+    """Launch and return the run directory with the exit status; `inline` runs a manifest in this process."""
+    inline = inline or run_inline
     if is_rank():
-        return _launch_rank(request)
+        return _launch_rank(request, inline)
     manifest, frozen = prepare(request.overrides, request.config_dirs)
-    return start(manifest, frozen.overrides, request)
+    return start(manifest, frozen.overrides, request, inline)
 
 
-def _launch_rank(request: Request) -> int:
+def _launch_rank(request: Request, inline: Inline) -> tuple[Path, int]:
     """Launch as one of the ranks that torchrun started: the first composes, and all run the same file."""
     from caramba.launch.rendezvous import refuse_launcher, shared_run_dir
 
@@ -51,7 +61,8 @@ def _launch_rank(request: Request) -> int:
         refuse_launcher(manifest)
         return _run_directory(manifest, frozen.overrides)[0]
 
-    return run_inline(shared_run_dir(compose_once) / MANIFEST, flags_of(request))
+    run_dir = shared_run_dir(compose_once)
+    return run_dir, inline(run_dir / MANIFEST, flags_of(request))
 
 
 def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Frozen]:
@@ -62,18 +73,20 @@ def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Fr
     return manifest, frozen
 
 
-def start(manifest: Manifest, overrides: tuple[str, ...], request: Request) -> int:
+def start(
+    manifest: Manifest, overrides: tuple[str, ...], request: Request, inline: Inline
+) -> tuple[Path, int]:
     """Write the manifest into a run directory, new or resumed, and start the worker on that file."""
     run_dir, is_new = _run_directory(manifest, overrides)
     try:
-        status = work(run_dir, manifest, flags_of(request))
+        status = work(run_dir, manifest, flags_of(request), inline)
     except ConfigError:
         if is_new:
             _drop_if_nothing_began(run_dir, MISTAKE)
         raise
     if is_new:
         _drop_if_nothing_began(run_dir, status)
-    return status
+    return run_dir, status
 
 
 def flags_of(request: Request) -> list[str]:
@@ -198,12 +211,15 @@ def check_launcher(manifest: Manifest, *, is_plan: bool = False) -> None:
         check_slurm(manifest)
 
 
-def work(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
-    """Start the worker where the manifest's launcher says, and return its exit status."""
+def work(run_dir: Path, manifest: Manifest, flags: list[str], inline: Inline | None = None) -> int:
+    """Start the worker where the manifest's launcher says, and return its exit status.
+
+    `inline` runs a manifest in this process; by default `run_inline`.
+    """
     kind = manifest.launcher.type
     refuse_queued(run_dir)
     if is_rank() or (kind == "inline" and ranks_per_node(manifest) == 1):
-        return run_inline(run_dir / MANIFEST, flags)
+        return (inline or run_inline)(run_dir / MANIFEST, flags)
     if kind in ("inline", "torchrun"):
         return run_torchrun(run_dir, manifest, flags)
     if manifest.launcher.is_slurm:

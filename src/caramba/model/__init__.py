@@ -8,6 +8,7 @@ from caramba.model.hf_folder import load_hf_folder, record_loaded
 from caramba.model.identity import model_hash
 from caramba.model.model import Model
 from caramba.model.own_layers import check_causal
+from caramba.model.pairing import pair_attention
 from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
 from caramba.model.trace import Trace, TraceRecord
 
@@ -28,6 +29,7 @@ __all__ = [
     "load_hf_folder",
     "load_pretrained",
     "model_hash",
+    "pair_attention",
     "record_loaded",
     "save_model",
     "spec_of",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from caramba import CallablePackage
 
 if TYPE_CHECKING:
     from caramba.runs.environment import environment, git_commit
@@ -46,3 +49,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+sys.modules[__name__].__class__ = CallablePackage

@@ -1,5 +1,6 @@
 """Surgery: a student's weights from its teacher's."""
 
+from caramba.model import pair_attention
 from caramba.surgery.budget import allocate, fit_widths
 from caramba.surgery.calibration import (
     LONGEST_WINDOW,
@@ -9,7 +10,8 @@ from caramba.surgery.calibration import (
     choose_windows,
 )
 from caramba.surgery.collect import refuse_short_windows
-from caramba.surgery.transplant import CALIBRATED, check_models, pair_attention, transplant
+from caramba.surgery.student import build_student
+from caramba.surgery.transplant import CALIBRATED, check_models, transplant
 from caramba.surgery.weight_svd import weight_svd
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Calibration",
     "CalibrationText",
     "allocate",
+    "build_student",
     "calibrate",
     "check_models",
     "choose_windows",

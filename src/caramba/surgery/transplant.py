@@ -10,7 +10,7 @@ from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import check_pair
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
-from caramba.model import Model
+from caramba.model import Model, pair_attention
 from caramba.result import TransplantedLayer, TransplantReport
 from caramba.surgery.calibration import Calibration
 from caramba.surgery.copy_heads import copy_heads
@@ -19,20 +19,6 @@ from caramba.surgery.statistics import weight_statistics
 from caramba.surgery.weight_svd import weight_svd
 
 CALIBRATED = ("dba",)  # methods that need the teacher's activations
-
-
-def pair_attention(teacher: Model, student: Model) -> list[tuple[str, AttentionLayer, AttentionLayer]]:
-    """Pair the attention layers of both models in execution order as (student name, teacher layer, student layer).
-
-    Raises:
-        ConfigError: the models have different numbers of attention layers.
-    """
-    theirs, ours = teacher.attention_layers(), student.attention_layers()
-    if len(theirs) != len(ours):
-        raise ConfigError(
-            f"model.topology: the student has {len(ours)} attention layers, its teacher {len(theirs)}; make them equal"
-        )
-    return [(name, source, target) for (_, source), (name, target) in zip(theirs, ours, strict=True)]
 
 
 def check_models(teacher: Model, student: Model, surgery: SurgeryConfig) -> None:
