@@ -23,7 +23,7 @@ _FUNCTIONS = {
 }
 _PACKAGES = ("launch", "runs", "distill")
 """Functions that share their name with a package: the package itself is callable."""
-__all__ = ["__version__", *_FUNCTIONS]  # noqa: PLE0604 - all are names
+__all__ = ["__version__", *_FUNCTIONS]
 
 
 class CallablePackage(ModuleType):
@@ -42,7 +42,7 @@ def _find(name: str) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name not in _FUNCTIONS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_FUNCTIONS)}")
     if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     value = _find(name)
@@ -51,4 +51,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_FUNCTIONS})

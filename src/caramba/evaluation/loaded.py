@@ -11,11 +11,11 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
+from caramba.data import TokenDataset, Tokenizer, open_windows
+from caramba.errors import ConfigError, quote
 from caramba.evaluation.harness import run_harness, task_manager
 from caramba.evaluation.local_tasks import open_tasks, score_task
 from caramba.evaluation.perplexity import predicted_bytes, summarise
-from caramba.data import TokenDataset, Tokenizer, open_windows
-from caramba.errors import ConfigError, quote
 from caramba.infer.arguments import DTYPES, end_marks
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.held_out import HeldOut, corpus_of, held_out_of
@@ -31,7 +31,7 @@ LONGEST_WINDOW = 2048
 class LoadedModel:
     """A model in eval mode with its tokenizer.
 
-    `model` is a torch module: tokens [B, T] int64 to logits [B, T, V]. `opened` says where it came from.
+    `model` is a torch module: tokens [B, T] int64 to logits [B, T, V]. `opened` has its origin.
     """
 
     opened: OpenedModel

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from caramba import worker
 from caramba.artifacts.across_runs.run import Run
+from caramba.config.estimate import ExperimentPlan, as_json, render_text
 from caramba.config.manifest import Manifest
 from caramba.console import logger
-from caramba.config.estimate import ExperimentPlan, as_json, render_text
 from caramba.errors import CarambaError, ConfigError, quote
 from caramba.launch.argv import Request, as_folder
 from caramba.launch.plan import plan_of
@@ -24,7 +24,7 @@ from caramba.runs.state import run_state
 Folders = Sequence[str | os.PathLike[str]]
 
 
-class RunFailed(CarambaError):
+class RunFailedError(CarambaError):
     """A run that did not finish. `run` holds what it left; a second launch of the same overrides resumes it."""
 
     def __init__(self, message: str, run: Run) -> None:
@@ -76,7 +76,7 @@ def launch(
 
     Raises:
         ConfigError: a mistake in the overrides; nothing has been written.
-        RunFailed: training or a benchmark failed, or a signal stopped the run.
+        RunFailedError: training or a benchmark failed, or a signal stopped the run.
         KeyboardInterrupt: the run was interrupted; its state is on disk.
     """
     request = _request(overrides, manifest, config_dirs)
@@ -135,7 +135,7 @@ def _fail(run: Run, status: int) -> NoReturn:
     reason = run_state(run.path).error or (
         "stopped by a signal" if status in STOPPED else f"exit status {status}"
     )
-    raise RunFailed(f"{show_path(run.path)}: {reason}; a launch of the same overrides resumes it", run)
+    raise RunFailedError(f"{show_path(run.path)}: {reason}; a launch of the same overrides resumes it", run)
 
 
-__all__ = ["Plan", "RunFailed", "compile", "launch"]
+__all__ = ["Plan", "RunFailedError", "compile", "launch"]

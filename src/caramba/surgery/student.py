@@ -82,6 +82,6 @@ def _calibrate(
         )
     first = first_tokens_apart(config.topology)
     refuse_short_windows(tokens.shape[1], first)
-    measured, held = choose_windows(*tokens.shape, surgery.calibration_tokens)
+    measured, held = choose_windows(len(tokens), tokens.shape[1], surgery.calibration_tokens)
     text = CalibrationText(tokens[measured], tokens[held])
     return calibrate(teacher, text, first_tokens=first, cache=cache, progress=progress)

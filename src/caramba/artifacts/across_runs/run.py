@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from caramba.artifacts.across_runs.gather import Measured, Row, gather, read_metrics, swept_keys
 from caramba.artifacts.across_runs.summary import choose_metrics
@@ -153,7 +154,7 @@ class RunTable(Sequence[Run]):
             ConfigError: pandas is not installed.
         """
         try:
-            import pandas
+            pandas: Any = importlib.import_module("pandas")
         except ImportError as error:
             raise ConfigError(
                 "runs: to_pandas needs pandas, which is not installed; run pip install pandas, or use rows()"
@@ -163,7 +164,11 @@ class RunTable(Sequence[Run]):
     def __len__(self) -> int:
         return len(self.runs)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Run]: ...
+    def __getitem__(self, index: int | slice) -> Run | Sequence[Run]:
         return self.runs[index]
 
     def __iter__(self) -> Iterator[Run]:
