@@ -23,7 +23,7 @@ _FUNCTIONS = {
 }
 _PACKAGES = ("launch", "runs", "distill")
 """Functions that share their name with a package: the package itself is callable."""
-__all__ = ["__version__", *_FUNCTIONS]
+__all__ = ["__version__", "compile", "distill", "launch", "load", "runs", "transplant"]
 
 
 class CallablePackage(ModuleType):
