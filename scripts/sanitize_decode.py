@@ -31,7 +31,7 @@ def check_case(name: str) -> None:
     from tests.ops.decode_cases import Case, arguments, expected
 
     from caramba import kernels
-    from caramba.ops import dba_decode
+    from caramba.ops.dba_decode import dba_decode
 
     cases = {
         "latent": Case(("bf16", "bf16"), (130, 70), heads=(32, 1), dims=(128, 64, 128)),

@@ -1,4 +1,4 @@
-// Linear maps of 1 to 64 rows by codes of 4 bits, as `caramba::row_linear` has them: a block makes all rows of 16 TILES columns.
+// Linear maps of 1 to 64 rows by codes of 4 bits, as `caramba::small_batch_linear` has them: a block makes all rows of 16 TILES columns.
 //
 // A block's warps share the width, a group of 128 inputs each at a time, and add their sums at the end, in one order. Words of
 // codes go from memory to registers, where lanes hold them as products read their left operand: lane 4g + j has 16 bytes, eight

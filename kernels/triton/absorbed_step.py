@@ -6,7 +6,7 @@ programs copy parts of the latent and turn pairs of the geometric key while thos
 
 from __future__ import annotations
 
-from caramba.kernels.triton.head_products import QUERY_COLUMNS, loaded, power_of_2, query_part, rows_of
+from caramba.kernels.triton.absorbed_queries import QUERY_COLUMNS, loaded, power_of_2, query_part, rows_of
 from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.pdl import pdl_options, supports_pdl
 from caramba.kernels.triton.signature import tensor_signature

@@ -1,4 +1,4 @@
-"""Kernels and launcher of `caramba::likeliest`: parts of a row each give their best, and a program joins them."""
+"""Kernels and launcher of `caramba::argmax_logprob`: parts of a row each give their best, and a program joins them."""
 
 from __future__ import annotations
 

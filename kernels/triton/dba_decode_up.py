@@ -15,9 +15,9 @@ import caramba.kernels.triton.dba_decode as decode
 import torch
 from caramba.kernels.triton.dba_decode_modes import power_of_2
 from caramba.kernels.triton.dba_decode_plan import Plan, arguments
-from caramba.kernels.triton.head_products import per_head_linear
 from caramba.kernels.triton.launch import Launch
 from caramba.kernels.triton.pdl import pdl_options
+from caramba.kernels.triton.per_head_linear import per_head_linear
 from torch import Tensor
 
 import triton

@@ -1,4 +1,4 @@
-"""Kernel and launcher of `caramba::numbers_of_words`: the weight of codes of 4 bits, in one pass."""
+"""Kernel and launcher of `caramba::dequantize_int4`: the weight of codes of 4 bits, in one pass."""
 
 from __future__ import annotations
 

@@ -219,21 +219,10 @@ Cast = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def float8_cast(x: Tensor, per_tensor: bool, e5m2: bool) -> Cast:
-    return _run(PLAIN, x.contiguous(), *x.shape, per_tensor, e5m2)
+    return run_cast(PLAIN, x.contiguous(), *x.shape, per_tensor, e5m2)
 
 
-def float8_swiglu(packed: Tensor, per_tensor: bool) -> Cast:
-    return _run(SWIGLU, packed.contiguous(), packed.shape[0], packed.shape[1] // 2, per_tensor, False)
-
-
-def float8_swiglu_backward(
-    grad: Tensor, grad_scale: Tensor, column_scale: Tensor, packed: Tensor, per_tensor: bool, e5m2: bool
-) -> Cast:
-    given = grad.contiguous(), grad_scale.contiguous(), column_scale.contiguous()
-    return _run(GRADIENT, packed.contiguous(), *grad.shape, per_tensor, e5m2, *given)
-
-
-def _run(kind: int, x: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool, *given: Tensor) -> Cast:
+def run_cast(kind: int, x: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool, *given: Tensor) -> Cast:
     """Both passes over a matrix [m, n], or two side by side in the kind of a gradient."""
     width = 2 * n if kind == GRADIENT else n
     dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""Launcher of `caramba::row_linear` for weights of words, four codes of 4 bits each, and a kernel for any of them.
+"""Launcher of `caramba::small_batch_linear` for weights of words, four codes of 4 bits each, and a kernel for any of them.
 
 Rows of 16 bits whose groups are of 128 inputs take tensor cores: few by the kernel in CUDA C++ (`int4_gemv.cu`) where it
 can be compiled, whose blocks read all of x for some columns each, more by tiles (`small_batch_gemm`). The kernel here is for
@@ -13,8 +13,8 @@ import torch
 from caramba.kernels.cuda.decode import is_ready
 from caramba.kernels.cuda.launch import CudaLaunch
 from caramba.kernels.triton.launch import MOST, Launch, Launches
-from caramba.kernels.triton.norm import rms_norm
 from caramba.kernels.triton.pdl import pdl_options, supports_pdl
+from caramba.kernels.triton.rms_norm import rms_norm
 from caramba.kernels.triton.signature import dtype_of
 from caramba.kernels.triton.small_batch_gemm import small_batch_gemm
 from torch import Tensor

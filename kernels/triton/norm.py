@@ -167,7 +167,7 @@ def multiprocessors(device: torch.device) -> int:
     return _counts[device]
 
 
-def _forward(
+def norm_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -230,7 +230,7 @@ def _forward_plan(
     return outputs, launch, is_even
 
 
-def _backward(
+def norm_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
     x: Tensor,
@@ -283,46 +283,3 @@ def _backward_plan(x: Tensor, centred: bool, vectors: tuple[bool, bool], is_even
     )
     totals = totals_of(programs, width, sum(vectors), acc)
     return BackwardPlan(outputs, vectors, programs, launch, totals, is_even)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y, _, _, rstd = _forward(x, None, weight, None, eps, False)
-    return y, rstd
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    y, total, _, rstd = _forward(x, residual, weight, None, eps, False)
-    return y, total, rstd
-
-
-def rms_norm_backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return _backward(grad, grad_sum, x, None, rstd, weight, None)[:2]
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    y, _, mean, rstd = _forward(x, None, weight, bias, eps, True)
-    return y, mean, rstd
-
-
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    return _forward(x, residual, weight, bias, eps, True)
-
-
-def layer_norm_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(grad, grad_sum, x, mean.contiguous(), rstd, weight, bias)

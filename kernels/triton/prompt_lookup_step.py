@@ -1,4 +1,4 @@
-"""Kernel and launcher of `caramba::lookup_round`: a program per row, one launch where plain PyTorch takes fifty."""
+"""Kernel and launcher of `caramba::prompt_lookup_step`: a program per row, one launch where plain PyTorch takes fifty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel and launcher of `caramba::step_angles`."""
+"""Kernel and launcher of `caramba::rope_cos_sin`."""
 
 from __future__ import annotations
 

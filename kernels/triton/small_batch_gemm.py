@@ -1,4 +1,4 @@
-"""Kernel and launcher of `caramba::row_linear` for 2 to 64 rows: tensor cores take tiles of the weight as they arrive.
+"""Kernel and launcher of `caramba::small_batch_linear` for 2 to 64 rows: tensor cores take tiles of the weight as they arrive.
 
 A program computes all rows of some columns of the result. Tiles of the weight come through shared memory, several in
 flight, and are read once; those of x come from the cache. Where programs make few columns each warp takes a
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from caramba.kernels.cuda.int4_gemv import GROUP
 from caramba.kernels.triton.launch import Launches
-from caramba.kernels.triton.norm import rms_norm
+from caramba.kernels.triton.rms_norm import rms_norm
 from torch import Tensor
 
 import triton

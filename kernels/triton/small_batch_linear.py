@@ -1,4 +1,4 @@
-"""Launcher of `caramba::row_linear`, and its kernel for one row, and for few of 32 bits: one program reads whole rows
+"""Launcher of `caramba::small_batch_linear`, and its kernel for one row, and for few of 32 bits: one program reads whole rows
 of the weight, all of them at once. More rows of 16 bits take tensor cores (`small_batch_gemm`), and codes of 4 bits kernels of
 their own (`int4_gemv`). A weight may be int8 codes, of which a row shares a scale: sums are of codes, and are scaled once.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-TABLE = Path(__file__).with_name("row_linear_table.json")
+TABLE = Path(__file__).with_name("small_batch_linear_table.json")
 """Tiles that were measured, which `scripts/bench/run.py row_linear --tune` writes; others follow from `heuristic_tile`."""
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 PROGRAMS = 512

@@ -1,4 +1,4 @@
-"""Kernel and launcher of `caramba::keep_drawn`."""
+"""Kernel and launcher of `caramba::store_sample`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from caramba.layer.cache_view import zero_keys
-from caramba.ops import STORED, ZEROS, StoredStream, dequantize, quantize
+from caramba.ops.dba_decode import StoredStream
+from caramba.ops.decode_arguments import ZEROS
+from caramba.ops.dequantize import dequantize
+from caramba.ops.formats import STORED
+from caramba.ops.quantize import quantize
 
 NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -82,20 +82,20 @@ def elementwise() -> Iterator[Case]:
     parts = ("_parts_kernel", "_join_kernel")
     for name, dtype, width in (("bf16", BF16, 128256), ("fp32", F32, 50257), ("widest", BF16, 2**21)):
         logits = one(2, width, dtype=dtype)
-        yield Case("likeliest", name, parts, lambda logits=logits: (logits,))
+        yield Case("argmax_logprob", name, parts, lambda logits=logits: (logits,))
         if name == "bf16":
             wide = one(2, dtype=torch.float64), one(2, dtype=torch.float64)
-            yield Case("drawn", name, parts, lambda logits=logits, wide=wide: (logits, *wide))
+            yield Case("sample", name, parts, lambda logits=logits, wide=wide: (logits, *wide))
     for rows in (1, 32):
         angles = one(rows, 1, dtype=torch.int32), one(16, 1, 128)
-        yield Case("step_angles", f"{rows} rows", ("_angles_kernel",), lambda a=angles: a)
+        yield Case("rope_cos_sin", f"{rows} rows", ("_angles_kernel",), lambda a=angles: a)
         kept = one(rows, 128, dtype=torch.int64), one(rows, 128), one(rows, dtype=torch.int64)
         call = (one(rows, dtype=torch.int64), one(rows), one(dtype=torch.int64), *kept)
-        yield Case("keep_drawn", f"{rows} rows", ("_keep_kernel",), lambda a=call: a)
+        yield Case("store_sample", f"{rows} rows", ("_keep_kernel",), lambda a=call: a)
     for width, extra in ((1, True), (8, True), (4, False)):
         texts = one(2, 4104, dtype=torch.int64), one(2, dtype=torch.int32), one(2, 9, dtype=torch.int64)
         call = (*texts, one(2, width, dtype=torch.int64), one(2, dtype=torch.bool), 7, 4, extra)
-        yield Case("lookup_round", f"{width} tokens", ("_round_kernel",), lambda a=call: a)
+        yield Case("prompt_lookup_step", f"{width} tokens", ("_round_kernel",), lambda a=call: a)
 
 
 def rotations() -> Iterator[Case]:
@@ -154,7 +154,7 @@ def latent() -> Iterator[Case]:
                 where = f"{name}, {len(into)} buffers"
                 yield Case("absorbed_step", where, ("_step_kernel",), lambda a=step: a)
         values = one(batch, n_tokens, 4, rank, dtype=dtype), one(4, rank, width, dtype=dtype)
-        yield Case("head_values", name, ("_values_kernel",), lambda a=values: a)
+        yield Case("per_head_linear", name, ("_values_kernel",), lambda a=values: a)
 
 
 def attention() -> Iterator[Case]:
@@ -239,11 +239,11 @@ def optimisers() -> Iterator[Case]:
         askew = [[one(5001, dtype=dtype)[1:]] for dtype in (p, m, g)]
         yield Case("lion_step", f"{name}, askew", ("_kernel",), lambda a=askew: (*a, 1e-3, 0.9, 0.99, 0.1))
     norm = ("_list_norms_chunks", "_list_norms_sum")
-    yield Case("list_norms", "bf16 and fp32", norm * 2, lambda: ([one(70000), one(70000, dtype=F32)],))
-    yield Case("list_norms", "fp16, askew", norm, lambda: ([one(70001, dtype=F16)[1:]],))
+    yield Case("foreach_norm", "bf16 and fp32", norm * 2, lambda: ([one(70000), one(70000, dtype=F32)],))
+    yield Case("foreach_norm", "fp16, askew", norm, lambda: ([one(70001, dtype=F16)[1:]],))
     for name, start in (("aligned", 0), ("askew", 1)):
         lists = [[one(5001, dtype=dtype)[start:]] for dtype in (F32, BF16)]
-        yield Case("round_at_random", name, ("_kernel",), lambda a=lists: (*a, one(1, dtype=torch.int64), 0))
+        yield Case("stochastic_round", name, ("_kernel",), lambda a=lists: (*a, one(1, dtype=torch.int64), 0))
 
 
 def float8() -> Iterator[Case]:
@@ -302,9 +302,9 @@ def row_products() -> Iterator[Case]:
         kernels = (
             ("_forward_kernel", *kernels) if kernels == ("_tiles_kernel",) and norm is not None else kernels
         )
-        yield Case("row_linear", name, kernels, lambda a=call: a)
+        yield Case("small_batch_linear", name, kernels, lambda a=call: a)
     call = (one(1, 2048), one(4096, 2048), None, None, None, None, 1e-5, False)
-    yield Case("row_linear", "norm without weight", ("_kernel",), lambda: call)
+    yield Case("small_batch_linear", "norm without weight", ("_kernel",), lambda: call)
     for name, dtype, rows, group, norm in (
         ("words", BF16, 1, 128, BF16),
         ("words: rows", BF16, 8, 128, F32),
@@ -323,13 +323,13 @@ def row_products() -> Iterator[Case]:
         )
         before = ("_forward_kernel",) if rows > 1 and norm is not None else ()
         kernel = "_tiles_kernel" if rows > 1 and group == 128 else "_words_kernel"
-        yield Case("row_linear", name, (*before, kernel), lambda a=given: a)
+        yield Case("small_batch_linear", name, (*before, kernel), lambda a=given: a)
 
 
 def weights_of_words() -> Iterator[Case]:
     for name, dtype, group in (("bf16", BF16, 128), ("fp16, small groups", F16, 32), ("fp32", F32, 64)):
         call = (one(300, 6 * group // 4, dtype=torch.int16), one(300, 6, 2), dtype)
-        yield Case("numbers_of_words", name, ("_numbers_kernel",), lambda a=call: a)
+        yield Case("dequantize_int4", name, ("_numbers_kernel",), lambda a=call: a)
 
 
 FAMILIES = (

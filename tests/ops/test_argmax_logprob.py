@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops import argmax_logprob
-from caramba.ops.argmax_logprob import reference_argmax_logprob
+from caramba.ops.argmax_logprob import argmax_logprob, reference_argmax_logprob
 
 
 def test_it_is_argmax_and_log_softmax() -> None:
@@ -16,7 +15,7 @@ def test_it_is_argmax_and_log_softmax() -> None:
     assert torch.equal(index, logits.argmax(-1))
     wanted = logits.amax(-1) - logits.logsumexp(-1)
     torch.testing.assert_close(logprob, wanted, rtol=1e-12, atol=1e-12)
-    torch.library.opcheck(torch.ops.caramba.likeliest.default, (logits.float(),))
+    torch.library.opcheck(torch.ops.caramba.argmax_logprob.default, (logits.float(),))
     assert torch.equal(reference_argmax_logprob(logits.half())[0], logits.half().argmax(-1))
     with pytest.raises(
         ConfigError, match=r"argmax_logprob: logits are .*\(3, 0\).*expected floating \[B, V >= 1\]"

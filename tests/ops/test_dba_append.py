@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops import dba_append
-from caramba.ops.dba_append import reference_dba_append
+from caramba.ops.dba_append import dba_append, reference_dba_append
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"

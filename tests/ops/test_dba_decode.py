@@ -12,7 +12,7 @@ import torch
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.ops import StoredStream, dba_decode
+from caramba.ops.dba_decode import StoredStream, dba_decode
 from caramba.ops.decode_reference import reference_dba_decode
 from tests.ops.decode_cases import Case, arguments, expected
 

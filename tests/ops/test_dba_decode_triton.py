@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from caramba.ops import ZEROS
+from caramba.ops.decode_arguments import ZEROS
 from tests.ops.decode_cases import Case, arguments, expected
 from tests.ops.decode_runs import DEVICE, DTYPES, check, needs_gpu, runs
 
@@ -191,7 +191,7 @@ def test_fewer_registers_and_more_warps_change_nothing(kinds: tuple[str, str]) -
 @needs_gpu
 def test_a_captured_graph_follows_the_lengths() -> None:
     from caramba import kernels
-    from caramba.ops import dba_decode
+    from caramba.ops.dba_decode import dba_decode
 
     assert kernels.load("cuda")["dba_decode"] == "triton"
     case = Case(

@@ -203,7 +203,7 @@ def test_an_append_without_gradients_runs_the_launcher_and_counts_as_a_write(
         admit(*given)
         calls.append(given)
 
-    monkeypatch.setitem(backend._launchers, ("dba_append", appends.DEVICE), launched)
+    monkeypatch.setitem(backend.launchers, ("dba_append", appends.DEVICE), launched)
     streams, buffers, *rest = appends.arguments("per head", [3, 6], 1, torch.float32, torch.float32)
     with torch.no_grad():
         dba_append_op(streams, buffers, *rest)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops import dequantize_int4
-from caramba.ops.packed_int4 import reference_dequantize_int4
+from caramba.ops.packed_int4 import dequantize_int4, reference_dequantize_int4
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available()
@@ -38,7 +37,7 @@ def test_every_number(n_rows: int, n_groups: int, group: int, dtype: torch.dtype
 
 def test_what_does_not_fit_is_refused() -> None:
     words, scale = torch.zeros(3, 8, dtype=torch.int16), torch.zeros(3, 1, 2, dtype=torch.bfloat16)
-    torch.library.opcheck(torch.ops.caramba.numbers_of_words.default, (words, scale, torch.float32))
+    torch.library.opcheck(torch.ops.caramba.dequantize_int4.default, (words, scale, torch.float32))
     for wrong in (
         (words.int(), scale),
         (words, scale.float()),

@@ -6,15 +6,15 @@ arguments of the launch, of which some are None, are 1 or divide by 16: each of 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from caramba.kernels import find_launcher
+from caramba.ops.registry import all_ops
 from tests.ops.decoding_cases import stream
 from tests.ops.hopper import PROCESSORS, SHARED_BYTES, hopper, module
 from tests.ops.kernel_cases import CASES
@@ -30,13 +30,8 @@ SAME = {"decode_heads": "split_kv_kernel", "decode_latent": "split_kv_kernel"}
 """Kernels that do what another does, as the table says."""
 
 
-def package() -> ModuleType:
-    return importlib.import_module("caramba.kernels.triton")
-
-
 def launcher(op: str) -> Any:
-    path, _, name = package().LAUNCHERS[op].partition(":")
-    return getattr(importlib.import_module(path), name)
+    return find_launcher(all_ops()[op], "triton")
 
 
 def told(error: BaseException | None) -> str:
@@ -68,9 +63,7 @@ def test_compiles_as_it_is_launched(case: Case) -> None:
 
 
 def test_every_launcher_has_a_case() -> None:
-    assert sorted(set(package().LAUNCHERS) - {case.op for case in CASES}) == [], (
-        "in tests/ops/kernel_cases.py"
-    )
+    assert sorted(set(all_ops()) - {case.op for case in CASES}) == [], "in tests/ops/kernel_cases.py"
 
 
 def test_heads_together_compile_and_need_the_shared_memory_that_the_table_counts_on() -> None:
@@ -157,7 +150,7 @@ def test_splits_and_their_join_begin_early_and_wait_before_they_read(
     assert waits_first(join)
 
 
-@pytest.mark.parametrize("op", ["row_linear", "absorbed_step"])
+@pytest.mark.parametrize("op", ["small_batch_linear", "absorbed_step"])
 def test_the_products_of_one_row_begin_early_and_wait_before_they_read(op: str) -> None:
     case = next(case for case in CASES if case.op == op)
     with hopper() as made:

@@ -8,7 +8,7 @@ import torch
 
 from caramba.errors import ConfigError
 from caramba.infer.drafting import LookupDrafter
-from caramba.ops import prompt_lookup_step
+from caramba.ops.prompt_lookup_step import prompt_lookup_step
 from tests.ops.prompt_lookup_cases import K, LookupCase, lookup_case
 
 
@@ -64,7 +64,9 @@ def test_what_it_does_not_keep_stays_as_it_was() -> None:
     for row, held in enumerate(case.held.tolist()):
         assert torch.equal(case.ids[row, held + 1 :], before[row, held + 1 :])
     assert case.held[1] == 9  # not live
-    torch.library.opcheck(torch.ops.caramba.lookup_round.default, lookup_case(3, [10, 3], 20, 4).arguments)
+    torch.library.opcheck(
+        torch.ops.caramba.prompt_lookup_step.default, lookup_case(3, [10, 3], 20, 4).arguments
+    )
 
 
 def test_misuse_is_named() -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import STORED
 from caramba.ops.dequantize import reference_dequantize
-from caramba.ops.formats import NF4_LEVELS
+from caramba.ops.formats import NF4_LEVELS, STORED
 from caramba.ops.quantize import reference_quantize
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops import rope_cos_sin
+from caramba.ops.rope_cos_sin import rope_cos_sin
 
 
 def test_it_is_cos_and_sin_of_positions_times_frequencies() -> None:
@@ -15,7 +15,7 @@ def test_it_is_cos_and_sin_of_positions_times_frequencies() -> None:
     wanted = torch.einsum("bt,ngp->nbgtp", offset.double(), frequencies.double())
     torch.testing.assert_close(cos.double(), wanted.cos(), rtol=0, atol=1e-5)
     torch.testing.assert_close(sin.double(), wanted.sin(), rtol=0, atol=1e-5)
-    torch.library.opcheck(torch.ops.caramba.step_angles.default, (offset.int(), frequencies))
+    torch.library.opcheck(torch.ops.caramba.rope_cos_sin.default, (offset.int(), frequencies))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from caramba.config.generate import GenerateConfig
 from caramba.errors import ConfigError
 from caramba.infer.sampling import distribution
-from caramba.ops import draw, sample
+from caramba.ops.sample import draw, sample
 
 WIDE = torch.float64
 
@@ -24,7 +24,7 @@ def test_it_is_what_a_draw_takes_from_the_distribution() -> None:
         probs = distribution(logits[row], GenerateConfig(temperature=float(temperature[row])))
         assert int(token[row]) == int(draw(probs, uniform[row]))
     torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(1, token[:, None])[:, 0])
-    torch.library.opcheck(torch.ops.caramba.drawn.default, (logits, temperature, uniform))
+    torch.library.opcheck(torch.ops.caramba.sample.default, (logits, temperature, uniform))
     with pytest.raises(
         ConfigError, match=r"sample: logits are .*\(40, 0\).*expected floating \[B, V\], V >= 1"
     ):

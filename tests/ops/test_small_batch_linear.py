@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops import dequantize_int4, pack_int4, small_batch_linear
-from caramba.ops.small_batch_linear import MAX_ROWS
+from caramba.ops.packed_int4 import dequantize_int4, pack_int4
+from caramba.ops.small_batch_linear import MAX_ROWS, small_batch_linear
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -78,7 +78,7 @@ def test_it_is_its_parts(gated: bool, without: tuple[str, ...], has_codes: bool)
     given = coded(given) if has_codes else given
     torch.testing.assert_close(small_batch_linear(**given), by_parts(given), rtol=1e-12, atol=1e-12)
     if without == ("bias", "norm"):
-        torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
+        torch.library.opcheck(torch.ops.caramba.small_batch_linear.default, tuple(given.values()))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -87,7 +87,7 @@ def test_of_words_it_is_its_parts(gated: bool, without: tuple[str, ...]) -> None
     given: dict[str, Any] = in_words(arguments(3, 96, 5, gated) | dict.fromkeys(without), 32)
     torch.testing.assert_close(small_batch_linear(**given), by_parts(given), rtol=1e-12, atol=1e-12)
     if without == ("bias", "norm"):
-        torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
+        torch.library.opcheck(torch.ops.caramba.small_batch_linear.default, tuple(given.values()))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

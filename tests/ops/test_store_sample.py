@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops import store_sample
+from caramba.ops.store_sample import store_sample
 
 
 def made(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
@@ -26,7 +26,7 @@ def test_a_draw_goes_into_its_column_and_the_last_one_is_written_again() -> None
         assert torch.equal(fed, token)
     assert tokens.tolist() == [[17, 37], [18, 38], [19, 39]]
     assert torch.equal(logprobs, logprob[:, None].expand(3, 2))
-    torch.library.opcheck(torch.ops.caramba.keep_drawn.default, made(2, 4))
+    torch.library.opcheck(torch.ops.caramba.store_sample.default, made(2, 4))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops import backend
-from caramba.ops import store_tokens as store_tokens_op
 from caramba.ops.store_tokens import check_store_tokens
+from caramba.ops.store_tokens import store_tokens as store_tokens_op
 from tests.ops.test_decode_launches import STREAM, Kernel
 from tests.ops.test_store_tokens import CASES, arguments
 
@@ -105,7 +105,7 @@ def test_a_store_without_gradients_runs_the_launcher_and_counts_as_a_write(
         admit(*args)
         calls.append(args)
 
-    monkeypatch.setitem(backend._launchers, ("store_tokens", "cpu"), launched)
+    monkeypatch.setitem(backend.launchers, ("store_tokens", "cpu"), launched)
     streams, buffers, *ids = given("decoupled")
     streams, buffers, ids = ([x.cpu() for x in group] for group in (streams, buffers, ids))
     rows, places = ids

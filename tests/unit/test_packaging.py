@@ -47,7 +47,7 @@ def test_every_option_lies_in_a_listed_package_and_matches_the_package_data() ->
 def test_tables_of_the_kernels_are_package_data() -> None:
     assert "*.json" in declared()["package-data"]["*"]
     tables = {file.name for file in (ROOT / "kernels").rglob("*.json")}
-    assert tables == {"dba_decode_table.json", "row_linear_table.json"}
+    assert tables == {"dba_decode_table.json", "small_batch_linear_table.json"}
 
 
 def test_sources_that_are_compiled_on_a_users_machine_are_package_data() -> None:

@@ -27,7 +27,7 @@ from sections import decode as sections_decode
 from timing import device_seconds, host_seconds, interleave, spread, wall_seconds
 
 from caramba import kernels
-from caramba.ops import dba_decode
+from caramba.ops.dba_decode import dba_decode
 from caramba.runs.files import write_whole
 
 COLD_BYTES = 3 * 60_000_000

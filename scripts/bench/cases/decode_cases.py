@@ -12,7 +12,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.layer.cache_view import zero_keys
-from caramba.ops import STORED, ZEROS, StoredStream, dequantize
+from caramba.ops.dba_decode import StoredStream
+from caramba.ops.decode_arguments import ZEROS
+from caramba.ops.dequantize import dequantize
+from caramba.ops.formats import STORED
 
 TAIL = 128
 PEERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)

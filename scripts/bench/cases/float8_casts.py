@@ -23,9 +23,14 @@ from torch import Tensor
 
 from caramba import kernels
 from caramba.layer.float8 import float8_mm
-from caramba.ops import float8_cast, float8_swiglu, float8_swiglu_backward, implementation
-from caramba.ops.float8_cast import reference_float8_cast
-from caramba.ops.float8_swiglu import reference_float8_swiglu, reference_float8_swiglu_backward
+from caramba.ops import implementation
+from caramba.ops.float8_cast import float8_cast, reference_float8_cast
+from caramba.ops.float8_swiglu import (
+    float8_swiglu,
+    float8_swiglu_backward,
+    reference_float8_swiglu,
+    reference_float8_swiglu_backward,
+)
 
 WIDTHS = (2048, 3072, 8192, 16384)
 PRODUCTS = ((2048, 3072), (2048, 16384), (8192, 2048), (2048, 2048))  # features in and out of a layer

@@ -26,7 +26,9 @@ from registry import UsageError
 from timing import host_seconds
 
 from caramba import kernels
-from caramba.ops import backend, dba_append, dba_decode
+from caramba.ops.dba_append import dba_append
+from caramba.ops.dba_decode import dba_decode
+from caramba.ops.registry import all_ops
 
 ROWS, TOKENS, RUN = 4, 512, 10
 FORWARD = "forward"  # without gradients
@@ -137,7 +139,7 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
     found = calls_of_elementwise(device, only) | calls_of_decode(device, only)
     found |= calls_of_append(device, only)
     if not found:
-        raise UsageError(f"--only {options.only}: no such op; expected any of {', '.join(backend.OPS)}")
+        raise UsageError(f"--only {options.only}: no such op; expected any of {', '.join(all_ops())}")
     found |= calls_of_autograd(device)
     rows = []
     for name, kinds in found.items():

@@ -96,7 +96,7 @@ def by_library(side: Side) -> Side:
     """Return a side whose steps take the library's products, as `<name>, library products`."""
 
     def run() -> tuple[float, int]:
-        with without_kernels("row_linear"):
+        with without_kernels("small_batch_linear"):
             return side.run()
 
     return Side(f"{side.name}, library products", run, side.facts)

@@ -12,7 +12,7 @@ from timing import device_seconds, host_seconds, interleave, spread, wall_second
 from torch import Tensor
 
 from caramba.ops import implementation
-from caramba.ops.backend import OPS
+from caramba.ops.registry import all_ops
 
 Call = Callable[..., Any]
 HOST_MUST_US = 25.0
@@ -48,7 +48,7 @@ class Case:
     def backward_op(self) -> str:
         """The op that the gradient runs: rope is its own, and a sum's gradient passes through."""
         name = f"{self.op.removeprefix('add_')}_backward"
-        return name if name in OPS else self.op
+        return name if name in all_ops() else self.op
 
 
 def outputs(value: Any) -> list[Tensor]:

@@ -9,17 +9,13 @@ import torch.nn.functional as F
 from cases.kernel_case import Case
 from torch import Tensor
 
-from caramba.ops import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    lion_step,
-    norm_dropout_activation,
-    rms_norm,
-    rope,
-    swiglu,
-)
+from caramba.ops.layer_norm import add_layer_norm, layer_norm
+from caramba.ops.lion import lion_step
+from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.philox import dropout_mask
+from caramba.ops.rms_norm import add_rms_norm, rms_norm
+from caramba.ops.rope import rope
+from caramba.ops.swiglu import swiglu
 
 EPS, SEED, P = 1e-5, 12345, 0.1
 LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from caramba.ops import decoupled_attention
+from caramba.ops.decoupled_attention import decoupled_attention
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,

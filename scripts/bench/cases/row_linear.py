@@ -85,7 +85,7 @@ def measured(
         "name": shape.name,
         "weight": [shape.n_rows, shape.width],
         "rows": n_rows,
-        "implementation": backend.implementation("row_linear", device),
+        "implementation": backend.implementation("small_batch_linear", device),
         "must": MUST,
         "us": found,
         "of_roof": {name: n_bytes / us / 1e-6 / roof for name, us in found.items()},
@@ -113,7 +113,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
     kernels.load(device)
     module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
     if device.type == "cpu":
-        backend.attach("row_linear", "cpu", "triton", module.small_batch_linear)
+        backend.attach("small_batch_linear", "cpu", "triton", module.small_batch_linear)
     shapes = SHAPES[words.size]
     data: dict[str, Any] = {
         **record.head(machine_facts(device)),

@@ -13,7 +13,7 @@ from timing import interleave
 from torch import Tensor
 
 from caramba.lower.quantize.int4 import group_of, quantize_int4
-from caramba.ops import WORDS, dequantize_int4
+from caramba.ops.packed_int4 import WORDS, dequantize_int4
 from caramba.ops.small_batch_linear import small_batch_linear
 
 

@@ -18,7 +18,11 @@ from timing import median_seconds
 from torch import Tensor
 
 from caramba import kernels
-from caramba.ops import cross_entropy_rows, implementation, rope_qkv, scale_, swiglu
+from caramba.ops import implementation
+from caramba.ops.cross_entropy_rows import cross_entropy_rows
+from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.scale import scale_
+from caramba.ops.swiglu import swiglu
 
 ROUNDS = 15
 QUEUE_CYCLES = 200_000  # in which the host gets ahead

@@ -11,7 +11,7 @@ from caramba.cache.context import Context
 from caramba.cache.layer import LayerCache
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import CacheFull, ConfigError
-from caramba.ops import StoredStream
+from caramba.ops.dba_decode import StoredStream
 
 
 class DeviceContext:

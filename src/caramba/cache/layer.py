@@ -13,7 +13,7 @@ from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind, Streams, kind_of_stream
 from caramba.config.layer import AttentionDims
 from caramba.errors import ConfigError
-from caramba.ops import StoredStream
+from caramba.ops.dba_decode import StoredStream
 
 FOUR_BIT = (KVCacheKind.Q4_0, KVCacheKind.NF4)
 ROTATED = ("k", "k_sem", "k_geo", "c")

@@ -9,7 +9,7 @@ import torch
 from caramba.cache.context import Context
 from caramba.cache.device_context import DeviceContext
 from caramba.cache.layer import LayerCache
-from caramba.ops import StoredStream
+from caramba.ops.dba_decode import StoredStream
 
 IDLE = -1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from caramba.cache.store import BlockStore, ExactStore, Store
 from caramba.config.kvcache import BLOCKS, KVCacheKind
 from caramba.errors import CacheFull, ConfigError
-from caramba.ops import StoredStream
+from caramba.ops.dba_decode import StoredStream
 
 DTYPES = {KVCacheKind.FP32: torch.float32, KVCacheKind.FP16: torch.float16, KVCacheKind.BF16: torch.bfloat16}
 TAIL_TOKENS = 64

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from caramba.data import IGNORED
 from caramba.model import Model
 from caramba.model.head import Head, TiedHead
-from caramba.ops import distillation_rows, linear_cross_entropy
-from caramba.ops.linear_cross_entropy import accumulate, rows_per_chunk
+from caramba.ops.distillation_rows import distillation_rows
+from caramba.ops.linear_cross_entropy import accumulate, linear_cross_entropy, rows_per_chunk
 from caramba.ops.upcast import upcast
 
 

@@ -20,8 +20,9 @@ from caramba.infer.step import StepState
 from caramba.layer import AttentionLayer
 from caramba.layer.fused_small_batch import are_unmodified
 from caramba.model import Model
-from caramba.ops import has_kernel, implementation, kernel_takes
+from caramba.ops import has_kernel, implementation
 from caramba.ops.backend import REFERENCE
+from caramba.ops.dba_decode import kernel_takes
 from caramba.runtime import get_world_size, is_distributed
 
 WARM_UPS = 3
@@ -187,7 +188,7 @@ def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool
     weight = model.embedder.token.weight
     if batch_size > 1 or weight.device.type != "cuda":
         return None
-    by_rows = has_kernel("row_linear", weight) and all(
+    by_rows = has_kernel("small_batch_linear", weight) and all(
         are_unmodified((layer.out,), weight.dtype) for _, layer in model.attention_layers()
     )
     return None if by_rows else {"coordinate_descent_tuning": True}

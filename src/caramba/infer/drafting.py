@@ -13,7 +13,7 @@ from caramba.cache import Context, RaggedContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.ragged import Network, device_of, feed, padded, rewind
 from caramba.infer.sampling import distribution, next_token, wide_dtype
-from caramba.ops import draw
+from caramba.ops.sample import draw
 
 Drafts = tuple[list[list[int]], Tensor | None]
 

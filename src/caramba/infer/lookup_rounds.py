@@ -14,7 +14,8 @@ from caramba.infer.row import Row
 from caramba.infer.row_steps import WIDTHS, RowSteps
 from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
 from caramba.infer.verification import seen_along
-from caramba.ops import MAX_QUERIES, prompt_lookup_step
+from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.prompt_lookup_step import prompt_lookup_step
 
 N_DRAFTS = MAX_QUERIES - 1
 """Drafts that one forward verifies at most, beside the token before them."""

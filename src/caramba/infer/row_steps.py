@@ -8,7 +8,7 @@ from torch import Tensor
 from caramba.cache import RaggedContext
 from caramba.infer.device_steps import Captured, captured, compiled_logits, form_of, replayed
 from caramba.model import Model
-from caramba.ops import MAX_QUERIES
+from caramba.ops.decode_arguments import MAX_QUERIES
 
 WIDTHS = (1, 2, 4, MAX_QUERIES)
 """Tokens per row that a forward takes: fewer are filled up, so that a few graphs serve every number of drafts."""

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
-from caramba.ops import argmax_logprob, draw, has_kernel, sample
+from caramba.ops import has_kernel
+from caramba.ops.argmax_logprob import argmax_logprob
+from caramba.ops.sample import draw, sample
 
 
 def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = None) -> Tensor:
@@ -59,7 +61,7 @@ def chosen_tokens(
         chosen, logprob = argmax_logprob(logits)
         return chosen, logprob.float()
     has_filters = config.top_k is not None or config.top_p < 1 or config.min_p > 0
-    if config.temperature > 0 and seen is None and not has_filters and has_kernel("drawn", logits):
+    if config.temperature > 0 and seen is None and not has_filters and has_kernel("sample", logits):
         return sample(logits, torch.full_like(uniform, config.temperature), uniform)
     chosen = next_token(logits, config, seen, uniform)
     return chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]

@@ -44,7 +44,7 @@ from caramba.infer.threads import step_threads
 from caramba.infer.verification import SpeculativeStats, Verifier
 from caramba.layer.fused_linear import fuse_linears
 from caramba.model import EarlyExit, Model
-from caramba.ops import MAX_QUERIES
+from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.runtime import synchronize
 
 DRAFT_SEED = 0x5BEC  # a row's draft and verification draw from a stream of their own

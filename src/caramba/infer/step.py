@@ -11,7 +11,8 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
 from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
-from caramba.ops import has_kernel, store_sample
+from caramba.ops import has_kernel
+from caramba.ops.store_sample import store_sample
 
 
 @dataclass
@@ -107,7 +108,7 @@ class StepState:
         return fed[:, 0]
 
     def _choose_level(self, logits: Tensor, config: GenerateConfig, last: int, fed: Tensor | None) -> Tensor:
-        has_keeper = self.seen is None and has_kernel("keep_drawn", logits)
+        has_keeper = self.seen is None and has_kernel("store_sample", logits)
         # The kernel finds the place itself, and nothing that is drawn at temperature 0 depends on it.
         is_free = has_keeper and config.temperature == 0
         slot = (self.step if is_free else self.step.clamp(max=last)).view(1)

@@ -17,7 +17,7 @@ from caramba.infer.row import OnText, Row
 from caramba.infer.row_steps import RowSteps
 from caramba.infer.sampling import distribution, next_token, uniforms, wide_dtype
 from caramba.model import Model
-from caramba.ops import draw
+from caramba.ops.sample import draw
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,7 +13,6 @@ from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable
 from caramba.ops.backend import (
     METAL_AVAILABLE,
-    OPS,
     REFERENCE,
     TRITON_AVAILABLE,
     attach,
@@ -19,6 +20,7 @@ from caramba.ops.backend import (
     fused_decode_available,
     get_backend_info,
 )
+from caramba.ops.registry import Op, all_ops
 from caramba.runs.files import home
 from caramba.runtime.tuned import decode_choices, tuning_path
 
@@ -48,7 +50,7 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
     if policy == "require" and missing:
         op, reason = next(iter(missing.items()))
         raise KernelUnavailable(
-            f"kernels: require on {kind}: {len(missing)} of {len(OPS)} ops have no kernel, {op} because {reason}; "
+            f"kernels: require on {kind}: {len(missing)} of {len(chosen)} ops have no kernel, {op} because {reason}; "
             "use kernels: auto"
         )
     if policy == "auto" and kind in BACKENDS and missing and kind not in _logged:
@@ -67,28 +69,40 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
 def _attach_all(kind: str) -> dict[str, str]:
     """Attach every launcher of a device type; return the ops left over, with the reason."""
     backend = BACKENDS.get(kind)
+    ops = all_ops()
     if backend is None:
-        return dict.fromkeys(OPS, f"there are no kernels for {kind}")
+        return dict.fromkeys(ops, f"there are no kernels for {kind}")
     if not {"triton": TRITON_AVAILABLE, "metal": METAL_AVAILABLE}[backend]:
-        return dict.fromkeys(OPS, f"{backend} is not available")
-    package = importlib.import_module(f"caramba.kernels.{backend}")
-    launchers: dict[str, str] = package.LAUNCHERS
+        return dict.fromkeys(ops, f"{backend} is not available")
     missing: dict[str, str] = {}
-    for op in OPS:
-        if op not in launchers:
-            missing[op] = f"{backend} has no launcher for it"
-            continue
-        module, _, name = launchers[op].partition(":")
+    for name, op in ops.items():
         try:
-            launcher: Any = getattr(importlib.import_module(module), name)
+            launcher = find_launcher(op, backend)
+        except KernelUnavailable as error:
+            missing[name] = str(error)
         except Exception as error:  # a kernel that cannot be built is reported with its op, never ignored
-            missing[op] = f"{type(error).__name__}: {error}"
-            continue
-        attach(op, kind, backend, launcher)
+            missing[name] = f"{type(error).__name__}: {error}"
+        else:
+            attach(name, kind, backend, launcher)
     if backend == "triton" and "dba_decode" not in missing and torch.cuda.is_available():
         _find_nvrtc()
         _adopt_tuned(torch.device("cuda"))
     return missing
+
+
+def find_launcher(op: Op, backend: str) -> Callable[..., Any]:
+    """Return the function of the op's name from the kernel file of its name, or else of its contract's name.
+
+    Raises:
+        KernelUnavailable: neither file has one.
+    """
+    for name in (op.name, op.module.rpartition(".")[2]):
+        place = f"caramba.kernels.{backend}.{name}"
+        if importlib.util.find_spec(place) is not None:
+            launcher = getattr(importlib.import_module(place), op.name, None)
+            if launcher is not None:
+                return launcher
+    raise KernelUnavailable(f"{backend} has no launcher for it")
 
 
 def _find_nvrtc() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from caramba.kernels import get_backend_info, load
-from caramba.ops import dequantize, quantize
+from caramba.ops.dequantize import dequantize
+from caramba.ops.quantize import quantize
 
 ROOF_BYTES = 2**30
 REPEATS, CALLS = 20, 200

@@ -23,7 +23,9 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.small_batch import has_hooks, has_separate_norm
 from caramba.layer.standard import StandardProjection
-from caramba.ops import MAX_QUERIES, fused_decode_available, kernel_takes
+from caramba.ops import fused_decode_available
+from caramba.ops.dba_decode import kernel_takes
+from caramba.ops.decode_arguments import MAX_QUERIES
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:

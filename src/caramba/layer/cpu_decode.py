@@ -63,7 +63,7 @@ def _is_unmodified_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
     if type(norm) is not RMSNormLayer or type(norm.weight) is not nn.Parameter:
         return False
     weight = norm.weight
-    kernels = ("dba_decode", "rms_norm", "row_linear", "swiglu")
+    kernels = ("dba_decode", "rms_norm", "small_batch_linear", "swiglu")
     return weight.is_cpu and weight.dtype in WIDE and not any(has_kernel(op, weight) for op in kernels)
 
 

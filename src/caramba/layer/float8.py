@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from caramba.ops import float8_cast, implementation
+from caramba.ops import implementation
 from caramba.ops.backend import REFERENCE
+from caramba.ops.float8_cast import float8_cast
 
 RecipeName = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 TILE = 16  # of all sides of a product

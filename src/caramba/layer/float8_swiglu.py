@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer.float8 import Float8Linear, float8_mm, float8_mm_exact, pad_rows, unpad_rows
-from caramba.ops import float8_cast, float8_swiglu, float8_swiglu_backward
+from caramba.ops.float8_cast import float8_cast
+from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 
 
 def is_fusible_swiglu(layers: Sequence[nn.Module]) -> bool:

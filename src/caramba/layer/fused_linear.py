@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from caramba.layer.quantized_linear import QuantizedLinear, linear
 from caramba.layer.small_batch import has_hooks
-from caramba.ops import MAX_QUERIES, has_kernel
+from caramba.ops import has_kernel
+from caramba.ops.decode_arguments import MAX_QUERIES
 
 
 class FusedLinear(NamedTuple):
@@ -128,7 +129,9 @@ def _fuse(layers: Sequence[nn.Module], is_compiled: bool) -> FusedLinear | None:
     first = plain[0].weight if plain else None
     if first is None or len(plain) < len(layers):
         return None
-    if not uses_fused_linears(first.device, is_compiled=is_compiled) and not has_kernel("row_linear", first):
+    if not uses_fused_linears(first.device, is_compiled=is_compiled) and not has_kernel(
+        "small_batch_linear", first
+    ):
         return None
     like = (first.dtype, first.device, first.shape[1], first.requires_grad)
     biases = [layer.bias for layer in plain if layer.bias is not None]

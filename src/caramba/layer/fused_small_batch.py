@@ -15,7 +15,8 @@ from caramba.layer.fused_linear import FusedLinear
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.small_batch import has_hooks
-from caramba.ops import WORDS, small_batch_linear, weight_fits
+from caramba.ops.packed_int4 import WORDS
+from caramba.ops.small_batch_linear import small_batch_linear, weight_fits
 
 
 def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:

@@ -22,14 +22,11 @@ from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.small_batch import has_hooks
 from caramba.layer.split_keys import split_key_attention, supports_split_keys
-from caramba.ops import (
-    absorbed_queries,
-    absorbed_step,
-    has_kernel,
-    has_narrow_queries,
-    latent_queries,
-    per_head_linear,
-)
+from caramba.ops import has_kernel
+from caramba.ops.absorbed_queries import absorbed_queries
+from caramba.ops.absorbed_step import absorbed_step
+from caramba.ops.latent_queries import has_narrow_queries, latent_queries
+from caramba.ops.per_head_linear import per_head_linear
 
 
 def expanding_is_cheaper(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
@@ -364,7 +361,7 @@ class LatentProjection(GatedProjection):
 
     def _up(self, read: Tensor) -> Tensor:
         """Map each head's read of the latent to its value width, [B, H, T, R] to [B, H, T, D]."""
-        if self._is_fused_up(read, "head_values"):
+        if self._is_fused_up(read, "per_head_linear"):
             return per_head_linear(read.transpose(1, 2), self.v_up).transpose(1, 2)
         return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import LayerNormLayerConfig
-from caramba.ops import is_fused, layer_norm
+from caramba.ops import is_fused
+from caramba.ops.layer_norm import layer_norm
 
 
 class LayerNormLayer(nn.LayerNorm):

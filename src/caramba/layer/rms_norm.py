@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import RMSNormLayerConfig
-from caramba.ops import is_fused, rms_norm
+from caramba.ops import is_fused
+from caramba.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

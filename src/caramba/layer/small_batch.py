@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from caramba.ops import has_kernel, rows_fit
+from caramba.ops import has_kernel
 from caramba.ops.latent_queries import HALF
+from caramba.ops.small_batch_linear import rows_fit
 
 SMALL_BATCH_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 2}
 """Rows up to which products by `small_batch_linear` are taken, by dtype.
@@ -22,7 +23,7 @@ def is_small_batch(x: Tensor) -> bool:
     return (
         not torch.is_grad_enabled()
         and 0 < x.numel() <= SMALL_BATCH_ROWS.get(x.dtype, 0) * x.shape[-1]
-        and has_kernel("row_linear", x)
+        and has_kernel("small_batch_linear", x)
         and not torch.is_autocast_enabled(x.device.type)
     )
 

@@ -12,7 +12,8 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.score import CausalScore
 from caramba.layer.small_batch import has_hooks
 from caramba.layer.varlen import WIDEST
-from caramba.ops import decoupled_attention, has_kernel, has_two_part_keys, implementation
+from caramba.ops import has_kernel, implementation
+from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys
 
 OP = "decoupled_attention"
 

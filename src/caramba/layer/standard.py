@@ -28,7 +28,9 @@ from caramba.layer.projection import (
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import Null
-from caramba.ops import StoredStream, has_kernel, rope_qkv
+from caramba.ops import has_kernel
+from caramba.ops.dba_decode import StoredStream
+from caramba.ops.rope_qkv import rope_qkv
 
 
 class StandardProjection(Projection):

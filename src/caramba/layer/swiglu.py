@@ -16,7 +16,8 @@ from caramba.layer.fused_small_batch import are_unmodified, linear_residual, nor
 from caramba.layer.products import fused_product, products
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.small_batch import has_separate_norm
-from caramba.ops import has_kernel, is_fused, swiglu
+from caramba.ops import has_kernel, is_fused
+from caramba.ops.swiglu import swiglu
 
 
 class SwiGLULayer(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from caramba.config.model import ModelSpec
 from caramba.layer.small_batch import has_kernel_weight, is_small_batch
-from caramba.ops import small_batch_linear
+from caramba.ops.small_batch_linear import small_batch_linear
 
 
 class Head(nn.Linear):

@@ -10,11 +10,7 @@ from caramba.ops.backend import call_op, has_kernel
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import check_queries, has_narrow_queries, reference_latent_queries
 from caramba.ops.per_head_linear import reference_per_head_linear
-
-torch.library.define(
-    "caramba::absorbed_queries",
-    "(Tensor q, Tensor sem_map, Tensor geo_map, Tensor cos, Tensor sin, float scale) -> Tensor",
-)
+from caramba.ops.registry import caramba_op
 
 
 def absorbed_queries(
@@ -44,6 +40,10 @@ def absorbed_queries(
     return call_op("absorbed_queries", q, sem_map, geo_map, cos, sin, scale)
 
 
+@caramba_op(
+    "absorbed_queries",
+    fake=lambda q, sem_map, geo_map, *_: q.new_empty((*q.shape[:-1], sem_map.shape[-1] + geo_map.shape[-1])),
+)
 def reference_absorbed_queries(
     q: Tensor, sem_map: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> Tensor:
@@ -52,11 +52,3 @@ def reference_absorbed_queries(
         (q.shape[-1], geo_map.shape[-1]), dim=-1
     )
     return torch.cat((reference_per_head_linear(sem, sem_map), geo), dim=-1)
-
-
-torch.library.impl("caramba::absorbed_queries", "CompositeExplicitAutograd", reference_absorbed_queries)
-
-
-@torch.library.register_fake("caramba::absorbed_queries")
-def _(q: Tensor, sem_map: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    return q.new_empty((*q.shape[:-1], sem_map.shape[-1] + geo_map.shape[-1]))

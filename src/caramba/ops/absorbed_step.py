@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,7 @@ from caramba.ops.backend import call_op, has_kernel
 from caramba.ops.dba_append import check_dba_append, dba_append
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF, check_queries, has_narrow_queries
-
-torch.library.define(
-    "caramba::absorbed_step",
-    "(Tensor q, Tensor sem_map, Tensor geo_map, Tensor cos, Tensor sin, float scale, Tensor c, Tensor k_geo, "
-    "Tensor(a!)[] buffers, Tensor lengths) -> Tensor",
-)
+from caramba.ops.registry import caramba_op
 
 
 def absorbed_step(
@@ -48,7 +44,7 @@ def absorbed_step(
     _check(*given)
     refuse_gradients("absorbed_step", q, sem_map, geo_map, c, k_geo)
     if has_kernel("absorbed_step", q) and not _has_narrow(q, c, k_geo, geo_map, buffers):
-        return _apart(*given)
+        return reference_absorbed_step(*given)
     return call_op("absorbed_step", *given)
 
 
@@ -93,7 +89,14 @@ def _check(
     check_dba_append([c, k_geo], buffers, lengths, cos, sin, 1)
 
 
-def _apart(
+def _fake(*given: Any) -> Tensor:
+    _check(*given)
+    q, sem_map, geo_map = given[:3]
+    return q.new_empty((*q.shape[:-1], sem_map.shape[-1] + geo_map.shape[-1]))
+
+
+@caramba_op("absorbed_step", fake=_fake, mutates=("buffers",))
+def reference_absorbed_step(
     q: Tensor,
     sem_map: Tensor,
     geo_map: Tensor,
@@ -108,23 +111,3 @@ def _apart(
     """Compute the op by the two that it joins, each of which knows what its kernels take."""
     dba_append([c, k_geo], buffers, lengths, cos, sin, 1)
     return absorbed_queries(q, sem_map, geo_map, cos, sin, scale)
-
-
-torch.library.impl("caramba::absorbed_step", "CompositeExplicitAutograd", _apart)
-
-
-@torch.library.register_fake("caramba::absorbed_step")
-def _(
-    q: Tensor,
-    sem_map: Tensor,
-    geo_map: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    c: Tensor,
-    k_geo: Tensor,
-    buffers: list[Tensor],
-    lengths: Tensor,
-) -> Tensor:
-    _check(q, sem_map, geo_map, cos, sin, scale, c, k_geo, buffers, lengths)
-    return q.new_empty((*q.shape[:-1], sem_map.shape[-1] + geo_map.shape[-1]))

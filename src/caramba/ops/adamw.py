@@ -16,18 +16,11 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct, has_kernel
 from caramba.ops.packed_masters import moments_of, pack_masters, unpack_masters
+from caramba.ops.registry import caramba_op
 from caramba.ops.stochastic_round import check_seed, chunk_noise, chunks, round_with_noise
 from caramba.ops.upcast import upcast
 
 NAMES = ("parameter", "first moment", "second moment", "gradient", "weight")
-
-torch.library.define(
-    "caramba::adamw_step",
-    "(Tensor(a!)[] parameters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor[] grads,"
-    " Tensor(e!)[] weights, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
-    " Tensor? rate, Tensor? clip, Tensor? grad_scale, Tensor? found_inf, Tensor? seed, int first,"
-    " bool in_moments=False) -> ()",
-)
 
 
 def adamw_step(
@@ -156,6 +149,7 @@ def _refusal(index: int, group: Sequence[Tensor]) -> ConfigError:
     )
 
 
+@caramba_op("adamw_step", mutates=("parameters", "exp_avgs", "exp_avg_sqs", "steps", "weights"))
 def reference_adamw_step(
     parameters: list[Tensor],
     exp_avgs: list[Tensor],
@@ -214,31 +208,3 @@ def reference_adamw_step(
 def log_of(beta: float) -> float:
     """Return log(beta), of 0 minus infinity: beta^t = exp(t log(beta)) for every t above 0."""
     return math.log(beta) if beta > 0 else -math.inf
-
-
-torch.library.impl("caramba::adamw_step", "CompositeExplicitAutograd", reference_adamw_step)
-
-
-@torch.library.register_fake("caramba::adamw_step")
-def _(
-    parameters: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    grads: list[Tensor],
-    weights: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    rate: Tensor | None,
-    clip: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    seed: Tensor | None,
-    first: int,
-    in_moments: bool = False,
-) -> None:
-    return None

@@ -1,4 +1,4 @@
-"""The op `caramba::likeliest`: argmax of rows of logits and its log-probability, in one pass."""
+"""The op `caramba::argmax_logprob`: argmax of rows of logits and its log-probability, in one pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import empty_upcast, upcast
-
-torch.library.define("caramba::likeliest", "(Tensor logits) -> (Tensor, Tensor)")
 
 
 def argmax_logprob(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,19 +29,16 @@ def argmax_logprob(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits.detach()
     if logits.dtype == torch.float64:  # no kernel takes it
         return reference_argmax_logprob(logits)
-    return (direct("likeliest", logits) or torch.ops.caramba.likeliest.default)(logits)
+    return (direct("argmax_logprob", logits) or torch.ops.caramba.argmax_logprob.default)(logits)
 
 
+def _fake(logits: Tensor) -> tuple[Tensor, Tensor]:
+    n_rows = logits.shape[:1]
+    return logits.new_empty(n_rows, dtype=torch.int64), empty_upcast(logits, n_rows)
+
+
+@caramba_op("argmax_logprob", fake=_fake)
 def reference_argmax_logprob(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
     index = logits.argmax(-1, keepdim=True)
     return index.squeeze(1), upcast(logits).log_softmax(-1).gather(1, index).squeeze(1)
-
-
-torch.library.impl("caramba::likeliest", "CompositeExplicitAutograd", reference_argmax_logprob)
-
-
-@torch.library.register_fake("caramba::likeliest")
-def _(logits: Tensor) -> tuple[Tensor, Tensor]:
-    n_rows = logits.shape[:1]
-    return logits.new_empty(n_rows, dtype=torch.int64), empty_upcast(logits, n_rows)

@@ -12,57 +12,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from caramba.errors import KernelUnavailable
-from caramba.ops.first_order import first_order, refuse_tangents
+from caramba.ops.first_order import refuse_tangents
+from caramba.ops.registry import all_ops, eager_functions, launchers
 
 REFERENCE = "reference"
-OPS = (
-    "absorbed_queries",
-    "absorbed_step",
-    "adamw_step",
-    "add_layer_norm",
-    "add_rms_norm",
-    "cross_entropy_rows",
-    "dba_append",
-    "dba_decode",
-    "dba_decode_up",
-    "decoupled_attention",
-    "decoupled_attention_backward",
-    "dequantize",
-    "distillation_rows",
-    "drawn",
-    "float8_cast",
-    "float8_swiglu",
-    "float8_swiglu_backward",
-    "head_values",
-    "keep_drawn",
-    "latent_queries",
-    "latent_queries_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "likeliest",
-    "lion_step",
-    "list_norms",
-    "lookup_round",
-    "norm_dropout_activation",
-    "norm_dropout_activation_backward",
-    "numbers_of_words",
-    "quantize",
-    "rms_norm",
-    "rms_norm_backward",
-    "rope",
-    "rope_qkv",
-    "rope_qkv_backward",
-    "round_at_random",
-    "row_linear",
-    "scale_",
-    "step_angles",
-    "store_tokens",
-    "swiglu",
-    "swiglu_backward",
-    "swiglu_packed",
-    "swiglu_packed_backward",
-)
-"""Ops under `torch.ops.caramba` that have a contract."""
 
 TRITON_AVAILABLE: bool = importlib.util.find_spec("triton") is not None
 """Triton is installed; its kernels run where there is a CUDA device."""
@@ -71,9 +24,7 @@ METAL_AVAILABLE: bool = torch.backends.mps.is_available()
 
 DISPATCH_KEYS = {"cuda": "CUDA", "mps": "MPS", "cpu": "CPU"}
 _attached: dict[tuple[str, str], str] = {}
-_launchers: dict[tuple[str, str], Callable[..., Any]] = {}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_eager: dict[str, type[torch.autograd.Function]] = {}
 _compilers: dict[str, str | None] = {}
 
 DECOUPLED = (("k_sem", "k_geo", "v"), ("c", "k_geo"))
@@ -97,9 +48,9 @@ def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]
     Raises:
         KernelUnavailable: an op without a contract, or another backend is attached already.
     """
-    if op not in OPS or device_type not in DISPATCH_KEYS:
+    if op not in all_ops() or device_type not in DISPATCH_KEYS:
         raise KernelUnavailable(
-            f"op {op!r} on {device_type!r}: no such contract; ops: {', '.join(OPS)}; "
+            f"op {op!r} on {device_type!r}: no such contract; ops: {', '.join(all_ops())}; "
             f"devices: {', '.join(DISPATCH_KEYS)}"
         )
     present = _attached.get((op, device_type))
@@ -109,7 +60,7 @@ def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]
         raise KernelUnavailable(f"op {op} on {device_type}: {present} is attached, cannot attach {backend}")
     torch.library.impl(f"caramba::{op}", DISPATCH_KEYS[device_type], launcher)
     _attached[op, device_type] = backend
-    _launchers[op, device_type] = launcher
+    launchers[op, device_type] = launcher
 
 
 def found_compiler(name: str, found: str | None) -> None:
@@ -136,11 +87,11 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
     """Return the op's launcher if it may bypass the dispatcher, else None.
 
     The dispatcher and torch's Python around the op's autograd take longer than a launch. Where gradients are needed
-    the result is an autograd function with the op's own gradient (`differentiable`), if it has one. Tensor subclasses,
+    the result is an autograd function with the op's own gradient, if it has one. Tensor subclasses,
     traces and dispatch modes always get the op.
     """
     refuse_tangents(op, *tensors)
-    if not _launchers or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if not launchers or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return None
     needs_grad = False
     for x in tensors:
@@ -152,33 +103,11 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
     first = tensors[0]
     assert first is not None
     # `x.device` creates an object on each access; `is_cuda` does not.
-    launcher = _launchers.get((op, "cuda" if first.is_cuda else first.device.type))
+    launcher = launchers.get((op, "cuda" if first.is_cuda else first.device.type))
     if launcher is None or not needs_grad:
         return launcher
-    function = _eager.get(op)
+    function = eager_functions.get(op)
     return None if function is None else function.apply
-
-
-def differentiable(
-    op: str, backward: Callable[..., Any], setup: Callable[..., None], *, is_linear: bool = False
-) -> None:
-    """Give an op its gradient, through the dispatcher and for `direct`.
-
-    `setup(ctx, inputs, output)` keeps what `backward(ctx, *grads)` needs, as `torch.library.register_autograd` has it.
-    Inputs: all of the op's arguments, the tensors one by one, the first one there. `is_linear`: the gradient is made of
-    ops that have gradients; any other refuses to be differentiated once more.
-    """
-    if not is_linear:
-        backward = first_order(op, backward)
-    torch.library.register_autograd(f"caramba::{op}", backward, setup_context=setup)
-
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _launchers[op, inputs[0].device.type](*inputs)
-        setup(ctx, inputs, output)
-        return output
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    _eager[op] = type(f"{op}_eager", (torch.autograd.Function,), methods)
 
 
 def call_op(op: str, *inputs: Any) -> Any:
@@ -193,16 +122,16 @@ def without_kernels(*ops: str) -> Iterator[None]:
 
     For comparisons.
     """
-    attached, launchers = dict(_attached), dict(_launchers)
+    attached, launched = dict(_attached), dict(launchers)
     for place in attached:
         if not ops or place[0] in ops:
             _attached.pop(place)
-            _launchers.pop(place, None)
+            launchers.pop(place, None)
     try:
         yield
     finally:
         _attached.update(attached)
-        _launchers.update(launchers)
+        launchers.update(launched)
 
 
 def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -216,7 +145,7 @@ def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
         "triton": version("triton") if TRITON_AVAILABLE else None,
         "nvrtc": _compilers.get("nvrtc"),
         "metal": METAL_AVAILABLE,
-        "ops": {op: implementation(op, device) for op in OPS},
+        "ops": {op: implementation(op, device) for op in all_ops()},
     }
 
 

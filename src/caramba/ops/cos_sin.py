@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-
-torch.library.define("caramba::cos_sin", "(Tensor angles) -> (Tensor, Tensor)")
+from caramba.ops.registry import caramba_op
 
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,14 +25,9 @@ def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.caramba.cos_sin.default(angles)
 
 
+@caramba_op(
+    "cos_sin", fake=lambda angles: (torch.empty_like(angles), torch.empty_like(angles)), takes_kernel=False
+)
 def reference_cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
     return angles.cos(), angles.sin()
-
-
-torch.library.impl("caramba::cos_sin", "CompositeExplicitAutograd", reference_cos_sin)
-
-
-@torch.library.register_fake("caramba::cos_sin")
-def _(angles: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(angles), torch.empty_like(angles)

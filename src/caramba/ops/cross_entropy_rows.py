@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-
-NAME = "caramba::cross_entropy_rows"
-
-torch.library.define(
-    NAME,
-    "(Tensor(a!) logits, Tensor targets, Tensor(b!) losses, int ignore_index, float scale, float z_loss, bool writes) "
-    "-> ()",
-)
+from caramba.ops.registry import caramba_op
 
 
 def cross_entropy_rows(
@@ -48,6 +41,11 @@ def cross_entropy_rows(
     )
 
 
+@caramba_op(
+    "cross_entropy_rows",
+    fake=lambda logits, targets, losses, *_: _check(logits, targets, losses),
+    mutates=("logits", "losses"),
+)
 def reference_cross_entropy_rows(
     logits: Tensor,
     targets: Tensor,
@@ -96,19 +94,3 @@ def _check(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
             f"cross_entropy_rows: logits have strides {logits.stride()} and losses {losses.stride()}, "
             "expected 1 within a row of logits and contiguous losses"
         )
-
-
-torch.library.impl(NAME, "CompositeExplicitAutograd", reference_cross_entropy_rows)
-
-
-@torch.library.register_fake(NAME)
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    ignore_index: int,
-    scale: float,
-    z_loss: float,
-    writes: bool,
-) -> None:
-    _check(logits, targets, losses)

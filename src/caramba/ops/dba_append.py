@@ -11,12 +11,8 @@ from caramba.errors import ConfigError
 from caramba.ops.backend import direct
 from caramba.ops.decode_on_host import put
 from caramba.ops.first_order import refuse_gradients
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
-
-torch.library.define(
-    "caramba::dba_append",
-    "(Tensor[] streams, Tensor(a!)[] buffers, Tensor lengths, Tensor? cos, Tensor? sin, int rotated) -> ()",
-)
 
 
 def dba_append(
@@ -157,7 +153,12 @@ def reference_dba_append(
         _write(x, buffers[buffer][..., column : column + x.shape[-1]], lengths)
 
 
-def _append(
+@caramba_op(
+    "dba_append",
+    fake=check_dba_append,
+    mutates=("buffers",),
+)
+def host_dba_append(
     streams: list[Tensor],
     buffers: list[Tensor],
     lengths: Tensor,
@@ -199,18 +200,3 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3)
     first, second = wide.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-torch.library.impl("caramba::dba_append", "CompositeExplicitAutograd", _append)
-
-
-@torch.library.register_fake("caramba::dba_append")
-def _(
-    streams: list[Tensor],
-    buffers: list[Tensor],
-    lengths: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rotated: int,
-) -> None:
-    check_dba_append(streams, buffers, lengths, cos, sin, rotated)

@@ -14,15 +14,10 @@ from caramba.ops.decode_arguments import check_dba_decode, check_lengths, span_o
 from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.ops.first_order import refuse_gradients
+from caramba.ops.registry import caramba_op
 
 WIDEST = {torch.float32: 128, torch.float16: 512, torch.bfloat16: 512}
 """Widest head that kernels take, by the queries' dtype: tiles fit shared memory, and compile in less than a minute."""
-
-torch.library.define(
-    "caramba::dba_decode",
-    "(Tensor q_sem, Tensor q_geo, str[] kinds, Tensor[] k_sem, Tensor[] k_geo, Tensor[] v, Tensor seqlens, "
-    "Tensor? n_packed, Tensor[] null, int window, int max_seqlen, int n_splits) -> (Tensor, Tensor)",
-)
 
 
 class StoredStream(NamedTuple):
@@ -127,26 +122,16 @@ def _admit(*given: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return None if kernel_takes(q_sem.dtype, widths) else reference_dba_decode
 
 
-torch.library.impl("caramba::dba_decode", "CompositeExplicitAutograd", host_dba_decode)
-
-
-@torch.library.register_fake("caramba::dba_decode")
-def _(
-    q_sem: Tensor,
-    q_geo: Tensor,
-    kinds: list[str],
-    k_sem: list[Tensor],
-    k_geo: list[Tensor],
-    v: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-    null: list[Tensor],
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-) -> tuple[Tensor, Tensor]:
-    _, width = check_dba_decode(
-        q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
-    )
+def _fake(*given: Any) -> tuple[Tensor, Tensor]:
+    _, width = check_dba_decode(*given)
+    q_sem = given[0]
     shape = q_sem.shape[:3]
     return q_sem.new_empty((*shape, width)), q_sem.new_empty(shape, dtype=torch.float32)
+
+
+caramba_op(
+    "dba_decode",
+    fake=_fake,
+    schema="(Tensor q_sem, Tensor q_geo, str[] kinds, Tensor[] k_sem, Tensor[] k_geo, Tensor[] v, Tensor seqlens, "
+    "Tensor? n_packed, Tensor[] null, int window, int max_seqlen, int n_splits) -> (Tensor, Tensor)",
+)(host_dba_decode)

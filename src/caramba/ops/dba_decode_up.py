@@ -17,12 +17,7 @@ from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF
 from caramba.ops.per_head_linear import per_head_linear, reference_per_head_linear
-
-torch.library.define(
-    "caramba::dba_decode_up",
-    "(Tensor q_sem, Tensor q_geo, str[] kinds, Tensor[] c, Tensor[] k_geo, Tensor seqlens, Tensor? n_packed, "
-    "Tensor up, int window, int max_seqlen, int n_splits) -> Tensor",
-)
+from caramba.ops.registry import caramba_op
 
 
 def dba_decode_up(
@@ -123,6 +118,19 @@ def _apart(
     return per_head_linear(read.transpose(1, 2), up)
 
 
+def _fake(*given: Any) -> Tensor:
+    check_dba_decode_up(*given)
+    q_sem, up = given[0], given[7]
+    batch, heads, n_queries, _ = q_sem.shape
+    return q_sem.new_empty((batch, n_queries, heads, up.shape[-1]))
+
+
+@caramba_op(
+    "dba_decode_up",
+    fake=_fake,
+    schema="(Tensor q_sem, Tensor q_geo, str[] kinds, Tensor[] c, Tensor[] k_geo, Tensor seqlens, Tensor? n_packed, "
+    "Tensor up, int window, int max_seqlen, int n_splits) -> Tensor",
+)
 def host_dba_decode_up(
     q_sem: Tensor,
     q_geo: Tensor,
@@ -141,25 +149,3 @@ def host_dba_decode_up(
         q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], window, max_seqlen, n_splits
     )
     return reference_per_head_linear(read.transpose(1, 2), up)
-
-
-torch.library.impl("caramba::dba_decode_up", "CompositeExplicitAutograd", host_dba_decode_up)
-
-
-@torch.library.register_fake("caramba::dba_decode_up")
-def _(
-    q_sem: Tensor,
-    q_geo: Tensor,
-    kinds: list[str],
-    c: list[Tensor],
-    k_geo: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-    up: Tensor,
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-) -> Tensor:
-    check_dba_decode_up(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
-    batch, heads, n_queries, _ = q_sem.shape
-    return q_sem.new_empty((batch, n_queries, heads, up.shape[-1]))

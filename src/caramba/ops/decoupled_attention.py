@@ -10,21 +10,12 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, differentiable, has_kernel
+from caramba.ops.backend import call_op, has_kernel
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
 
 HALF = (torch.float16, torch.bfloat16)
 NARROWEST, WIDEST_SEM, WIDEST_GEO, WIDEST_VALUE = 16, 128, 256, 128
-
-torch.library.define(
-    "caramba::decoupled_attention",
-    "(Tensor q, Tensor k_sem, Tensor k_geo, Tensor v, Tensor? first) -> (Tensor, Tensor)",
-)
-torch.library.define(
-    "caramba::decoupled_attention_backward",
-    "(Tensor grad, Tensor q, Tensor k_sem, Tensor k_geo, Tensor v, Tensor? first, Tensor out, Tensor lse)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 def decoupled_attention(
@@ -130,6 +121,28 @@ def _wide(
     return queries, keys, values, scores.masked_fill(hidden, -math.inf)
 
 
+def _fake_decoupled_attention(
+    q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    batch, n_queries, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, n_queries), dtype=torch.float32)
+    return q.new_empty((batch, n_queries, heads, v.shape[3])), lse
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    found = torch.ops.caramba.decoupled_attention_backward.default(grad, *ctx.saved_tensors)
+    return *found, None
+
+
+@caramba_op("decoupled_attention", fake=_fake_decoupled_attention, setup=_setup, backward=_backward)
 def reference_decoupled_attention(
     q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -141,6 +154,10 @@ def reference_decoupled_attention(
     return out.to(q.dtype).contiguous(), lse.float()
 
 
+@caramba_op(
+    "decoupled_attention_backward",
+    fake=lambda grad, q, k_sem, k_geo, v, *_: tuple(x.new_empty(x.shape) for x in (q, k_sem, k_geo, v)),
+)
 def reference_decoupled_attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -168,48 +185,3 @@ def reference_decoupled_attention_backward(
     )
     grad_q, grad_sem, grad_geo, grad_v = (x.to(q.dtype).contiguous() for x in found)
     return grad_q, grad_sem, grad_geo, grad_v
-
-
-torch.library.impl("caramba::decoupled_attention", "CompositeExplicitAutograd", reference_decoupled_attention)
-torch.library.impl(
-    "caramba::decoupled_attention_backward",
-    "CompositeExplicitAutograd",
-    reference_decoupled_attention_backward,
-)
-
-
-@torch.library.register_fake("caramba::decoupled_attention")
-def _(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    batch, n_queries, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, n_queries), dtype=torch.float32)
-    return q.new_empty((batch, n_queries, heads, v.shape[3])), lse
-
-
-@torch.library.register_fake("caramba::decoupled_attention_backward")
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k_sem: Tensor,
-    k_geo: Tensor,
-    v: Tensor,
-    first: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k_sem, k_geo, v))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 5
-    found = torch.ops.caramba.decoupled_attention_backward.default(grad, *ctx.saved_tensors)
-    return *found, None
-
-
-differentiable("decoupled_attention", _backward, _setup)

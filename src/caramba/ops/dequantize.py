@@ -9,10 +9,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
 from caramba.ops.formats import get_block_format, nf4_levels, unpack_nibbles
-
-torch.library.define(
-    "caramba::dequantize", "(Tensor codes, Tensor scales, str kind, int width, ScalarType dtype) -> Tensor"
-)
+from caramba.ops.registry import caramba_op
 
 
 def dequantize(
@@ -33,6 +30,12 @@ def dequantize(
     return call_op("dequantize", codes, scales, str(kind), width, dtype)
 
 
+def _fake(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
+    _check(codes, scales, kind, width)
+    return codes.new_empty((*codes.shape[:-2], width), dtype=dtype)
+
+
+@caramba_op("dequantize", fake=_fake)
 def reference_dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
     """Compute `dequantize` in plain PyTorch, in float32."""
     _check(codes, scales, kind, width)
@@ -61,12 +64,3 @@ def _check(codes: Tensor, scales: Tensor, kind: str, width: int) -> None:
             f"dequantise: codes are {codes.dtype} on {codes.device} and scales {scales.dtype} on {scales.device}, "
             f"{kind} has {stored.code_dtype} and {stored.scale_dtype} on one device; pass what quantize returned"
         )
-
-
-torch.library.impl("caramba::dequantize", "CompositeExplicitAutograd", reference_dequantize)
-
-
-@torch.library.register_fake("caramba::dequantize")
-def _(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
-    _check(codes, scales, kind, width)
-    return codes.new_empty((*codes.shape[:-2], width), dtype=dtype)

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-
-NAME = "caramba::distillation_rows"
-
-torch.library.define(
-    NAME,
-    "(Tensor(a!) logits, Tensor teacher, Tensor targets, Tensor(b!) kl, Tensor(c!) ce, int ignore_index, "
-    "float temperature, float kl_weight, bool writes) -> ()",
-)
+from caramba.ops.registry import caramba_op
 
 
 def distillation_rows(
@@ -55,6 +48,11 @@ def distillation_rows(
     run(logits, teacher, targets, kl, ce, ignore_index, temperature, kl_weight, writes)
 
 
+@caramba_op(
+    "distillation_rows",
+    fake=lambda logits, teacher, targets, kl, ce, *_: _check(logits, teacher, targets, kl, ce),
+    mutates=("logits", "kl", "ce"),
+)
 def reference_distillation_rows(
     logits: Tensor,
     teacher: Tensor,
@@ -118,21 +116,3 @@ def _check(logits: Tensor, teacher: Tensor, targets: Tensor, kl: Tensor, ce: Ten
             f"distillation_rows: got strides {logits.stride()} and {teacher.stride()}; expected 1 within a row, and "
             "contiguous losses"
         )
-
-
-torch.library.impl(NAME, "CompositeExplicitAutograd", reference_distillation_rows)
-
-
-@torch.library.register_fake(NAME)
-def _(
-    logits: Tensor,
-    teacher: Tensor,
-    targets: Tensor,
-    kl: Tensor,
-    ce: Tensor,
-    ignore_index: int,
-    temperature: float,
-    kl_weight: float,
-    writes: bool,
-) -> None:
-    _check(logits, teacher, targets, kl, ce)

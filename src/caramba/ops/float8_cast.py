@@ -6,15 +6,10 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.registry import caramba_op
 
-NAME = "caramba::float8_cast"
 LEAST_AMAX = 1e-12  # of what a scale is made for, as in torchao
 TILE = 16  # of both sides of a float8 product, which the hardware's are made of
-
-torch.library.define(
-    NAME,
-    "(Tensor x, bool per_tensor, bool e5m2) -> (Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)",
-)
 
 
 def float8_cast(
@@ -49,6 +44,9 @@ def format_of(e5m2: bool) -> torch.dtype:
     return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
 
 
+@caramba_op(
+    "float8_cast", fake=lambda x, per_tensor, e5m2: empty_cast(x, x.shape[0], x.shape[1], per_tensor, e5m2)
+)
 def reference_float8_cast(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
     wide, dtype = x.float(), format_of(e5m2)
@@ -84,9 +82,6 @@ def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.clamp(-most, most).to(dtype)
 
 
-torch.library.impl(NAME, "CompositeExplicitAutograd", reference_float8_cast)
-
-
 def empty_cast(
     like: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,8 +94,3 @@ def empty_cast(
         like.new_empty((n, m), dtype=dtype),
         like.new_empty((n_columns, 1), dtype=torch.float32),
     )
-
-
-@torch.library.register_fake(NAME)
-def _(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_cast(x, x.shape[0], x.shape[1], per_tensor, e5m2)

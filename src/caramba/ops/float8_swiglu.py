@@ -7,16 +7,9 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.float8_cast import TILE, empty_cast, reference_float8_cast
+from caramba.ops.registry import caramba_op
 
-NAME = "caramba::float8_swiglu"
-RETURNS = "(Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)"
 Cast = tuple[Tensor, Tensor, Tensor, Tensor]
-
-torch.library.define(NAME, f"(Tensor packed, bool per_tensor) -> {RETURNS}")
-torch.library.define(
-    f"{NAME}_backward",
-    f"(Tensor grad, Tensor grad_scale, Tensor column_scale, Tensor packed, bool per_tensor, bool e5m2) -> {RETURNS}",
-)
 
 
 def float8_swiglu(packed: Tensor, *, per_tensor: bool = False) -> Cast:
@@ -76,12 +69,24 @@ def _check(packed: Tensor) -> None:
         )
 
 
+@caramba_op(
+    "float8_swiglu",
+    fake=lambda packed, per_tensor: empty_cast(
+        packed, packed.shape[0], packed.shape[1] // 2, per_tensor, False
+    ),
+)
 def reference_float8_swiglu(packed: Tensor, per_tensor: bool) -> Cast:
     """Compute the op in plain PyTorch."""
     gate, up = packed.float().chunk(2, dim=-1)
     return reference_float8_cast(gate * torch.sigmoid(gate) * up, per_tensor, False)
 
 
+@caramba_op(
+    "float8_swiglu_backward",
+    fake=lambda grad, grad_scale, column_scale, packed, per_tensor, e5m2: empty_cast(
+        packed, packed.shape[0], packed.shape[1], per_tensor, e5m2
+    ),
+)
 def reference_float8_swiglu_backward(
     grad: Tensor, grad_scale: Tensor, column_scale: Tensor, packed: Tensor, per_tensor: bool, e5m2: bool
 ) -> Cast:
@@ -91,19 +96,3 @@ def reference_float8_swiglu_backward(
     share = torch.sigmoid(gate)
     both = torch.cat((wide * up * share * (1 + gate * (1 - share)), wide * gate * share), dim=-1)
     return reference_float8_cast(both, per_tensor, e5m2)
-
-
-torch.library.impl(NAME, "CompositeExplicitAutograd", reference_float8_swiglu)
-torch.library.impl(f"{NAME}_backward", "CompositeExplicitAutograd", reference_float8_swiglu_backward)
-
-
-@torch.library.register_fake(NAME)
-def _(packed: Tensor, per_tensor: bool) -> Cast:
-    return empty_cast(packed, packed.shape[0], packed.shape[1] // 2, per_tensor, False)
-
-
-@torch.library.register_fake(f"{NAME}_backward")
-def _(
-    grad: Tensor, grad_scale: Tensor, column_scale: Tensor, packed: Tensor, per_tensor: bool, e5m2: bool
-) -> Cast:
-    return empty_cast(packed, packed.shape[0], packed.shape[1], per_tensor, e5m2)

@@ -1,4 +1,4 @@
-"""The op `caramba::list_norms`: the 2-norm of each of many tensors, in one pass."""
+"""The op `caramba::foreach_norm`: the 2-norm of each of many tensors, in one pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-
-torch.library.define("caramba::list_norms", "(Tensor[] tensors) -> Tensor")
+from caramba.ops.registry import caramba_op
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -32,7 +31,7 @@ def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
             )
     if _dtype_of(tensors) == torch.float64:  # which no kernel takes
         return reference_foreach_norm(list(tensors))
-    run = direct("list_norms", *tensors) or torch.ops.caramba.list_norms.default
+    run = direct("foreach_norm", *tensors) or torch.ops.caramba.foreach_norm.default
     return run(list(tensors))
 
 
@@ -40,15 +39,8 @@ def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
+@caramba_op("foreach_norm", fake=lambda tensors: tensors[0].new_empty(len(tensors), dtype=_dtype_of(tensors)))
 def reference_foreach_norm(tensors: list[Tensor]) -> Tensor:
     """Compute the op in plain PyTorch."""
     dtype = _dtype_of(tensors)
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
-
-
-torch.library.impl("caramba::list_norms", "CompositeExplicitAutograd", reference_foreach_norm)
-
-
-@torch.library.register_fake("caramba::list_norms")
-def _(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty(len(tensors), dtype=_dtype_of(tensors))

@@ -9,19 +9,12 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import has_kernel
-from caramba.ops.first_order import first_order, refuse_tangents
+from caramba.ops.first_order import refuse_tangents
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD, WIDEST_GEO = 128, 256
-
-torch.library.define(
-    "caramba::latent_queries", "(Tensor q, Tensor geo_map, Tensor cos, Tensor sin, float scale) -> Tensor"
-)
-torch.library.define(
-    "caramba::latent_queries_backward",
-    "(Tensor grad, Tensor q, Tensor geo_map, Tensor cos, Tensor sin, float scale) -> (Tensor, Tensor)",
-)
 
 
 def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
@@ -79,6 +72,23 @@ def check_queries(op: str, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor)
         raise ConfigError(f"{op}: cos and sin require gradients, which this op does not give; detach them")
 
 
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_q, grad_map = torch.ops.caramba.latent_queries_backward.default(grad, *ctx.saved_tensors, ctx.scale)
+    return grad_q, grad_map, None, None, None
+
+
+@caramba_op(
+    "latent_queries",
+    fake=lambda q, geo_map, *_: q.new_empty((*q.shape[:-1], q.shape[-1] + geo_map.shape[-1])),
+    setup=_setup,
+    backward=_backward,
+    is_eager=False,
+)
 def reference_latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """Compute the op in plain PyTorch."""
     wide = upcast(q)
@@ -86,6 +96,10 @@ def reference_latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tenso
     return (torch.cat((wide, _turned(geo, cos, sin)), dim=-1) * scale).to(q.dtype).contiguous()
 
 
+@caramba_op(
+    "latent_queries_backward",
+    fake=lambda grad, q, geo_map, *_: (q.new_empty(q.shape), geo_map.new_empty(geo_map.shape)),
+)
 def reference_latent_queries_backward(
     grad: Tensor, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -103,36 +117,3 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = (table.to(x.dtype).squeeze(-3).unsqueeze(-2) for table in (cos, sin))
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-torch.library.impl("caramba::latent_queries", "CompositeExplicitAutograd", reference_latent_queries)
-torch.library.impl(
-    "caramba::latent_queries_backward", "CompositeExplicitAutograd", reference_latent_queries_backward
-)
-
-
-@torch.library.register_fake("caramba::latent_queries")
-def _(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    return q.new_empty((*q.shape[:-1], q.shape[-1] + geo_map.shape[-1]))
-
-
-@torch.library.register_fake("caramba::latent_queries_backward")
-def _(
-    grad: Tensor, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), geo_map.new_empty(geo_map.shape)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_q, grad_map = torch.ops.caramba.latent_queries_backward.default(grad, *ctx.saved_tensors, ctx.scale)
-    return grad_q, grad_map, None, None, None
-
-
-torch.library.register_autograd(
-    "caramba::latent_queries", first_order("latent_queries", _backward), setup_context=_setup
-)

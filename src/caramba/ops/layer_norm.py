@@ -7,22 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops.backend import call_op, differentiable, direct
+from caramba.ops.backend import call_op, direct
+from caramba.ops.registry import caramba_op
 from caramba.ops.rows import check_rows
 from caramba.ops.upcast import empty_upcast, upcast
-
-torch.library.define(
-    "caramba::layer_norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
-)
-torch.library.define(
-    "caramba::add_layer_norm",
-    "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "caramba::layer_norm_backward",
-    "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias)"
-    " -> (Tensor, Tensor, Tensor)",
-)
 
 
 def layer_norm(
@@ -99,6 +87,42 @@ def normalise_backward(
     return grad_x, sums[0], sums[1]
 
 
+def _fake_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.shape[:-1]
+    return x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
+
+
+def _fake_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = x.shape[:-1]
+    return x.new_empty(x.shape), x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[0], output[1], output[2], inputs[1], inputs[2])
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_gradients(ctx, grad, None), None
+
+
+def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], output[2], output[3], inputs[2], inputs[3])
+
+
+def _backward_add(
+    ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    grad_x, grad_weight, grad_bias = _gradients(ctx, grad, grad_sum)
+    return grad_x, grad_x, grad_weight, grad_bias, None
+
+
+@caramba_op("layer_norm", fake=_fake_layer_norm, setup=_setup, backward=_backward)
 def reference_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +131,7 @@ def reference_layer_norm(
     return scale_and_shift(unit, weight, bias).to(x.dtype).contiguous(), mean, rstd
 
 
+@caramba_op("add_layer_norm", fake=_fake_add_layer_norm, setup=_setup_add, backward=_backward_add)
 def reference_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -116,6 +141,10 @@ def reference_add_layer_norm(
     return y, total, mean, rstd
 
 
+@caramba_op(
+    "layer_norm_backward",
+    fake=lambda grad, grad_sum, x, mean, rstd, weight, bias: fake_gradients(x, weight, bias),
+)
 def reference_layer_norm_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
@@ -132,25 +161,6 @@ def reference_layer_norm_backward(
     return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias
 
 
-torch.library.impl("caramba::layer_norm", "CompositeExplicitAutograd", reference_layer_norm)
-torch.library.impl("caramba::add_layer_norm", "CompositeExplicitAutograd", reference_add_layer_norm)
-torch.library.impl("caramba::layer_norm_backward", "CompositeExplicitAutograd", reference_layer_norm_backward)
-
-
-@torch.library.register_fake("caramba::layer_norm")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[:-1]
-    return x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
-
-
-@torch.library.register_fake("caramba::add_layer_norm")
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = x.shape[:-1]
-    return x.new_empty(x.shape), x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
-
-
 def fake_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors as `layer_norm_backward` returns them, uninitialised."""
     vectors = [
@@ -158,29 +168,6 @@ def fake_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tup
         for vector in (weight, bias)
     ]
     return x.new_empty(x.shape), vectors[0], vectors[1]
-
-
-@torch.library.register_fake("caramba::layer_norm_backward")
-def _(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(x, weight, bias)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[0], output[1], output[2], inputs[1], inputs[2])
-
-
-def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], output[2], output[3], inputs[2], inputs[3])
 
 
 def _gradients(
@@ -193,18 +180,3 @@ def _gradients(
         "layer_norm_backward", grad, grad_sum, x, mean, rstd, weight, bias
     )
     return grad_x, None if weight is None else grad_weight, None if bias is None else grad_bias
-
-
-def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_gradients(ctx, grad, None), None
-
-
-def _backward_add(
-    ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    grad_x, grad_weight, grad_bias = _gradients(ctx, grad, grad_sum)
-    return grad_x, grad_x, grad_weight, grad_bias, None
-
-
-differentiable("layer_norm", _backward, _setup)
-differentiable("add_layer_norm", _backward_add, _setup_add)

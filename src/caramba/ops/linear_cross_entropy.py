@@ -12,11 +12,11 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
-from caramba.ops.first_order import first_order, leave_traces, refuse_tangents
+from caramba.ops.first_order import leave_traces, refuse_tangents
+from caramba.ops.registry import caramba_op
 from caramba.ops.scale import scale_
 from caramba.ops.upcast import upcast
 
-NAME = "caramba::linear_cross_entropy"
 EXTRA_BYTES = 10**9
 """Memory of a call besides its inputs and the weight's gradient, unless the caller sets the rows of a chunk: a chunk of
 logits, the gradient of hidden, and copies of hidden and of the weight where their dtypes differ."""
@@ -26,12 +26,6 @@ LEAST_LOGITS_BYTES = 2**28
 """Of one chunk of logits where the rest leaves less than this: smaller ones make dW's traffic what a call takes."""
 ROW_TILE = 128  # a chunk of whole tiles leaves no matrix product with a nearly empty row of tiles
 COLUMN_TILE = 64  # rows of logits begin at multiples of 128 bytes, whatever the size of the vocabulary
-
-torch.library.define(
-    NAME,
-    "(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float scale, float z_loss, int chunk, "
-    "bool wants_hidden, bool wants_weight) -> (Tensor, Tensor, Tensor)",
-)
 
 
 def linear_cross_entropy(
@@ -108,7 +102,53 @@ def rows_per_chunk(hidden: Tensor, n_classes: int, held_bytes: int = 0) -> int:
     return max(1, -(-len(hidden) // (n_chunks * ROW_TILE))) * ROW_TILE
 
 
-def run_chunks(
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    scale: float,
+    z_loss: float,
+    chunk: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(hidden, weight, targets)
+    return (
+        hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32)),
+        hidden.new_empty(hidden.shape if wants_hidden else 0),
+        weight.new_empty(weight.shape if wants_weight else 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, grad_hidden, grad_weight = output
+    ctx.wanted = inputs[-2:]
+    ctx.set_materialize_grads(False)  # or zeros as large as the weight would be made for nothing
+    ctx.mark_non_differentiable(grad_hidden, grad_weight)
+    ctx.save_for_backward(grad_hidden, grad_weight)
+
+
+def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 7
+    if upstream is None:
+        return None, None, *nothing
+    grad_hidden, grad_weight = ctx.saved_tensors
+    wants_hidden, wants_weight = ctx.wanted
+    left = upstream / max(1, len(grad_hidden)) if grad_hidden.dtype == torch.float16 else upstream
+    hidden = _scaled(grad_hidden, left) if wants_hidden else None
+    return hidden, _scaled(grad_weight, upstream) if wants_weight else None, *nothing
+
+
+@caramba_op(
+    "linear_cross_entropy",
+    fake=_fake,
+    setup=_setup_context,
+    backward=_backward,
+    is_eager=False,
+    takes_kernel=False,
+)
+def reference_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -220,48 +260,6 @@ def _check_range(targets: Tensor, ignore_index: int, n_classes: int) -> None:
         )
 
 
-torch.library.impl(NAME, "CompositeExplicitAutograd", run_chunks)
-
-
-@torch.library.register_fake(NAME)
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    scale: float,
-    z_loss: float,
-    chunk: int,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(hidden, weight, targets)
-    return (
-        hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32)),
-        hidden.new_empty(hidden.shape if wants_hidden else 0),
-        weight.new_empty(weight.shape if wants_weight else 0),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, grad_hidden, grad_weight = output
-    ctx.wanted = inputs[-2:]
-    ctx.set_materialize_grads(False)  # or zeros as large as the weight would be made for nothing
-    ctx.mark_non_differentiable(grad_hidden, grad_weight)
-    ctx.save_for_backward(grad_hidden, grad_weight)
-
-
-def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 7
-    if upstream is None:
-        return None, None, *nothing
-    grad_hidden, grad_weight = ctx.saved_tensors
-    wants_hidden, wants_weight = ctx.wanted
-    left = upstream / max(1, len(grad_hidden)) if grad_hidden.dtype == torch.float16 else upstream
-    hidden = _scaled(grad_hidden, left) if wants_hidden else None
-    return hidden, _scaled(grad_weight, upstream) if wants_weight else None, *nothing
-
-
 def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     """Scale in place, which saves a copy as large as the weight, unless the graph is kept for another backward, or
     traced (tensors are then of a subclass). The scale itself is never rounded to 16 bits: all of a gradient would be
@@ -271,8 +269,3 @@ def _scaled(grad: Tensor, by: Tensor) -> Tensor:
         return (upcast(grad) * by).to(grad.dtype)
     keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     return scale_(grad.clone() if keeps is None or keeps() else grad, by)
-
-
-torch.library.register_autograd(
-    NAME, first_order("linear_cross_entropy", _backward), setup_context=_setup_context
-)

@@ -9,13 +9,8 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
-
-torch.library.define(
-    "caramba::lion_step",
-    "(Tensor(a!)[] parameters, Tensor(b!)[] momenta, Tensor[] grads, float lr, float beta1, float beta2,"
-    " float weight_decay) -> ()",
-)
 
 
 def lion_step(
@@ -74,6 +69,7 @@ def lion_step(
     run(list(parameters), list(momenta), list(grads), lr, beta1, beta2, weight_decay)
 
 
+@caramba_op("lion_step", mutates=("parameters", "momenta"))
 def reference_lion_step(
     parameters: list[Tensor],
     momenta: list[Tensor],
@@ -91,19 +87,3 @@ def reference_lion_step(
         direction = torch.where(mixed == mixed, torch.sign(mixed), mixed)  # torch's sign of NaN is 0
         parameter.copy_(wide * (1 - lr * weight_decay) - direction * lr)
         momentum.copy_(moment * beta2 + slope * (1 - beta2))
-
-
-torch.library.impl("caramba::lion_step", "CompositeExplicitAutograd", reference_lion_step)
-
-
-@torch.library.register_fake("caramba::lion_step")
-def _(
-    parameters: list[Tensor],
-    momenta: list[Tensor],
-    grads: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-) -> None:
-    return None

@@ -9,24 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, differentiable, direct
+from caramba.ops.backend import call_op, direct
 from caramba.ops.layer_norm import fake_gradients, normalise, normalise_backward, scale_and_shift
 from caramba.ops.philox import dropout_mask, resolve_probability
+from caramba.ops.registry import caramba_op
 from caramba.ops.rows import check_rows
 from caramba.ops.upcast import empty_upcast, upcast
 
 Activation = Literal["relu", "gelu", "silu"]
-
-torch.library.define(
-    "caramba::norm_dropout_activation",
-    "(Tensor x, Tensor? weight, Tensor? bias, float eps, float p, int seed, str activation)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "caramba::norm_dropout_activation_backward",
-    "(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, float p, int seed,"
-    " str activation) -> (Tensor, Tensor, Tensor)",
-)
 
 
 def norm_dropout_activation(
@@ -101,66 +91,6 @@ def _slope(x: Tensor, activation: str) -> Tensor:
     return 0.5 * (1 + torch.erf(x * 0.7071067811865476)) + x * density
 
 
-def reference_norm_dropout_activation(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the op in plain PyTorch: (y, mean [...], rstd [...])."""
-    unit, mean, rstd = normalise(x, eps)
-    y = _activated(_dropped(scale_and_shift(unit, weight, bias), p, seed), activation)
-    return y.to(x.dtype).contiguous(), mean, rstd
-
-
-def reference_norm_dropout_activation_backward(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    seed: int,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dx, dweight, dbias) in plain PyTorch, from x alone."""
-    unit = (upcast(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    before = _dropped(scale_and_shift(unit, weight, bias), p, seed)
-    inner = _dropped(upcast(grad) * _slope(before, activation), p, seed)
-    grad_x, grad_weight, grad_bias = normalise_backward(inner, x, mean, rstd, weight, bias)
-    return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias
-
-
-torch.library.impl(
-    "caramba::norm_dropout_activation", "CompositeExplicitAutograd", reference_norm_dropout_activation
-)
-torch.library.impl(
-    "caramba::norm_dropout_activation_backward",
-    "CompositeExplicitAutograd",
-    reference_norm_dropout_activation_backward,
-)
-
-
-@torch.library.register_fake("caramba::norm_dropout_activation")
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), empty_upcast(x, x.shape[:-1]), empty_upcast(x, x.shape[:-1])
-
-
-@torch.library.register_fake("caramba::norm_dropout_activation_backward")
-def _(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    seed: int,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(x, weight, bias)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, _, ctx.p, ctx.seed, ctx.activation = inputs
     ctx.set_materialize_grads(False)
@@ -178,4 +108,39 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
     return grad_x, *vectors, None, None, None, None
 
 
-differentiable("norm_dropout_activation", _backward, _setup)
+@caramba_op(
+    "norm_dropout_activation",
+    fake=lambda x, *_: (x.new_empty(x.shape), empty_upcast(x, x.shape[:-1]), empty_upcast(x, x.shape[:-1])),
+    setup=_setup,
+    backward=_backward,
+)
+def reference_norm_dropout_activation(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the op in plain PyTorch: (y, mean [...], rstd [...])."""
+    unit, mean, rstd = normalise(x, eps)
+    y = _activated(_dropped(scale_and_shift(unit, weight, bias), p, seed), activation)
+    return y.to(x.dtype).contiguous(), mean, rstd
+
+
+@caramba_op(
+    "norm_dropout_activation_backward",
+    fake=lambda grad, x, mean, rstd, weight, bias, *_: fake_gradients(x, weight, bias),
+)
+def reference_norm_dropout_activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: int,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (dx, dweight, dbias) in plain PyTorch, from x alone."""
+    unit = (upcast(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    before = _dropped(scale_and_shift(unit, weight, bias), p, seed)
+    inner = _dropped(upcast(grad) * _slope(before, activation), p, seed)
+    grad_x, grad_weight, grad_bias = normalise_backward(inner, x, mean, rstd, weight, bias)
+    return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias

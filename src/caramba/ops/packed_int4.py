@@ -1,4 +1,4 @@
-"""Packed INT4 weights, and the op `caramba::numbers_of_words`, which dequantises them.
+"""Packed INT4 weights, and the op `caramba::dequantize_int4`, which dequantises them.
 
 An int16 word packs four 4-bit codes. A group of inputs shares a scale and a zero.
 """
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
+from caramba.ops.registry import caramba_op
 
 WORDS = torch.int16
 FIELDS = 4
@@ -31,9 +32,6 @@ def pack_int4(codes: Tensor, group: int) -> Tensor:
     return words.to(WORDS).flatten(1).contiguous()
 
 
-torch.library.define("caramba::numbers_of_words", "(Tensor words, Tensor scale, ScalarType dtype) -> Tensor")
-
-
 def dequantize_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight q s + z of packed codes, rounded once.
 
@@ -49,10 +47,14 @@ def dequantize_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
             f"dequantize_int4: got {words.dtype} {tuple(words.shape)} and {scale.dtype} {tuple(scale.shape)}, "
             f"expected {WORDS} [N, K / 4] and {SHARED} [N, K / G, 2]"
         )
-    run = direct("numbers_of_words", words, scale) or torch.ops.caramba.numbers_of_words.default
+    run = direct("dequantize_int4", words, scale) or torch.ops.caramba.dequantize_int4.default
     return run(words, scale, dtype)
 
 
+@caramba_op(
+    "dequantize_int4",
+    fake=lambda words, scale, dtype: scale.new_empty((words.shape[0], words.shape[1] * FIELDS), dtype=dtype),
+)
 def reference_dequantize_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the op in plain PyTorch."""
     n_rows, n_groups = scale.shape[:2]
@@ -91,11 +93,3 @@ def int4_matmul(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
     y = (sums * step.t()[:, :, None]).sum(0).t()
     y = (y + places.to(wide).sum((2, 3, 4)) @ zero.t()).to(x.dtype)
     return y.contiguous().view(*x.shape[:-1], n_rows)
-
-
-torch.library.impl("caramba::numbers_of_words", "CompositeExplicitAutograd", reference_dequantize_int4)
-
-
-@torch.library.register_fake("caramba::numbers_of_words")
-def _(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return scale.new_empty((words.shape[0], words.shape[1] * FIELDS), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The op `caramba::head_values`: a linear map per head, with the result in [B, T, H, D] order for the next product."""
+"""The op `caramba::per_head_linear`: a linear map per head, to [B, T, H, D]."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, has_kernel
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
-
-torch.library.define("caramba::head_values", "(Tensor x, Tensor weight) -> Tensor")
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -32,21 +31,14 @@ def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
             f"per_head_linear: weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}, expected floating "
             f"[{x.shape[2]}, {x.shape[3]}, D] on {x.device}"
         )
-    refuse_gradients("head_values", x, weight)
-    if has_kernel("head_values", x) and x.dtype not in HALF:
+    refuse_gradients("per_head_linear", x, weight)
+    if has_kernel("per_head_linear", x) and x.dtype not in HALF:
         return reference_per_head_linear(x, weight)
-    return call_op("head_values", x, weight)
+    return call_op("per_head_linear", x, weight)
 
 
+@caramba_op("per_head_linear", fake=lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[-1])))
 def reference_per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute the op in plain PyTorch."""
     wide = upcast(x)
     return torch.einsum("bthr,hrd->bthd", wide, weight.to(x.dtype).to(wide.dtype)).to(x.dtype).contiguous()
-
-
-torch.library.impl("caramba::head_values", "CompositeExplicitAutograd", reference_per_head_linear)
-
-
-@torch.library.register_fake("caramba::head_values")
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[-1]))

@@ -1,4 +1,4 @@
-"""The op `caramba::lookup_round`: what a verified round keeps of its drafts, and the drafts of the next one."""
+"""The op `caramba::prompt_lookup_step`: what a verified round keeps of its drafts, and the drafts of the next one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-
-torch.library.define(
-    "caramba::lookup_round",
-    "(Tensor(a!) ids, Tensor(b!) lengths, Tensor(c!) state, Tensor sampled, Tensor live, int most, int max_ngram, "
-    "bool extra) -> Tensor",
-)
+from caramba.ops.registry import caramba_op
 
 SIZE, LAST, DRAFTS = 0, 1, 2
 """Columns of `state`: the matched tokens behind the drafts, the text's last token, and where the drafts begin."""
@@ -71,10 +66,15 @@ def prompt_lookup_step(
         raise ConfigError(
             f"prompt_lookup_step: got most={most} and max_ngram={max_ngram}, expected >= 0 and >= 1"
         )
-    run = direct("lookup_round", ids) or torch.ops.caramba.lookup_round.default
+    run = direct("prompt_lookup_step", ids) or torch.ops.caramba.prompt_lookup_step.default
     return run(ids, lengths, state, sampled, live, most, max_ngram, extra)
 
 
+@caramba_op(
+    "prompt_lookup_step",
+    fake=lambda ids, *_: ids.new_empty(ids.shape[:1]),
+    mutates=("ids", "lengths", "state"),
+)
 def reference_prompt_lookup_step(
     ids: Tensor,
     lengths: Tensor,
@@ -122,20 +122,3 @@ def reference_prompt_lookup_step(
     source = start[:, None] + offset % (length - start)[:, None]
     state[:, DRAFTS:] = torch.where(best[:, None] > 0, ids.gather(1, source), 0)
     return kept
-
-
-torch.library.impl("caramba::lookup_round", "CompositeExplicitAutograd", reference_prompt_lookup_step)
-
-
-@torch.library.register_fake("caramba::lookup_round")
-def _(
-    ids: Tensor,
-    lengths: Tensor,
-    state: Tensor,
-    sampled: Tensor,
-    live: Tensor,
-    most: int,
-    max_ngram: int,
-    extra: bool,
-) -> Tensor:
-    return ids.new_empty(ids.shape[:1])

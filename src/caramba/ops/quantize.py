@@ -10,8 +10,7 @@ from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
 from caramba.ops.block_codes import block_codes, split_blocks
 from caramba.ops.formats import StoredFormat, get_block_format, pack_nibbles
-
-torch.library.define("caramba::quantize", "(Tensor x, str kind) -> (Tensor, Tensor)")
+from caramba.ops.registry import caramba_op
 
 
 def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -41,6 +40,16 @@ def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return call_op("quantize", x, str(kind))
 
 
+def _fake(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    stored = _checked(x, kind)
+    shape = (*x.shape[:-1], -(-x.shape[-1] // stored.block.elements))
+    return (
+        x.new_empty((*shape, stored.code_width), dtype=stored.code_dtype),
+        x.new_empty(shape, dtype=stored.scale_dtype),
+    )
+
+
+@caramba_op("quantize", fake=_fake)
 def reference_quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Compute `quantize` in plain PyTorch, in float32."""
     stored = _checked(x, kind)
@@ -56,16 +65,3 @@ def _checked(x: Tensor, kind: str) -> StoredFormat:
             f"quantise: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating dtype and one axis at least"
         )
     return stored
-
-
-torch.library.impl("caramba::quantize", "CompositeExplicitAutograd", reference_quantize)
-
-
-@torch.library.register_fake("caramba::quantize")
-def _(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    stored = _checked(x, kind)
-    shape = (*x.shape[:-1], -(-x.shape[-1] // stored.block.elements))
-    return (
-        x.new_empty((*shape, stored.code_width), dtype=stored.code_dtype),
-        x.new_empty(shape, dtype=stored.scale_dtype),
-    )

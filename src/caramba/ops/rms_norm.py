@@ -7,19 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops.backend import call_op, differentiable, direct
+from caramba.ops.backend import call_op, direct
+from caramba.ops.registry import caramba_op
 from caramba.ops.rows import check_rows
 from caramba.ops.upcast import empty_upcast, upcast
-
-torch.library.define("caramba::rms_norm", "(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)")
-torch.library.define(
-    "caramba::add_rms_norm",
-    "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "caramba::rms_norm_backward",
-    "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)",
-)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -53,6 +44,34 @@ def add_rms_norm(
     return y, total
 
 
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_gradients(ctx, grad, None), None
+
+
+def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], inputs[2], output[2])
+
+
+def _backward_add(
+    ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    grad_x, grad_weight = _gradients(ctx, grad, grad_sum)
+    return grad_x, grad_x, grad_weight, None
+
+
+@caramba_op(
+    "rms_norm",
+    fake=lambda x, *_: (x.new_empty(x.shape), empty_upcast(x, x.shape[:-1])),
+    setup=_setup,
+    backward=_backward,
+)
 def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch: (y, rstd [...] in the wide dtype)."""
     wide = upcast(x)
@@ -61,6 +80,12 @@ def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Te
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype).contiguous(), rstd.contiguous()
 
 
+@caramba_op(
+    "add_rms_norm",
+    fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape), empty_upcast(x, x.shape[:-1])),
+    setup=_setup_add,
+    backward=_backward_add,
+)
 def reference_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +95,13 @@ def reference_add_rms_norm(
     return y, total, rstd
 
 
+@caramba_op(
+    "rms_norm_backward",
+    fake=lambda grad, grad_sum, x, rstd, weight: (
+        x.new_empty(x.shape),
+        empty_upcast(x, (0,)) if weight is None else weight.new_empty(weight.shape),
+    ),
+)
 def reference_rms_norm_backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -90,57 +122,9 @@ def reference_rms_norm_backward(
     return grad_x.to(x.dtype).contiguous(), grad_weight.to(weight.dtype).contiguous()
 
 
-torch.library.impl("caramba::rms_norm", "CompositeExplicitAutograd", reference_rms_norm)
-torch.library.impl("caramba::add_rms_norm", "CompositeExplicitAutograd", reference_add_rms_norm)
-torch.library.impl("caramba::rms_norm_backward", "CompositeExplicitAutograd", reference_rms_norm_backward)
-
-
-@torch.library.register_fake("caramba::rms_norm")
-def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), empty_upcast(x, x.shape[:-1])
-
-
-@torch.library.register_fake("caramba::add_rms_norm")
-def _(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), empty_upcast(x, x.shape[:-1])
-
-
-@torch.library.register_fake("caramba::rms_norm_backward")
-def _(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), empty_upcast(x, (0,)) if weight is None else weight.new_empty(weight.shape)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], inputs[2], output[2])
-
-
 def _gradients(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
     x, weight, rstd = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(x)
     grad_x, grad_weight = call_op("rms_norm_backward", grad, grad_sum, x, rstd, weight)
     return grad_x, None if weight is None else grad_weight
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_gradients(ctx, grad, None), None
-
-
-def _backward_add(
-    ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    grad_x, grad_weight = _gradients(ctx, grad, grad_sum)
-    return grad_x, grad_x, grad_weight, None
-
-
-differentiable("rms_norm", _backward, _setup)
-differentiable("add_rms_norm", _backward_add, _setup_add)

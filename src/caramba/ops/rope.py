@@ -8,13 +8,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, differentiable, direct
+from caramba.ops.backend import call_op, direct
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
-
-torch.library.define(
-    "caramba::rope",
-    "(Tensor x, Tensor cos, Tensor sin, float scale, bool inverse, ScalarType dtype) -> Tensor",
-)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -67,28 +63,6 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ConfigError("rope: cos and sin require gradients, which this op does not give; detach them")
 
 
-def reference_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype: torch.dtype
-) -> Tensor:
-    """Compute the op in plain PyTorch."""
-    repeats = x.shape[1] // cos.shape[-3]
-    wide = upcast(x)
-    cos, sin = (table.to(wide.dtype).repeat_interleave(repeats, -3) for table in (cos, sin))
-    if inverse:
-        sin = -sin
-    first, second = wide.chunk(2, dim=-1)
-    out = torch.empty_like(x, dtype=dtype)
-    return out.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1) * scale)
-
-
-torch.library.impl("caramba::rope", "CompositeExplicitAutograd", reference_rope)
-
-
-@torch.library.register_fake("caramba::rope")
-def _(x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, cos, sin, ctx.scale, ctx.inverse, _ = inputs
     ctx.dtype = x.dtype
@@ -101,4 +75,22 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, None, None, None
 
 
-differentiable("rope", _backward, _setup, is_linear=True)
+@caramba_op(
+    "rope",
+    fake=lambda x, cos, sin, scale, inverse, dtype: torch.empty_like(x, dtype=dtype),
+    setup=_setup,
+    backward=_backward,
+    is_linear=True,
+)
+def reference_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype: torch.dtype
+) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    repeats = x.shape[1] // cos.shape[-3]
+    wide = upcast(x)
+    cos, sin = (table.to(wide.dtype).repeat_interleave(repeats, -3) for table in (cos, sin))
+    if inverse:
+        sin = -sin
+    first, second = wide.chunk(2, dim=-1)
+    out = torch.empty_like(x, dtype=dtype)
+    return out.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1) * scale)

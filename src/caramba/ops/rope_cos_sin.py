@@ -1,4 +1,4 @@
-"""The op `caramba::step_angles`: RoPE cosines and sines of a decode step's positions, for all layers' frequencies."""
+"""The op `caramba::rope_cos_sin`: RoPE cosines and sines of a decode step's positions, for all layers' frequencies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
-
-torch.library.define("caramba::step_angles", "(Tensor offset, Tensor frequencies) -> (Tensor, Tensor)")
+from caramba.ops.registry import caramba_op
 
 
 def rope_cos_sin(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,20 +30,17 @@ def rope_cos_sin(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
             f"rope_cos_sin: frequencies are {frequencies.dtype} {tuple(frequencies.shape)} on {frequencies.device}, "
             f"expected float32 [N, G, P] on {offset.device}"
         )
-    return call_op("step_angles", offset, frequencies)
+    return call_op("rope_cos_sin", offset, frequencies)
 
 
+def _fake(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    n, groups, pairs = frequencies.shape
+    shape = (n, offset.shape[0], groups, offset.shape[1], pairs)
+    return frequencies.new_empty(shape), frequencies.new_empty(shape)
+
+
+@caramba_op("rope_cos_sin", fake=_fake)
 def reference_rope_cos_sin(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
     angles = offset.to(torch.float32)[None, :, None, :, None] * frequencies[:, None, :, None, :]
     return angles.cos(), angles.sin()
-
-
-torch.library.impl("caramba::step_angles", "CompositeExplicitAutograd", reference_rope_cos_sin)
-
-
-@torch.library.register_fake("caramba::step_angles")
-def _(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    n, groups, pairs = frequencies.shape
-    shape = (n, offset.shape[0], groups, offset.shape[1], pairs)
-    return frequencies.new_empty(shape), frequencies.new_empty(shape)

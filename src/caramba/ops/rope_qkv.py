@@ -9,11 +9,8 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.first_order import refuse_tangents
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
-
-TABLES = "Tensor cos, Tensor sin, int n_heads, int n_kv_heads, float scale"
-torch.library.define("caramba::rope_qkv", f"(Tensor joined, {TABLES}) -> (Tensor, Tensor, Tensor)")
-torch.library.define("caramba::rope_qkv_backward", f"(Tensor dq, Tensor dk, Tensor dv, {TABLES}) -> Tensor")
 
 
 def rope_qkv(
@@ -70,35 +67,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1) * scale
 
 
-def reference_rope_qkv(
-    joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the op in plain PyTorch."""
-    parts = joined.unflatten(-1, (n_heads + 2 * n_kv_heads, -1)).split(
-        [n_heads, n_kv_heads, n_kv_heads], dim=2
-    )
-    q, k, v = (x.new_empty(x.shape) for x in parts)
-    q.copy_(_turned(parts[0], cos, sin, scale))
-    k.copy_(_turned(parts[1], cos, sin, 1.0))
-    v.copy_(parts[2])
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
-def reference_rope_qkv_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
-) -> Tensor:
-    """Compute d[q; k; v] in plain PyTorch."""
-    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-    parts = (_turned(dq, cos, -sin, scale), _turned(dk, cos, -sin, 1.0), upcast(dv))
-    return torch.cat(parts, dim=2).flatten(2).to(dq.dtype)
-
-
-torch.library.impl("caramba::rope_qkv", "CompositeExplicitAutograd", reference_rope_qkv)
-torch.library.impl("caramba::rope_qkv_backward", "CompositeExplicitAutograd", reference_rope_qkv_backward)
-
-
-@torch.library.register_fake("caramba::rope_qkv")
-def _(
+def _fake_rope_qkv(
     joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
 ) -> tuple[Tensor, ...]:
     batch, tokens, width = joined.shape
@@ -109,8 +78,7 @@ def _(
     )
 
 
-@torch.library.register_fake("caramba::rope_qkv_backward")
-def _(
+def _fake_rope_qkv_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
 ) -> Tensor:
     batch, _, tokens, head_dim = dq.shape
@@ -137,7 +105,33 @@ def _backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *parts, *(None,) * 5
 
 
-torch.library.register_autograd("caramba::rope_qkv", _backward, setup_context=_setup)
-torch.library.register_autograd(
-    "caramba::rope_qkv_backward", _backward_of_backward, setup_context=_setup_backward
+@caramba_op("rope_qkv", fake=_fake_rope_qkv, setup=_setup, backward=_backward, is_linear=True, is_eager=False)
+def reference_rope_qkv(
+    joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the op in plain PyTorch."""
+    parts = joined.unflatten(-1, (n_heads + 2 * n_kv_heads, -1)).split(
+        [n_heads, n_kv_heads, n_kv_heads], dim=2
+    )
+    q, k, v = (x.new_empty(x.shape) for x in parts)
+    q.copy_(_turned(parts[0], cos, sin, scale))
+    k.copy_(_turned(parts[1], cos, sin, 1.0))
+    v.copy_(parts[2])
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+@caramba_op(
+    "rope_qkv_backward",
+    fake=_fake_rope_qkv_backward,
+    setup=_setup_backward,
+    backward=_backward_of_backward,
+    is_linear=True,
+    is_eager=False,
 )
+def reference_rope_qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
+) -> Tensor:
+    """Compute d[q; k; v] in plain PyTorch."""
+    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+    parts = (_turned(dq, cos, -sin, scale), _turned(dk, cos, -sin, 1.0), upcast(dv))
+    return torch.cat(parts, dim=2).flatten(2).to(dq.dtype)

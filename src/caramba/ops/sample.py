@@ -7,10 +7,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-
-torch.library.define(
-    "caramba::drawn", "(Tensor logits, Tensor temperature, Tensor uniform) -> (Tensor, Tensor)"
-)
+from caramba.ops.registry import caramba_op
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +38,7 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
         )
     if logits.dtype == torch.float64 or wide != torch.float64:  # no kernel takes it
         return reference_sample(logits, temperature, uniform)
-    return (direct("drawn", logits) or torch.ops.caramba.drawn.default)(logits, temperature, uniform)
+    return (direct("sample", logits) or torch.ops.caramba.sample.default)(logits, temperature, uniform)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -60,6 +57,12 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     return (cumulated <= point[..., None]).sum(-1)
 
 
+def _fake(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    n_rows = logits.shape[:1]
+    return logits.new_empty(n_rows, dtype=torch.int64), logits.new_empty(n_rows, dtype=torch.float32)
+
+
+@caramba_op("sample", fake=_fake)
 def reference_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
     scores, is_greedy = logits.to(temperature.dtype), temperature == 0
@@ -69,12 +72,3 @@ def reference_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tu
     # Where a logit is not a number no share holds anything.
     chosen = chosen.clamp(max=logits.shape[1] - 1)
     return chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-
-
-torch.library.impl("caramba::drawn", "CompositeExplicitAutograd", reference_sample)
-
-
-@torch.library.register_fake("caramba::drawn")
-def _(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    n_rows = logits.shape[:1]
-    return logits.new_empty(n_rows, dtype=torch.int64), logits.new_empty(n_rows, dtype=torch.float32)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-
-torch.library.define("caramba::scale_", "(Tensor(a!) x, Tensor by) -> ()")
+from caramba.ops.registry import caramba_op
 
 
 def scale_(x: Tensor, by: Tensor) -> Tensor:
@@ -31,14 +30,7 @@ def scale_(x: Tensor, by: Tensor) -> Tensor:
     return x
 
 
+@caramba_op("scale_", mutates=("x",))
 def reference_scale(x: Tensor, by: Tensor) -> None:
     """Compute the op in plain PyTorch."""
     x.mul_(by.reshape(()))
-
-
-torch.library.impl("caramba::scale_", "CompositeExplicitAutograd", reference_scale)
-
-
-@torch.library.register_fake("caramba::scale_")
-def _(x: Tensor, by: Tensor) -> None:
-    return None

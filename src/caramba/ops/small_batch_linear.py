@@ -1,4 +1,4 @@
-"""The op `caramba::row_linear`: a linear map of a small batch (GEMV, skinny GEMM), with fused norm and residual."""
+"""The op `caramba::small_batch_linear`: a linear map of a few rows (GEMV, skinny GEMM) with fused norm and sum."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
 from caramba.ops.packed_int4 import FIELDS, SHARED, WORDS, reference_dequantize_int4
+from caramba.ops.registry import caramba_op
 from caramba.ops.rms_norm import reference_rms_norm
 from caramba.ops.swiglu import reference_swiglu_packed
 from caramba.ops.upcast import upcast
@@ -21,12 +22,6 @@ WIDEST = 16384
 """Widest row of the kernels: a whole row is in the registers of a program."""
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 CODES = torch.int8
-
-torch.library.define(
-    "caramba::row_linear",
-    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? residual, Tensor? norm, float? eps, bool gated) "
-    "-> Tensor",
-)
 
 
 def small_batch_linear(
@@ -62,7 +57,10 @@ def small_batch_linear(
     _check(x, weight, scale, bias, residual, norm, eps, gated)
     if not rows_fit(x, weight):  # no kernel takes it, attached or not
         return reference_small_batch_linear(x, weight, scale, bias, residual, norm, eps, gated)
-    run = direct("row_linear", x, weight, scale, bias, residual, norm) or torch.ops.caramba.row_linear.default
+    run = (
+        direct("small_batch_linear", x, weight, scale, bias, residual, norm)
+        or torch.ops.caramba.small_batch_linear.default
+    )
     return run(x, weight, scale, bias, residual, norm, eps, gated)
 
 
@@ -144,6 +142,12 @@ def _wrong(name: str, got: str, expected: str) -> ConfigError:
     return ConfigError(f"small_batch_linear: {name}: got {got}, expected {expected}")
 
 
+@caramba_op(
+    "small_batch_linear",
+    fake=lambda x, weight, scale, bias, residual, norm, eps, gated: x.new_empty(
+        (*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
+    ),
+)
 def reference_small_batch_linear(
     x: Tensor,
     weight: Tensor,
@@ -169,20 +173,3 @@ def reference_small_batch_linear(
     if gated:
         y = reference_swiglu_packed(y)
     return (y if residual is None else (upcast(y) + upcast(residual)).to(x.dtype)).contiguous()
-
-
-torch.library.impl("caramba::row_linear", "CompositeExplicitAutograd", reference_small_batch_linear)
-
-
-@torch.library.register_fake("caramba::row_linear")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm: Tensor | None,
-    eps: float | None,
-    gated: bool,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if gated else 1)))

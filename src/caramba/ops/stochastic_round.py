@@ -1,4 +1,4 @@
-"""The op `caramba::round_at_random`: stochastic rounding of many float32 tensors to bfloat16."""
+"""The op `caramba::stochastic_round`: stochastic rounding of many float32 tensors to bfloat16."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct, has_kernel
 from caramba.ops.philox import TILE, Piece, halves
+from caramba.ops.registry import caramba_op
 
 CHUNK = 128 * TILE
 """Elements per step of the reference on a CPU, so that they fit its caches; 32 times as many on other devices, where
 launches would take longer than the work. This bounds the memory of the reference."""
-
-torch.library.define(
-    "caramba::round_at_random", "(Tensor[] xs, Tensor(a!)[] outs, Tensor seed, int first) -> ()"
-)
 
 
 def stochastic_round(xs: Sequence[Tensor], outs: Sequence[Tensor], seed: Tensor, *, first: int = 0) -> None:
@@ -40,7 +37,7 @@ def stochastic_round(xs: Sequence[Tensor], outs: Sequence[Tensor], seed: Tensor,
         raise ConfigError(f"stochastic_round: {len(xs)} tensors into {len(outs)}; expected as many of both")
     if not xs:
         return
-    check_seed("round_at_random", seed, xs[0].device)
+    check_seed("stochastic_round", seed, xs[0].device)
     for index, (x, out) in enumerate(zip(xs, outs, strict=True)):
         kinds = (x.dtype, out.dtype) == (torch.float32, torch.bfloat16)
         places = x.shape == out.shape and x.device == out.device == seed.device
@@ -50,12 +47,12 @@ def stochastic_round(xs: Sequence[Tensor], outs: Sequence[Tensor], seed: Tensor,
                 f"{x.device}, to {tuple(out.shape)} of {out.dtype} with {out.stride()} on {out.device}; expected "
                 f"contiguous float32 to bfloat16 of its shape on {seed.device}"
             )
-    run = None if torch.is_grad_enabled() else direct("round_at_random", *xs)
-    if not (has_kernel("round_at_random", xs[0]) or torch.compiler.is_compiling()):
+    run = None if torch.is_grad_enabled() else direct("stochastic_round", *xs)
+    if not (has_kernel("stochastic_round", xs[0]) or torch.compiler.is_compiling()):
         # Not by the op: the dispatcher keeps a launcher that `without_kernels` has set aside.
         run = torch.no_grad()(reference_stochastic_round)
     elif run is None:
-        run = torch.ops.caramba.round_at_random.default
+        run = torch.ops.caramba.stochastic_round.default
     else:  # as the op would, so that a backward through what has changed is refused
         torch.autograd.graph.increment_version(tuple(outs))
     run(list(xs), list(outs), seed, first)
@@ -73,6 +70,7 @@ def check_seed(op: str, seed: Tensor, device: torch.device) -> None:
         )
 
 
+@caramba_op("stochastic_round", mutates=("outs",))
 def reference_stochastic_round(xs: list[Tensor], outs: list[Tensor], seed: Tensor, first: int) -> None:
     """Compute the op in plain PyTorch."""
     noise = chunk_noise(seed, first, [x.numel() for x in xs])
@@ -119,11 +117,3 @@ def chunks(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 def _chunk_on(device: torch.device) -> int:
     return CHUNK if device.type == "cpu" else 32 * CHUNK
-
-
-torch.library.impl("caramba::round_at_random", "CompositeExplicitAutograd", reference_stochastic_round)
-
-
-@torch.library.register_fake("caramba::round_at_random")
-def _(xs: list[Tensor], outs: list[Tensor], seed: Tensor, first: int) -> None:
-    return None

@@ -7,11 +7,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-
-torch.library.define(
-    "caramba::keep_drawn",
-    "(Tensor token, Tensor logprob, Tensor(a!) step, Tensor(b!) tokens, Tensor(c!) logprobs, Tensor(d!) fed) -> ()",
-)
+from caramba.ops.registry import caramba_op
 
 
 def store_sample(
@@ -45,10 +41,11 @@ def store_sample(
             raise ConfigError(
                 f"store_sample: {name} has shape {tuple(x.shape)} and strides {x.stride()}, expected contiguous columns"
             )
-    run = direct("keep_drawn", token, logprob, step, tokens, logprobs, fed)
-    (run or torch.ops.caramba.keep_drawn.default)(token, logprob, step, tokens, logprobs, fed)
+    run = direct("store_sample", token, logprob, step, tokens, logprobs, fed)
+    (run or torch.ops.caramba.store_sample.default)(token, logprob, step, tokens, logprobs, fed)
 
 
+@caramba_op("store_sample", mutates=("step", "tokens", "logprobs", "fed"))
 def reference_store_sample(
     token: Tensor, logprob: Tensor, step: Tensor, tokens: Tensor, logprobs: Tensor, fed: Tensor
 ) -> None:
@@ -58,11 +55,3 @@ def reference_store_sample(
     logprobs.index_copy_(1, at, logprob[:, None])
     fed.copy_(token)
     step += 1
-
-
-torch.library.impl("caramba::keep_drawn", "CompositeExplicitAutograd", reference_store_sample)
-
-
-@torch.library.register_fake("caramba::keep_drawn")
-def _(token: Tensor, logprob: Tensor, step: Tensor, tokens: Tensor, logprobs: Tensor, fed: Tensor) -> None:
-    return None

@@ -11,13 +11,9 @@ from caramba.errors import ConfigError
 from caramba.ops.backend import direct
 from caramba.ops.dba_append import columns
 from caramba.ops.first_order import refuse_gradients
+from caramba.ops.registry import caramba_op
 
 MOST_STREAMS = 3
-
-torch.library.define(
-    "caramba::store_tokens",
-    "(Tensor[] streams, Tensor(a!)[] buffers, Tensor rows, Tensor places) -> ()",
-)
 
 
 def store_tokens(streams: Sequence[Tensor], buffers: Sequence[Tensor], rows: Tensor, places: Tensor) -> None:
@@ -91,6 +87,11 @@ def _wrong(name: str, got: object, expected: str) -> ConfigError:
     return ConfigError(f"store_tokens: {name}: got {got}, expected {expected}")
 
 
+@caramba_op(
+    "store_tokens",
+    fake=check_store_tokens,
+    mutates=("buffers",),
+)
 def reference_store_tokens(
     streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor
 ) -> None:
@@ -112,11 +113,3 @@ def reference_store_tokens(
         into = buffers[buffer][..., column : column + x.shape[-1]].transpose(1, 2)
         values = x[0].transpose(0, 1)[token].to(into.dtype)
         into[row, place] = torch.where(is_any, values, into[row, place])
-
-
-torch.library.impl("caramba::store_tokens", "CompositeExplicitAutograd", reference_store_tokens)
-
-
-@torch.library.register_fake("caramba::store_tokens")
-def _(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> None:
-    check_store_tokens(streams, buffers, rows, places)

@@ -9,13 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, differentiable, direct
+from caramba.ops.backend import call_op, direct
+from caramba.ops.registry import caramba_op
 from caramba.ops.upcast import upcast
-
-torch.library.define("caramba::swiglu", "(Tensor gate, Tensor up) -> Tensor")
-torch.library.define("caramba::swiglu_backward", "(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
-torch.library.define("caramba::swiglu_packed", "(Tensor packed) -> Tensor")
-torch.library.define("caramba::swiglu_packed_backward", "(Tensor grad, Tensor packed) -> Tensor")
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -50,62 +46,6 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return (direct("swiglu", gate, up) or torch.ops.caramba.swiglu.default)(gate, up)
 
 
-def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute the op in plain PyTorch."""
-    return (F.silu(upcast(gate)) * upcast(up)).to(gate.dtype).contiguous()
-
-
-def reference_swiglu_packed(packed: Tensor) -> Tensor:
-    """Compute the op in plain PyTorch."""
-    return reference_swiglu(*packed.chunk(2, dim=-1))
-
-
-def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the wide gradients: with s = sigmoid(gate), dgate = grad up s (1 + gate (1 - s)), dup = grad gate s."""
-    wide, gate, up = upcast(grad), upcast(gate), upcast(up)
-    share = torch.sigmoid(gate)
-    return wide * up * share * (1 + gate * (1 - share)), wide * gate * share
-
-
-def reference_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute (dgate, dup) in plain PyTorch."""
-    grad_gate, grad_up = _gradients(grad, gate, up)
-    return grad_gate.to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
-
-
-def reference_swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
-    """Compute the gradient of both halves in plain PyTorch."""
-    return torch.cat(_gradients(grad, *packed.chunk(2, dim=-1)), dim=-1).to(packed.dtype).contiguous()
-
-
-torch.library.impl("caramba::swiglu", "CompositeExplicitAutograd", reference_swiglu)
-torch.library.impl("caramba::swiglu_backward", "CompositeExplicitAutograd", reference_swiglu_backward)
-torch.library.impl("caramba::swiglu_packed", "CompositeExplicitAutograd", reference_swiglu_packed)
-torch.library.impl(
-    "caramba::swiglu_packed_backward", "CompositeExplicitAutograd", reference_swiglu_packed_backward
-)
-
-
-@torch.library.register_fake("caramba::swiglu")
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@torch.library.register_fake("caramba::swiglu_backward")
-def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-@torch.library.register_fake("caramba::swiglu_packed")
-def _(packed: Tensor) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2))
-
-
-@torch.library.register_fake("caramba::swiglu_packed_backward")
-def _(grad: Tensor, packed: Tensor) -> Tensor:
-    return packed.new_empty(packed.shape)
-
-
 def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -118,5 +58,40 @@ def _packed_backward(ctx: Any, grad: Tensor) -> Tensor:
     return call_op("swiglu_packed_backward", grad, *ctx.saved_tensors)
 
 
-differentiable("swiglu", _backward, _setup)
-differentiable("swiglu_packed", _packed_backward, _setup)
+@caramba_op("swiglu", fake=lambda gate, *_: gate.new_empty(gate.shape), setup=_setup, backward=_backward)
+def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    return (F.silu(upcast(gate)) * upcast(up)).to(gate.dtype).contiguous()
+
+
+@caramba_op(
+    "swiglu_packed",
+    fake=lambda packed: packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2)),
+    setup=_setup,
+    backward=_packed_backward,
+)
+def reference_swiglu_packed(packed: Tensor) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    return reference_swiglu(*packed.chunk(2, dim=-1))
+
+
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the wide gradients: with s = sigmoid(gate), dgate = grad up s (1 + gate (1 - s)), dup = grad gate s."""
+    wide, gate, up = upcast(grad), upcast(gate), upcast(up)
+    share = torch.sigmoid(gate)
+    return wide * up * share * (1 + gate * (1 - share)), wide * gate * share
+
+
+@caramba_op(
+    "swiglu_backward", fake=lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape))
+)
+def reference_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute (dgate, dup) in plain PyTorch."""
+    grad_gate, grad_up = _gradients(grad, gate, up)
+    return grad_gate.to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
+
+
+@caramba_op("swiglu_packed_backward", fake=lambda grad, packed: packed.new_empty(packed.shape))
+def reference_swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
+    """Compute the gradient of both halves in plain PyTorch."""
+    return torch.cat(_gradients(grad, *packed.chunk(2, dim=-1)), dim=-1).to(packed.dtype).contiguous()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from caramba.errors import ConfigError
-from caramba.ops import adamw_step, has_kernel
-from caramba.ops.adamw import reference_adamw_step
+from caramba.ops import has_kernel
+from caramba.ops.adamw import adamw_step, reference_adamw_step
 from caramba.optim.shards import PLAIN, is_sharded, local
 
 NARROW_ENOUGH = (torch.float32, torch.float16, torch.bfloat16)

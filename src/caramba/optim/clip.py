@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from caramba.ops import foreach_norm, has_kernel
-from caramba.ops.foreach_norm import reference_foreach_norm
+from caramba.ops import has_kernel
+from caramba.ops.foreach_norm import foreach_norm, reference_foreach_norm
 from caramba.optim.shards import complete_squares, is_sharded, local, sum_over_ranks
 
 EPSILON = 1e-6  # torch's own
@@ -79,7 +79,7 @@ def _has_kernel(parts: Sequence[Tensor]) -> bool:
     False during CUDA graph capture, which would record addresses.
     """
     first = parts[0]
-    if not has_kernel("list_norms", first) or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not has_kernel("foreach_norm", first) or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return all(x.is_contiguous() and x.dtype != torch.float64 and x.device == first.device for x in parts)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.errors import ConfigError
-from caramba.ops import lion_step
+from caramba.ops.lion import lion_step
 
 
 class Lion(torch.optim.Optimizer):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.ops import has_kernel, stochastic_round
+from caramba.ops import has_kernel
 from caramba.ops.packed_masters import unpack_masters
-from caramba.ops.stochastic_round import chunks, reference_stochastic_round
+from caramba.ops.stochastic_round import chunks, reference_stochastic_round, stochastic_round
 from caramba.optim.adamw import AdamW, is_capturing
 from caramba.optim.groups import Named
 from caramba.optim.shards import local, of_rank_0

@@ -13,7 +13,9 @@ from caramba.cache import Context, KVCacheKind, KVCacheTensor, KVCacheTensorConf
 from caramba.config.kvcache import bytes_of_streams
 from caramba.config.layer import AttentionDims, AttentionLayerConfig, AttentionMode
 from caramba.errors import CacheFull, ConfigError
-from caramba.ops import dequantize, hadamard, quantize
+from caramba.ops.dequantize import dequantize
+from caramba.ops.hadamard import hadamard
+from caramba.ops.quantize import quantize
 
 KINDS = (KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4)
 TILE = 4

@@ -8,7 +8,10 @@ import torch
 from caramba import kernels
 from caramba.cache import Context, KVCacheKind, new_layer_cache
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
-from caramba.ops import STORED, dequantize, hadamard, quantize
+from caramba.ops.dequantize import dequantize
+from caramba.ops.formats import STORED
+from caramba.ops.hadamard import hadamard
+from caramba.ops.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,

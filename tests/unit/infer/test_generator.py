@@ -16,7 +16,7 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.infer import Generator, SpeculativeGenerator, decode, device_steps, generate, ragged
 from caramba.infer.sampling import distribution, uniforms
 from caramba.model import Model, build_model
-from caramba.ops import draw
+from caramba.ops.sample import draw
 from tests.unit.model.model_specs import VOCAB, transformer
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3], [9, 8, 7, 6]]

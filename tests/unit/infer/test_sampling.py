@@ -14,7 +14,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
 from caramba.infer.sampling import distribution, next_token, uniforms
-from caramba.ops import draw
+from caramba.ops.sample import draw
 
 
 def reference(logits: np.ndarray, config: GenerateConfig, seen: np.ndarray) -> np.ndarray:

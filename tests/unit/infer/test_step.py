@@ -38,7 +38,7 @@ def test_a_kernel_keeps_what_pytorch_keeps(
     config = GenerateConfig.model_validate({"max_new_tokens": 4} | values)
     plain = drawn(config, lengths, into=False)
     kept = []
-    monkeypatch.setattr(module, "has_kernel", lambda op, x: op == "keep_drawn")
+    monkeypatch.setattr(module, "has_kernel", lambda op, x: op == "store_sample")
     monkeypatch.setattr(
         module, "store_sample", lambda *given, run=module.store_sample: kept.append(1) or run(*given)
     )

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from caramba import kernels
-from caramba.ops import rms_norm, rope, swiglu
+from caramba.ops.rms_norm import rms_norm
+from caramba.ops.rope import rope
+from caramba.ops.swiglu import swiglu
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,9 @@ from caramba.config.model import ModelSpec
 from caramba.infer import Generator
 from caramba.layer import AttentionLayer
 from caramba.model import build_model
-from caramba.ops import dequantize, quantize
 from caramba.ops.block_codes import round_to_blocks
+from caramba.ops.dequantize import dequantize
+from caramba.ops.quantize import quantize
 
 BLOCKS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
 

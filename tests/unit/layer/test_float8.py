@@ -12,7 +12,9 @@ from caramba.layer import products as products_module
 from caramba.layer.float8 import Float8Linear, Float8Recipe, RecipeName
 from caramba.layer.products import products
 from caramba.model.topology import build_node
-from caramba.ops import backend, float8_cast, float8_swiglu, float8_swiglu_backward
+from caramba.ops import backend
+from caramba.ops.float8_cast import float8_cast
+from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 
 RECIPES: tuple[RecipeName, ...] = ("rowwise", "tensorwise")
 

@@ -140,7 +140,7 @@ def test_cuda_weights_move_for_compiled_forwards_alone() -> None:
 def test_weights_of_eager_cuda_forwards_stay_where_they_are_without_a_kernel_for_few_rows() -> None:
     layer = swiglu(bias=True).cuda()
     places = [weight.data_ptr() for weight in layer.parameters()]
-    with without_kernels("row_linear"), fuse_linears(layer):
+    with without_kernels("small_batch_linear"), fuse_linears(layer):
         assert layer.fused_linear is None
     assert [weight.data_ptr() for weight in layer.parameters()] == places
     with fuse_linears(layer, is_compiled=True):

@@ -24,7 +24,8 @@ from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.lower.quantize import quantise_weights
 from caramba.lower.quantize.int4 import quantize_int4
 from caramba.model import Model, build_model
-from caramba.ops import backend, dequantize_int4
+from caramba.ops import backend
+from caramba.ops.packed_int4 import dequantize_int4
 
 NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
 
@@ -44,7 +45,7 @@ class Ops(TorchDispatchMode):
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands for a kernel of the CPU's."""
-    monkeypatch.setitem(backend._attached, ("row_linear", "cpu"), "triton")
+    monkeypatch.setitem(backend._attached, ("small_batch_linear", "cpu"), "triton")
 
 
 def lively(name: str) -> Model:
@@ -64,7 +65,7 @@ def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tenso
     kind = KVCacheKind.BF16 if weight.dtype == torch.bfloat16 else KVCacheKind.FP32
     with fuse_linears(model):
         ctx = model.new_context(batch, 8, kind, static=True)
-        with backend.without_kernels("row_linear"):
+        with backend.without_kernels("small_batch_linear"):
             model(tokens[:, :-1], ctx)
         behind = DeviceContext(ctx) if on_device else ctx
         if isinstance(behind, DeviceContext):
@@ -79,12 +80,12 @@ def test_a_step_gives_the_same_logits_in_fewer_ops(name: str, kernels: None) -> 
     model = lively(name)
     for batch, on_device in ((1, True), (SMALL_BATCH_ROWS[torch.float32], True), (1, False)):
         logits, ran = step(model, batch, on_device=on_device)
-        assert ran["row_linear"] >= 4
+        assert ran["small_batch_linear"] >= 4
         assert ran["rms_norm"] <= 1  # the last one, before the head
         assert not ran["linear"] + ran["mm"] + ran["addmm"]
-        with backend.without_kernels("row_linear"):
+        with backend.without_kernels("small_batch_linear"):
             want, by_layers = step(model, batch, on_device=on_device)
-        assert by_layers["row_linear"] == 0
+        assert by_layers["small_batch_linear"] == 0
         assert sum(by_layers.values()) > sum(ran.values()) or not on_device
         torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
 
@@ -100,12 +101,12 @@ def test_codes_of_8_bits_take_the_same_products(name: str, kernels: None) -> Non
 def takes_row_products(model: Model, *, least: int) -> None:
     """Hold a step of quantised weights to that of its layers one by one, which takes no product of few rows."""
     logits, ran = step(model)
-    assert ran["row_linear"] >= least
+    assert ran["small_batch_linear"] >= least
     assert ran["rms_norm"] <= 1
     assert not ran["linear"] + ran["mm"] + ran["addmm"]
-    with backend.without_kernels("row_linear"):
+    with backend.without_kernels("small_batch_linear"):
         want, by_layers = step(model)
-    assert by_layers["row_linear"] == 0
+    assert by_layers["small_batch_linear"] == 0
     torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
 
 
@@ -194,14 +195,14 @@ def test_a_layer_of_codes_of_4_bits_is_its_product(dtype: torch.dtype, kernels: 
     for rows in (x, x[:1, :2]):
         with Ops() as ops:
             found = layer(rows)
-        assert ops.ran["row_linear"] == (rows.shape[1] == 2)
+        assert ops.ran["small_batch_linear"] == (rows.shape[1] == 2)
         want = rows.double() @ exact.T + bias.double()
-        with backend.without_kernels("row_linear"):
+        with backend.without_kernels("small_batch_linear"):
             alone = layer(rows)
         for one in (found, alone):
             assert one.dtype == dtype
             assert float((one.double() - want).norm() / want.norm()) < bound
-    with backend.without_kernels("row_linear"):
+    with backend.without_kernels("small_batch_linear"):
         assert layer(x[:0]).shape == (0, 70, 24)
         assert layer(x[0, :3]).is_contiguous()
     layer.to(torch.bfloat16 if dtype == torch.float16 else torch.float16)
@@ -228,7 +229,7 @@ def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
     x = torch.rand(1, 1, 8)
     with Ops() as ops:
         found = FusedLinear(weight, bias, [3, 5], scale)(x)
-    assert (ops.ran["row_linear"], ops.ran["_to_copy"]) == (1, 0)
+    assert (ops.ran["small_batch_linear"], ops.ran["_to_copy"]) == (1, 0)
     for part, layer in zip(found, layers, strict=True):
         torch.testing.assert_close(part, layer(x))
 
@@ -253,7 +254,7 @@ def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
         with fuse_linears(module), Ops() as ops:
             assert module.fused_linear is not None
             found = module.fused_linear(x)
-        assert ops.ran["row_linear"] == 1
+        assert ops.ran["small_batch_linear"] == 1
         for part, alone in zip(found, want, strict=True):
             torch.testing.assert_close(part, alone)
     with fuse_linears(unlike := Three((64, 32, 64))):
@@ -272,14 +273,14 @@ def test_scales_keep_their_dtype(kernels: None) -> None:
 
 def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None:
     model = lively("gqa_scaled")
-    assert step(model, SMALL_BATCH_ROWS[torch.float32] + 1)[1]["row_linear"] == 0
+    assert step(model, SMALL_BATCH_ROWS[torch.float32] + 1)[1]["small_batch_linear"] == 0
     with torch.autocast("cpu", torch.bfloat16):
-        assert step(model)[1]["row_linear"] == 0
+        assert step(model)[1]["small_batch_linear"] == 0
     tokens = torch.randint(VOCAB, (1, 2))
     with Ops() as ops:
         loss = model(tokens).sum()
     loss.backward()
-    assert ops.ran["row_linear"] == 0
+    assert ops.ran["small_batch_linear"] == 0
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -298,8 +299,8 @@ def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
     load("cuda")
     model = lively("gqa_scaled").bfloat16().cuda()
     logits, ran = step(model, batch)
-    assert ran["row_linear"] >= 4
-    with backend.without_kernels("row_linear"):
+    assert ran["small_batch_linear"] >= 4
+    with backend.without_kernels("small_batch_linear"):
         want, _ = step(model, batch)
     assert float((logits.float() - want.float()).norm() / want.float().norm()) < 0.05
 
@@ -334,7 +335,7 @@ def test_a_changed_layer_runs_as_ever_and_the_others_do_not(
     changed = copy.deepcopy(model)
     change(next(module for module in changed.modules() if isinstance(module, SwiGLULayer)))
     logits, ran = step(changed)
-    assert 0 < ran["row_linear"] < plain["row_linear"]
+    assert 0 < ran["small_batch_linear"] < plain["small_batch_linear"]
     torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
 
 
@@ -342,7 +343,7 @@ def test_generated_tokens_are_those_of_the_layers(kernels: None) -> None:
     model, prompt = lively("gqa_scaled"), [[3, 1, 4]]
     generator = Generator(model, None, compiled=False, max_new_tokens=6, temperature=0.0)
     (got,) = generator.generate(prompt)
-    with backend.without_kernels("row_linear"):
+    with backend.without_kernels("small_batch_linear"):
         (want,) = generator.generate(prompt)
     assert got.tokens == want.tokens
     torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(want.logprobs), rtol=1e-4, atol=1e-4)

@@ -27,8 +27,8 @@ from caramba.layer import (
     uses_split_keys_kernel,
 )
 from caramba.layer.varlen import VarlenKernel
-from caramba.ops import backend, decoupled_attention
-from caramba.ops.decoupled_attention import reference_decoupled_attention
+from caramba.ops import backend
+from caramba.ops.decoupled_attention import decoupled_attention, reference_decoupled_attention
 from caramba.runtime import AttentionChoice
 
 PLACE = ("decoupled_attention", "cpu")

@@ -5,16 +5,15 @@ The interpreter's process is that of `tests/ops/test_in_the_interpreter.py`.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from caramba.kernels.triton import LAUNCHERS
 
 from caramba import kernels
 from caramba.ops import backend
+from caramba.ops.registry import all_ops
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,13 +30,13 @@ RUNS_KERNELS = [
 def attached_kernels(*modules: str) -> Iterator[None]:
     """For a test file's fixture: attach the kernels of these modules of `caramba.kernels.triton`, and fill memory that is
     allocated with NaN until the file ends."""
-    ops = [op for op, place in LAUNCHERS.items() if place.partition(":")[0].rpartition(".")[2] in modules]
+    places = {op.name: kernels.find_launcher(op, "triton") for op in all_ops().values()}
+    ops = [op for op, launcher in places.items() if launcher.__module__.rpartition(".")[2] in modules]
     if HAS_GPU:
         kernels.load("cuda")
     else:
         for op in ops:
-            module, _, name = LAUNCHERS[op].partition(":")
-            backend.attach(op, "cpu", "triton", getattr(importlib.import_module(module), name))
+            backend.attach(op, "cpu", "triton", places[op])
     assert {backend.implementation(op, DEVICE) for op in ops} == {"triton"}
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

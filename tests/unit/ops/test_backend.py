@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +14,16 @@ from caramba import kernels
 from caramba.cache import new_layer_cache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError, KernelUnavailable
-from caramba.ops import backend, get_backend_info, quantize
+from caramba.ops import backend, get_backend_info, registry
+from caramba.ops.quantize import quantize
+from caramba.ops.registry import all_ops, caramba_op
 
 
 def test_without_launchers_every_op_runs_its_reference() -> None:
-    assert kernels.load("cpu") == dict.fromkeys(backend.OPS, "reference")
-    assert kernels.load("cuda", "reference") == dict.fromkeys(backend.OPS, "reference")
+    assert kernels.load("cpu") == dict.fromkeys(all_ops(), "reference")
+    assert kernels.load("cuda", "reference") == dict.fromkeys(all_ops(), "reference")
     info = get_backend_info("cpu")
-    assert info["ops"] == dict.fromkeys(backend.OPS, "reference")
+    assert info["ops"] == dict.fromkeys(all_ops(), "reference")
     assert (info["triton"] is not None) == kernels.TRITON_AVAILABLE
     cache = new_layer_cache(AttentionLayerConfig(d_model=16, n_heads=2).dims(), 1, 8)
     assert kernels.fused_decode_available(cache, "cuda") is False
@@ -45,13 +50,13 @@ def test_a_compiler_that_is_not_found_is_told_once(
 
 
 def test_require_says_what_is_missing() -> None:
-    n_ops, first = len(backend.OPS), backend.OPS[0]
+    n_ops, first = len(all_ops()), next(iter(all_ops()))
     with pytest.raises(
         KernelUnavailable,
         match=rf"require on cpu: {n_ops} of {n_ops} ops have no kernel, {first} because there",
     ):
         kernels.load("cpu", "require")
-    assert kernels.load("cpu", "reference") == dict.fromkeys(backend.OPS, "reference")
+    assert kernels.load("cpu", "reference") == dict.fromkeys(all_ops(), "reference")
 
 
 def test_reference_after_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +113,50 @@ def test_an_attached_launcher_runs() -> None:
     assert calls == [(2, 32)]
     quantize(torch.ones(2, 32), "q8_0")
     assert len(calls) == 1
+
+
+def test_a_registered_op_has_schema_fake_and_gradient() -> None:
+    """What `caramba_op` registers passes torch's own checks of an op."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.times = inputs[1]
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.times, None
+
+    @caramba_op("times_for_tests", fake=lambda x, times: torch.empty_like(x), setup=setup, backward=backward)
+    def reference_times(x: torch.Tensor, times: int) -> torch.Tensor:
+        return x * times
+
+    try:
+        op = torch.ops.caramba.times_for_tests.default
+        assert str(op._schema) == "caramba::times_for_tests(Tensor x, int times) -> Tensor"
+        torch.library.opcheck(op, (torch.randn(3, requires_grad=True), 4))
+        assert all_ops()["times_for_tests"].module == __name__
+    finally:
+        registry._ops.pop("times_for_tests")
+
+
+def test_every_kernel_file_names_an_op_or_serves_one_that_does() -> None:
+    pytest.importorskip("triton")
+    folder = Path(importlib.import_module("caramba.kernels.triton").__path__[0])
+    ops = all_ops()
+    launchers = {name: kernels.find_launcher(op, "triton") for name, op in ops.items()}
+    homes = {launcher.__module__.rpartition(".")[2] for launcher in launchers.values()}
+    names = {*ops, *(op.module.rpartition(".")[2] for op in ops.values())}
+    assert homes <= names
+    imports = {
+        file.stem: set(re.findall(r"(?:from|import) caramba\.kernels\.triton\.(\w+)", file.read_text()))
+        for file in folder.glob("*.py")
+        if file.stem != "__init__"
+    }
+    used = set(homes)
+    while more := set().union(*(imports[name] for name in used)) - used:
+        used |= more
+    assert set(imports) == used, "kernel files that no op runs"
+
+
+def test_an_op_without_a_kernel_file_is_reported() -> None:
+    op = all_ops()["quantize"]
+    with pytest.raises(KernelUnavailable, match="metal has no launcher for it"):
+        kernels.find_launcher(op, "metal")

@@ -12,8 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops import backend, decoupled_attention, has_two_part_keys
-from caramba.ops.decoupled_attention import reference_decoupled_attention
+from caramba.ops import backend
+from caramba.ops.decoupled_attention import (
+    decoupled_attention,
+    has_two_part_keys,
+    reference_decoupled_attention,
+)
 
 OPS = torch.ops.caramba
 B, T, S, H = 2, 5, 8, 4

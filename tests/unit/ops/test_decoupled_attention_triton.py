@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import decoupled_attention
+from caramba.ops.decoupled_attention import decoupled_attention
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from caramba.distill.vocabulary import LiveTeacher, distill_heads, head_weight, vocabulary_losses
 from caramba.errors import ConfigError
-from caramba.ops import distillation_rows
+from caramba.ops.distillation_rows import distillation_rows
 from tests.integration.export.samples import GQA, loud, transformer
 
 TARGETS = torch.tensor([3, -100, 0, 10])

@@ -11,17 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    lion_step,
-    norm_dropout_activation,
-    rms_norm,
-    rope,
-    swiglu,
-)
+from caramba.ops.layer_norm import add_layer_norm, layer_norm
+from caramba.ops.lion import lion_step
+from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.philox import LEVELS, dropout_mask, philox, rare_bound, resolve_probability
+from caramba.ops.rms_norm import add_rms_norm, rms_norm
+from caramba.ops.rope import rope
+from caramba.ops.swiglu import swiglu
 
 OPS = torch.ops.caramba
 
@@ -101,7 +97,7 @@ def test_backwards_and_steps_hold_under_opcheck() -> None:
     narrow, moments = [x.bfloat16() for x in wide], [[x.clone() for x in wide] for _ in range(2)]
     rest = (0.1, 0.9, 0.99, 1e-8, 0.1, False, None, None, None, torch.tensor(0.0), seed, 0)
     for op, arguments in (
-        (OPS.round_at_random, (wide, narrow, seed, 0)),
+        (OPS.stochastic_round, (wide, narrow, seed, 0)),
         (OPS.adamw_step, (wide, *moments, t, [x.clone() for x in narrow], narrow, *rest[:-2], None, 0)),
         (OPS.adamw_step, ([x.clone() for x in narrow], *moments, t, wide, [], *rest)),
         (OPS.adamw_step, ([x.clone() for x in narrow], *moments, t, wide, [], *rest[:-2], None, 0, True)),

@@ -15,17 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from caramba.ops import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    lion_step,
-    norm_dropout_activation,
-    rms_norm,
-    rope,
-    swiglu,
-)
+from caramba.ops.layer_norm import add_layer_norm, layer_norm
+from caramba.ops.lion import lion_step
+from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.philox import LEVELS, dropout_mask, rare_bound, resolve_probability
+from caramba.ops.rms_norm import add_rms_norm, rms_norm
+from caramba.ops.rope import rope
+from caramba.ops.swiglu import swiglu
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
@@ -36,7 +32,7 @@ LARGE = [(4099, 2048), (300, 16384), (37, 20000), (9, 65536), (70001, 64), (2**1
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    yield from attached_kernels("norm", "norm_dropout_activation", "rope", "swiglu", "lion")
+    yield from attached_kernels("rms_norm", "layer_norm", "norm_dropout_activation", "rope", "swiglu", "lion")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

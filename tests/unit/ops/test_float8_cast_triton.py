@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import float8_cast, float8_swiglu, float8_swiglu_backward
-from caramba.ops.float8_cast import reference_float8_cast
-from caramba.ops.float8_swiglu import reference_float8_swiglu, reference_float8_swiglu_backward
+from caramba.ops.float8_cast import float8_cast, reference_float8_cast
+from caramba.ops.float8_swiglu import (
+    float8_swiglu,
+    float8_swiglu_backward,
+    reference_float8_swiglu,
+    reference_float8_swiglu_backward,
+)
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = [
@@ -27,7 +31,7 @@ LARGE = [(16384, 2048), (2048, 16384), (4096, 3072), (2064, 8192)] if HAS_GPU el
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    yield from attached_kernels("float8_cast")
+    yield from attached_kernels("float8_cast", "float8_swiglu")
 
 
 def drawn(shape: tuple[int, int]) -> Tensor:

@@ -13,7 +13,10 @@ from caramba.infer.device_steps import compiled_logits, find_angles, next_logits
 from caramba.layer import latent
 from caramba.layer.fused_linear import fuse_linears
 from caramba.model import build_model
-from caramba.ops import absorbed_queries, backend, latent_queries, per_head_linear
+from caramba.ops import backend
+from caramba.ops.absorbed_queries import absorbed_queries
+from caramba.ops.latent_queries import latent_queries
+from caramba.ops.per_head_linear import per_head_linear
 from tests.unit.model.model_specs import VOCAB, transformer
 
 OPS = torch.ops.caramba
@@ -37,7 +40,7 @@ def test_contracts_and_formulas() -> None:
     wanted = torch.stack([(q[:, :, h] * 0.5) @ sem_map[h] for h in range(H)], dim=2)
     torch.testing.assert_close(y[..., :R], wanted, rtol=1e-13, atol=1e-13)
     read = drawn(B, H, T, R, seed=5).transpose(1, 2)
-    torch.library.opcheck(OPS.head_values.default, (read, up), test_utils=tests)
+    torch.library.opcheck(OPS.per_head_linear.default, (read, up), test_utils=tests)
     values = torch.stack([read[:, :, h] @ up[h] for h in range(H)], dim=2)
     torch.testing.assert_close(per_head_linear(read, up), values, rtol=1e-13, atol=1e-13)
 
@@ -87,7 +90,7 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
         return torch.cat(outputs, dim=1)
 
     wanted = stepped()
-    for op, function in (("absorbed_queries", "absorbed_queries"), ("head_values", "per_head_linear")):
+    for op, function in (("absorbed_queries", "absorbed_queries"), ("per_head_linear", "per_head_linear")):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "reference")
         monkeypatch.setattr(latent, function, spy(op, getattr(latent, function)))
     monkeypatch.setattr(latent, "has_narrow_queries", lambda *_: True)
@@ -97,7 +100,7 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
     n_steps = 4 * len(model.new_context(1, 1, KVCacheKind.FP32).caches)
     # A gate weighs the two paths of the queries; what is read has one.
     assert seen.count("absorbed_queries") == (n_steps if name == "latent" else 0)
-    assert seen.count("head_values") == n_steps
+    assert seen.count("per_head_linear") == n_steps
 
 
 @pytest.mark.gpu
@@ -121,7 +124,7 @@ def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
             outputs.append(run(model, tokens[:, t], step).float())
         return torch.stack(outputs, dim=1)
 
-    with backend.without_kernels("absorbed_queries", "head_values", "row_linear"):
+    with backend.without_kernels("absorbed_queries", "per_head_linear", "small_batch_linear"):
         wanted = stepped()
     with fuse_linears(model, is_compiled=True):
         for is_compiled in (False, True):

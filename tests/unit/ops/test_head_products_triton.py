@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import absorbed_queries, backend, per_head_linear
-from caramba.ops.absorbed_queries import reference_absorbed_queries
-from caramba.ops.per_head_linear import reference_per_head_linear
+from caramba.ops import backend
+from caramba.ops.absorbed_queries import absorbed_queries, reference_absorbed_queries
+from caramba.ops.per_head_linear import per_head_linear, reference_per_head_linear
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
@@ -22,7 +22,7 @@ LARGE = [(32, 1, 32, 64, 128, 64), (1, 1, 32, 64, 128, 256), (130, 1, 16, 128, 5
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    yield from attached_kernels("head_products")
+    yield from attached_kernels("absorbed_queries", "per_head_linear")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,8 +71,8 @@ def test_wide_dtypes_have_sums_as_wide(dtype: torch.dtype) -> None:
     geo_map, angles = drawn(2, 24, 16, seed=2, dtype=dtype), drawn(1, 2, 8, seed=3, dtype=dtype)
     cos, sin = angles.cos(), angles.sin()
     with pytest.MonkeyPatch.context() as patched:
-        for op in ("absorbed_queries", "head_values"):
-            patched.setitem(backend._launchers, (op, DEVICE), _launched)
+        for op in ("absorbed_queries", "per_head_linear"):
+            patched.setitem(backend.launchers, (op, DEVICE), _launched)
         found = absorbed_queries(q, up, geo_map, cos, sin, 0.3), per_head_linear(q, up)
     wide = q.double()
     wanted = (

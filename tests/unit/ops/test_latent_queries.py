@@ -9,7 +9,8 @@ from torch import Tensor
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents, latent
-from caramba.ops import backend, latent_queries
+from caramba.ops import backend
+from caramba.ops.latent_queries import latent_queries
 
 OPS = torch.ops.caramba
 B, T, H, D, G = 2, 3, 2, 4, 6

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import latent_queries
-from caramba.ops.latent_queries import reference_latent_queries
+from caramba.ops.latent_queries import latent_queries, reference_latent_queries
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS

@@ -15,16 +15,13 @@ from caramba.infer.device_steps import find_angles, next_logits
 from caramba.layer import latent
 from caramba.layer.fused_linear import fuse_linears
 from caramba.model import Model, build_model
-from caramba.ops import (
-    StoredStream,
-    absorbed_queries,
-    absorbed_step,
-    backend,
-    dba_append,
-    dba_decode,
-    dba_decode_up,
-    per_head_linear,
-)
+from caramba.ops import backend
+from caramba.ops.absorbed_queries import absorbed_queries
+from caramba.ops.absorbed_step import absorbed_step
+from caramba.ops.dba_append import dba_append
+from caramba.ops.dba_decode import StoredStream, dba_decode
+from caramba.ops.dba_decode_up import dba_decode_up
+from caramba.ops.per_head_linear import per_head_linear
 from tests.unit.model.model_specs import VOCAB, transformer
 
 OPS = torch.ops.caramba
@@ -128,7 +125,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on a CPU, of any dtype, take the ops as if they had kernels."""
-    for op in ("absorbed_queries", "absorbed_step", "head_values", "dba_decode_up"):
+    for op in ("absorbed_queries", "absorbed_step", "per_head_linear", "dba_decode_up"):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "reference")
     monkeypatch.setattr(latent, "has_narrow_queries", lambda *_: True)
     monkeypatch.setattr(latent, "HALF_PRECISION", (torch.float64, torch.float16))
@@ -198,14 +195,14 @@ def test_the_compiler_writes_into_the_cache_without_a_copy(
     nodes = list(graphs[0].nodes)
     counts = {
         op: [node for node in nodes if node.target is getattr(OPS, op).default]
-        for op in ("absorbed_step", "dba_decode_up", "dba_append", "dba_decode", "head_values")
+        for op in ("absorbed_step", "dba_decode_up", "dba_append", "dba_decode", "per_head_linear")
     }
     assert {op: len(found) for op, found in counts.items()} == {
         "absorbed_step": len(ctx.caches),
         "dba_decode_up": len(ctx.caches),
         "dba_append": 0,
         "dba_decode": 0,
-        "head_values": 0,
+        "per_head_linear": 0,
     }
     for node in counts["absorbed_step"]:
         assert all(buffer.op == "placeholder" for buffer in node.args[8])

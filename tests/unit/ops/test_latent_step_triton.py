@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import absorbed_queries, absorbed_step, backend
-from caramba.ops.absorbed_queries import reference_absorbed_queries
+from caramba.ops import backend
+from caramba.ops.absorbed_queries import absorbed_queries, reference_absorbed_queries
+from caramba.ops.absorbed_step import absorbed_step
 from caramba.ops.dba_append import reference_dba_append
 from caramba.ops.per_head_linear import reference_per_head_linear
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
@@ -57,7 +58,7 @@ READS = [(kernel, shape) for kernel, shapes in UPS.items() for shape in shapes]
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    yield from attached_kernels("head_products", "absorbed_step", "dba_decode_up")
+    yield from attached_kernels("absorbed_queries", "per_head_linear", "absorbed_step", "dba_decode_up")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,7 +107,7 @@ def test_wide_dtypes_and_no_rows_launch_nothing() -> None:
         raise AssertionError("a kernel was launched")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(backend._launchers, ("absorbed_step", DEVICE), launched)
+        patched.setitem(backend.launchers, ("absorbed_step", DEVICE), launched)
         found = absorbed_step(q, maps, maps, table, table, 1.0, c, c, buffers, lengths)
     torch.testing.assert_close(found, reference_absorbed_queries(q, maps, maps, table, table, 1.0))
     none = [x[:0].half() for x in (q, c, *buffers)]

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from caramba.config.kvcache import BLOCKS
 from caramba.errors import ConfigError
-from caramba.ops import STORED, dequantize, hadamard, quantize
 from caramba.ops.canonical import from_bitsandbytes, from_ggml, to_bitsandbytes, to_ggml
-from caramba.ops.formats import NF4_LEVELS, pack_nibbles, unpack_nibbles
+from caramba.ops.dequantize import dequantize
+from caramba.ops.formats import NF4_LEVELS, STORED, pack_nibbles, unpack_nibbles
+from caramba.ops.hadamard import hadamard
+from caramba.ops.quantize import quantize
 
 KINDS = tuple(STORED)
 # The largest error in units of the scale: half a step; a whole one where q4_0's levels end at +7; half NF4's widest gap.

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops import rope, rope_qkv, scale_
+from caramba.ops.rope import rope
+from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.scale import scale_
 
 OPS = torch.ops.caramba
 HEADS, KV_HEADS, PAIRS = 4, 2, 3

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from caramba import kernels
 from caramba.errors import ConfigError
-from caramba.ops import adamw_step, backend, stochastic_round
+from caramba.ops import backend
+from caramba.ops.adamw import adamw_step
 from caramba.ops.backend import without_kernels
+from caramba.ops.stochastic_round import stochastic_round
 from caramba.optim import AdamW, MasterWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
 from caramba.train.throughput import StepNorms
@@ -269,7 +271,7 @@ def test_masters_in_the_moments_are_masters_and_take_a_clip(
 
 
 def test_without_kernels_what_is_rounded_at_random_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = ("adamw_step", "round_at_random")
+    ops = ("adamw_step", "stochastic_round")
     if not HAS_GPU and backend.implementation(ops[1], DEVICE) != "triton":
         launcher = importlib.import_module("caramba.kernels.triton.stochastic_round").stochastic_round
         backend.attach(ops[1], DEVICE, "triton", launcher)

@@ -10,7 +10,8 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.engine.upload import uploaded
 from caramba.infer.sampling import uniforms, wide_dtype
-from caramba.ops import argmax_logprob, draw, sample
+from caramba.ops.argmax_logprob import argmax_logprob
+from caramba.ops.sample import draw, sample
 
 Form = tuple[bool, bool, bool, bool]
 N_SETTINGS = 6

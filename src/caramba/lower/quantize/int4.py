@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba.ops import pack_int4
+from caramba.ops.packed_int4 import pack_int4
 from caramba.ops.upcast import upcast
 
 GROUP_SIZES = (128, 64, 32)

@@ -10,7 +10,9 @@ import torch
 from caramba.lower.tune import decode
 from caramba.lower.tune.decode import DecodeCase, _call, _copies, tune_case, tune_decode
 from caramba.lower.tune.timing import Timed, time_interleaved
-from caramba.ops import STORED, ZEROS, StoredStream, dba_decode
+from caramba.ops.dba_decode import StoredStream, dba_decode
+from caramba.ops.decode_arguments import ZEROS
+from caramba.ops.formats import STORED
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process"
