@@ -8,6 +8,10 @@ from typing import Any, cast
 
 WINDOW_NLL = "window_nll"
 """The column of a perplexity row that holds the mean NLL of each window, which pairs models; in no CSV."""
+ITEMS = "items"
+"""The column of an accuracy row that holds the score of each item (`TaskItems`); written to items.csv."""
+HIDDEN_COLUMNS = frozenset({WINDOW_NLL, ITEMS})
+"""Columns with a value for each item, which the CSV of a benchmark leaves out."""
 
 
 @dataclass(frozen=True)

@@ -165,3 +165,52 @@ def test_eval_command_writes_items_and_refuses_mistakes(place, tmp_path: Path, c
     ):
         assert main([*words, *extra]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_eval_files_compare_item_by_item(place, tmp_path, capsys) -> None:
+    run, tasks = place
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    for file in files:
+        words = [
+            "eval",
+            str(run),
+            "--eval-data",
+            str(tasks),
+            "--tasks",
+            "animals,cloze,fox",
+            "--out",
+            str(file),
+        ]
+        assert main([*words, "--max-length", "32", "--device", "cpu", "--smallest-difference", "1"]) == 0
+    said = capsys.readouterr()
+    assert "eval: animals: 3 items: too few to see any difference" in said.out
+    assert "smallest_difference asks for 1.0" in said.err
+    plain = json.loads(files[1].read_text())
+    for record in plain["tasks"]["animals"]["items"]:
+        record["acc_norm"] = not record["acc_norm"]
+    plain["tasks"]["animals"]["items"][0]["text_sha256"] = "other"
+    files[1].write_text(json.dumps(plain))
+    assert main(["compare", *map(str, files)]) == 0
+    table = capsys.readouterr().out
+    animals = next(line for line in table.splitlines() if "animals" in line)
+    assert "acc_norm" in animals
+    assert "2 (2 unpaired)" in animals
+    assert "McNemar" in animals
+    assert any(
+        line.split()[:3] == ["fox", "nll", str(plain["tasks"]["fox"]["n"])] for line in table.splitlines()
+    )
+    files[1].write_text("{}")
+    assert main(["compare", *map(str, files)]) == 2
+    assert "second.json: is not a file of caramba eval" in capsys.readouterr().err
+
+
+def test_cluster_is_the_passage_else_the_context(tmp_path) -> None:
+    from caramba.evaluation.local_tasks import _cluster
+
+    passage = "Passage: " + "word " * 60
+    first, second = (
+        {"context": f"{passage}\nQuestion: {text}?\nAnswer:", "choices": [" a", " b"]} for text in "xy"
+    )
+    assert _cluster(first) == _cluster(second)
+    assert _cluster({"context": "a dog"}) != _cluster({"context": "a cat"})
+    assert _cluster({"context": "a", "cluster": 7}) == "7"

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from caramba.errors import CarambaError
-from caramba.result import WINDOW_NLL, BenchmarkResult, RunResult
+from caramba.result import HIDDEN_COLUMNS, BenchmarkResult, RunResult
 
 ID_COLUMN = "benchmark"
 
@@ -51,7 +51,7 @@ def _names(bench: BenchmarkResult, row: dict[str, Any]) -> list[str]:
             f"benchmark {bench.id!r}: a row has a column {ID_COLUMN!r}, which the CSV fills with the id; "
             "rename the column"
         )
-    return [name for name in row if name != WINDOW_NLL]
+    return [name for name in row if name not in HIDDEN_COLUMNS]
 
 
 def _cell(value: Any) -> Any:

@@ -9,6 +9,8 @@ from caramba.artifacts.cases import cases_csv
 from caramba.artifacts.controls import PLOT_FILE as CONTROLS_FILE
 from caramba.artifacts.controls import draw_controls, skipped_controls
 from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
+from caramba.artifacts.items import FILE as ITEMS_FILE
+from caramba.artifacts.items import items_csv
 from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
 from caramba.artifacts.ladder import draw_ladder, skipped_rows
 from caramba.artifacts.latex import build_tables
@@ -76,6 +78,7 @@ def _contents(
         if contents[f"{kind}.csv"] is None and any(bench.type == kind for bench in result.benchmarks):
             omitted.append(Omission(f"{kind}.csv", missing_reason(result, kind)))
     contents[CASES_FILE] = cases_csv(result)
+    contents[ITEMS_FILE] = items_csv(result)
     for name, draw in (
         (SUMMARY_FILE, draw_summary),
         (LATENCY_FILE, draw_latency),

@@ -113,6 +113,11 @@ class AccuracyBenchmarkConfig(Config):
     max_length: Positive | None = Field(
         default=None, description="longest sequence, in tokens; unset: the length of training"
     )
+    smallest_difference: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="smallest difference of two accuracies that matters, as a share; warns before a task whose items "
+        "cannot see it",
+    )
 
     @model_validator(mode="after")
     def _check_eval_data(self) -> AccuracyBenchmarkConfig:

@@ -6,13 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from caramba.artifacts.items import to_column
+from caramba.artifacts.statistics import detectable_difference, power_text
 from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig
+from caramba.console import logger
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
-from caramba.evaluation.harness import run_harness, task_manager
+from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import LocalTask, TaskScores, group_means, open_tasks, score_task
 from caramba.evaluation.subject import Subjects
-from caramba.result import Metric
+from caramba.result import ITEMS, Metric
 
 # The metric that stands for a task in the mean over tasks, the first that it has.
 MAIN = ("acc", "exact_match")
@@ -46,6 +49,8 @@ def accuracy(
     if config.eval_data is not None:
         return _local_accuracy(config, subjects, source)
     manager, tokenizer = _open(config, subjects.tokenizer, f"benchmarks.{source}")
+    counted = count_documents(config.tasks, manager, config.limit)
+    log_power(counted, config.smallest_difference, f"benchmarks.{source}")
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
@@ -60,7 +65,12 @@ def accuracy(
             num_fewshot=config.num_fewshot,
         )
         found = list(_scores(results))
-        rows += [{"model": name} | row for row in found]
+        mains = {row["task"]: row for row in reversed(_main_rows(found))}
+        for row in found:
+            records = item_records(results, row["task"], row["metric"], row["filter"])
+            is_main = mains.get(row["task"]) is row
+            kept = {ITEMS: to_column(records, row["metric"], is_main=is_main)} if records else {}
+            rows.append({"model": name} | row | kept)
         for row in found:
             where = f"task={row['task']}" + (f",filter={row['filter']}" if row["filter"] != NO_FILTER else "")
             key = f"accuracy.{name}.{row['metric']}@{where}"
@@ -96,6 +106,8 @@ def _local_accuracy(
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Score local tasks: one row and one metric per task and score; `std` is the standard error over items."""
     tasks, tokenizer = _open_local(config, subjects.tokenizer, f"benchmarks.{source}")
+    counted = [(task.name, len(task.items)) for task in tasks if task.items]
+    log_power(counted, config.smallest_difference, f"benchmarks.{source}")
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
@@ -126,6 +138,7 @@ def _local_accuracy(
                         "fewshot": 0,
                         "version": None,
                     }
+                    | _kept(result, metric)
                 )
         mains = [result for result in results if result.main in MAIN_LOCAL]
         if mains:
@@ -170,18 +183,43 @@ def _scores(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str, source: str) -> list[Metric]:
-    chosen: dict[str, dict[str, Any]] = {}
-    for metric in MAIN:
-        for row in rows:
-            if (
-                row["metric"] == metric and row["documents"] is not None
-            ):  # a group of tasks has no documents itself
-                chosen.setdefault(row["task"], row)
+    chosen = _main_rows(rows)
     if not chosen:
         return []
-    values = [row["value"] for row in chosen.values()]
-    errors = [row["standard_error"] for row in chosen.values()]
+    values = [row["value"] for row in chosen]
+    errors = [row["standard_error"] for row in chosen]
     known = [error for error in errors if error is not None]
     std = math.hypot(*known) / len(errors) if len(known) == len(errors) else None
     key = f"accuracy.{name}.mean@tasks={len(values)}"
     return [Metric(key, sum(values) / len(values), "", len(values), std, source)]
+
+
+def _main_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each task the row of the first metric of MAIN that it has; a group of tasks has no documents."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for metric in MAIN:
+        for row in rows:
+            if row["metric"] == metric and row["documents"] is not None:
+                chosen.setdefault(row["task"], row)
+    return list(chosen.values())
+
+
+def _kept(result: TaskScores, metric: str) -> dict[str, Any]:
+    """Return the column of items of a local task, where its items have that metric; of a text the NLL of windows."""
+    if not result.items or metric not in result.items[0]:
+        return {}
+    main = "nll" if result.kind == "text" else result.main
+    return {ITEMS: to_column(result.items, metric, is_main=metric == main)}
+
+
+def log_power(names: Sequence[tuple[str, int]], smallest: float | None, where: str) -> None:
+    """Print what a comparison on each task's items can see; warn where that is coarser than `smallest` (a share)."""
+    for task, n in names:
+        logger.info(f"{where}: {task}: {power_text(n)}")
+        seen = detectable_difference(n)
+        if smallest is not None and (seen is None or seen > smallest):
+            can = "no difference" if seen is None else f"{100 * seen:.1f} points"
+            logger.warning(
+                f"{where}: {task}: {n:,} items can see {can}, smallest_difference asks for {100 * smallest:.1f}; "
+                "use more items (limit), or ask for less"
+            )

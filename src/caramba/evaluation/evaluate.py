@@ -15,7 +15,8 @@ from typing import Any
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.evaluation.harness import run_harness, task_manager
+from caramba.evaluation.accuracy import log_power
+from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
 from caramba.runs.files import write_json
@@ -23,7 +24,7 @@ from caramba.runtime import choose_device
 
 USAGE = (
     "caramba eval RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
-    "[--which teacher|student] [--tokenizer PATH] [--out FILE]"
+    "[--which teacher|student] [--smallest-difference POINTS] [--tokenizer PATH] [--out FILE]"
 )
 
 
@@ -47,6 +48,7 @@ def evaluate(argv: list[str]) -> int:
     opened = open_model(
         words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
     )
+    log_power(count_documents(tasks, manager, words.limit), words.smallest_difference, "eval")
     results = run_harness(
         opened.model,
         need_tokenizer(opened, "eval"),
@@ -62,6 +64,7 @@ def evaluate(argv: list[str]) -> int:
     print(make_table(results))
     kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
     found = {key: _plain(results[key]) for key in kept if key in results}
+    found["items"] = _harness_items(results)
     _write(opened, words, sorted(results["results"]), {"lm_eval": version("lm_eval"), **found})
     return 0
 
@@ -76,6 +79,9 @@ def _evaluate_local(words: argparse.Namespace, names: list[str]) -> int:
         words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
     )
     tokenizer = need_tokenizer(opened, "eval")
+    log_power(
+        [(task.name, len(task.items)) for task in tasks if task.items], words.smallest_difference, "eval"
+    )
     results: list[TaskScores] = []
     for task in tasks:
         results.append(
@@ -110,6 +116,18 @@ def _evaluate_local(words: argparse.Namespace, names: list[str]) -> int:
     return 0
 
 
+def _harness_items(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the score of every document by task and `metric,filter`, where the metric has one for each."""
+    found: dict[str, dict[str, Any]] = {}
+    for task, scores in results["results"].items():
+        for key in scores:
+            metric, comma, filter_name = key.partition(",")
+            records = item_records(results, task, metric, filter_name) if comma else []
+            if records:
+                found.setdefault(task, {})[key] = records
+    return found
+
+
 def _write(
     opened: OpenedModel, words: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
 ) -> None:
@@ -134,6 +152,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
     parser.add_argument("--batch-size", type=_positive, default=8)
     parser.add_argument("--max-length", type=_positive)
+    parser.add_argument("--smallest-difference", type=_points)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--debug", action="store_true")
@@ -144,6 +163,17 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _points(text: str) -> float:
+    """Return points of accuracy as a share."""
+    try:
+        points = float(text)
+    except ValueError:
+        points = 0.0
+    if not 0 < points <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of points above 0, at most 100")
+    return points / 100
 
 
 def _natural(text: str) -> int:

@@ -74,8 +74,48 @@ def run_harness(
         task_manager=manager,
         limit=limit,
         num_fewshot=num_fewshot,
-        log_samples=False,
+        log_samples=True,
         bootstrap_iters=BOOTSTRAPS,
     )
     assert results is not None
     return results
+
+
+def count_documents(tasks: Sequence[str], manager: Any, limit: int | None) -> list[tuple[str, int]]:
+    """Return each task with the number of its documents that are scored, before anything is."""
+    from lm_eval.tasks import get_task_dict
+
+    counts: list[tuple[str, int]] = []
+
+    def count(found: dict[Any, Any]) -> None:
+        for name, task in found.items():
+            if isinstance(task, dict):  # a group
+                count(task)
+            else:
+                n = len(task.eval_docs)
+                counts.append((str(name), n if limit is None else min(n, limit)))
+
+    count(get_task_dict(manager.match_tasks(list(tasks)), manager))
+    return counts
+
+
+def item_records(results: dict[str, Any], task: str, metric: str, filter_name: str) -> list[dict[str, Any]]:
+    """Return one record for each document of a task, in order: id, sum of the text, cluster and the metric's score.
+
+    Empty for a group of tasks, and where the metric has no number for each document.
+    """
+    samples = sorted(
+        (item for item in results.get("samples", {}).get(task, ()) if item["filter"] == filter_name),
+        key=lambda item: item["doc_id"],
+    )
+    if not samples or not all(isinstance(item.get(metric), int | float) for item in samples):
+        return []
+    return [
+        {
+            "id": str(item["doc_id"]),
+            "text_sha256": item["doc_hash"][:16],
+            "cluster": item["prompt_hash"][:16],
+            metric: float(item[metric]),
+        }
+        for item in samples
+    ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import json
 import math
 import statistics
@@ -41,6 +42,7 @@ GROUPS = {
     # The six tasks of MHA2MLA (arXiv 2502.14837, Table 1); ARC counts once, as the mean of its two halves.
     "mha2mla": ("arc_easy+arc_challenge", "hellaswag", "mmlu", "openbook_qa", "piqa", "winogrande"),
 }
+PASSAGE = 200  # characters
 UNDIVIDED = frozenset({"boolq"})  # yes and no differ in length, and lighteval does not divide by it
 
 Pair = tuple[list[int], list[int]]
@@ -127,7 +129,8 @@ def score_task(
         found = [next(scored) for _ in options]
         logprobs = [one.logprob for one in found]
         hits = {"acc": found[0].is_greedy} if task.kind == "cloze" else _hits(task.kind, item, logprobs)
-        records.append({"id": str(item.get("id", number)), "logprobs": logprobs, **hits})
+        known = {"id": str(item.get("id", number)), "text_sha256": _digest(item), "cluster": _cluster(item)}
+        records.append({**known, "logprobs": logprobs, **hits})
     scores = {
         metric: _share([record[metric] for record in records])
         for metric in ("acc", "acc_norm")
@@ -298,6 +301,24 @@ def _hits(kind: str, item: Item, logprobs: Sequence[float]) -> dict[str, bool]:
     return hits
 
 
+def _digest(item: Item) -> str:
+    """Return the sum of an item, so that models are paired on equal items only, whatever these are called."""
+    return hashlib.sha256(json.dumps(item, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _cluster(item: Item) -> str:
+    """Return what names the text that items share: `cluster`, else a passage in their contexts, else the context.
+
+    A passage is the longest line of a context, from PASSAGE characters on. Minimal pairs share none.
+    """
+    if "cluster" in item:
+        return str(item["cluster"])
+    context = str(item.get("context") or item.get("good"))
+    longest = max(context.split("\n"), key=len)
+    shared = longest if len(longest) >= PASSAGE else context
+    return hashlib.sha256(shared.encode()).hexdigest()[:16]
+
+
 def _argmax(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
@@ -345,5 +366,15 @@ def _score_text(
             part = losses[:, low : min(high, width)]
             scores[f"perplexity_at_{low}_{min(high, width) - 1}"] = (math.exp(float(part.mean())), None)
     scores["tokens"] = (float(losses.numel()), None)
-    items = [{"id": str(index), "nll": float(value)} for index, value in enumerate(means)]
+    items = [
+        {
+            "id": str(index),
+            "text_sha256": hashlib.sha256(rows[index * width : (index + 1) * width + 1].numpy()).hexdigest()[
+                :16
+            ],
+            "cluster": str(index),
+            "nll": float(value),
+        }
+        for index, value in enumerate(means)
+    ]
     return TaskScores(task.name, "text", "perplexity", n_windows, scores, items)

@@ -104,6 +104,7 @@ FLAGS_OF: dict[str, dict[str, str]] = {
     },
     "compare": {
         "--metric": "Report metrics whose key contains this text; may be repeated; default all.",
+        "--models": "Models whose items are paired; default student,student.",
         "--out": "File of the figure; default compare-A-B.png in the current folder.",
         **COMMON,
     },
@@ -123,6 +124,7 @@ FLAGS_OF: dict[str, dict[str, str]] = {
         "--include-path": "Folder of your own task files for lm-evaluation-harness; default none.",
         "--batch-size": "Sequences in one forward pass; default 8.",
         "--max-length": "Longest sequence, in tokens; default the context of the model.",
+        "--smallest-difference": "Points of accuracy that matter; warns where the items cannot see them; default none.",
         "--which": MODEL["--which"],
         "--tokenizer": MODEL["--tokenizer"],
         "--device": MODEL["--device"],

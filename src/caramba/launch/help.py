@@ -39,8 +39,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "mean, standard deviation and n over seeds of a sweep's runs, as a table, CSV, LaTeX and a plot",
     ),
     "compare": (
-        "RUN_A RUN_B [--metric TEXT]... [--out FILE]",
-        "two runs: what differs in their manifests, their metrics with intervals, and their curves in one figure",
+        "RUN_A RUN_B [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]",
+        "two runs, or files of caramba eval: what differs in their manifests, their metrics with intervals, paired "
+        "tests on the items that both have, and their curves in one figure",
     ),
     "export": (
         "RUN --out DIR [--format hf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] [--which teacher|student] "
@@ -49,7 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "eval": (
         "RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
-        "[--which teacher|student] [--tokenizer PATH] [--out FILE]",
+        "[--which teacher|student] [--smallest-difference POINTS] [--tokenizer PATH] [--out FILE]",
         "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness, or of a local folder",
     ),
     "generate": (

@@ -1,4 +1,7 @@
-"""`caramba compare RUN_A RUN_B`: what differs between two runs, in the manifest, in numbers and over time."""
+"""`caramba compare A B`: what differs between two runs, in the manifest, in numbers, item by item and over time.
+
+A and B are runs, or JSON files of `caramba eval`, of which only the items are compared.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from caramba.artifacts.across_runs.compare import (
     metric_differences,
 )
 from caramba.artifacts.across_runs.gather import read_labels
+from caramba.artifacts.across_runs.paired import paired_items, paired_table
 from caramba.artifacts.tables import number
 from caramba.errors import ConfigError
-from caramba.runs import resolve_run
+from caramba.runs import MANIFEST, resolve_run
 from caramba.runs.files import write_whole
 from caramba.runs.state import run_state
 
@@ -28,15 +32,37 @@ def compare(argv: list[str]) -> int:
     Raises:
         ConfigError: a run that is not there, the same run twice, or a metric that they do not share.
     """
-    parser = Arguments("compare", "RUN_A RUN_B [--metric TEXT]... [--out FILE]")
+    parser = Arguments("compare", "RUN_A RUN_B [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]")
     parser.add_argument("first")
     parser.add_argument("second")
     parser.add_argument("--metric", action="append", default=[])
+    parser.add_argument("--models", default="student,student")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args(argv)
+    models = _models(words.models)
+    files = [Path(text) for text in (words.first, words.second) if Path(text).suffix == ".json"]
+    if files and not any(file.name == MANIFEST for file in files):
+        comparisons = paired_items(_source(words.first), _source(words.second), models, words.metric)
+        if not comparisons:
+            raise ConfigError(
+                f"compare: {words.first} and {words.second} share no items of a task; evaluate both on the same tasks"
+            )
+        print(paired_table(comparisons))
+        return 0
     first, second = resolve_run(words.first), resolve_run(words.second)
+    if first == second and models[0] != models[1]:
+        comparisons = paired_items(first, second, models, words.metric)
+        if not comparisons:
+            raise ConfigError(
+                f"compare: {words.first} has no items of both {models[0]} and {models[1]}; an accuracy benchmark keeps "
+                "them"
+            )
+        print(f"A  {models[0]}\nB  {models[1]}\n{paired_table(comparisons)}")
+        return 0
     if first == second:
-        raise ConfigError(f"compare: {words.first} and {words.second} are the same run; name two")
+        raise ConfigError(
+            f"compare: {words.first} and {words.second} are the same run; name two, or --models teacher,student"
+        )
     for letter, run in (("A", first), ("B", second)):
         state = run_state(run)
         where = f", {state.phase} step {state.step}/{state.steps}" if state.phase else ""
@@ -49,6 +75,9 @@ def compare(argv: list[str]) -> int:
     for line in changed:
         print(f"  {line}")
     _print_metrics(first, second, words.metric)
+    comparisons = paired_items(first, second, models, words.metric)
+    if comparisons:
+        print(f"\n{paired_table(comparisons)}")
     figure = draw_curves(first, second)
     if figure is None:
         print("\nneither run has trained yet, so there are no curves")
@@ -57,6 +86,19 @@ def compare(argv: list[str]) -> int:
     write_whole(out.absolute(), figure)
     print(f"\nwrote {out}")
     return 0
+
+
+def _models(text: str) -> tuple[str, str]:
+    names = [name.strip() for name in text.split(",")]
+    if len(names) != 2 or not all(names):
+        raise ConfigError(f"compare: --models {text!r}: expected two names, as teacher,student")
+    return names[0], names[1]
+
+
+def _source(text: str) -> Path:
+    """Return a file of `caramba eval`, or a run."""
+    file = Path(text).expanduser()
+    return file if file.suffix == ".json" and file.name != MANIFEST else resolve_run(text)
 
 
 def _print_metrics(first: Path, second: Path, texts: list[str]) -> None:

@@ -13,13 +13,15 @@ from caramba.artifacts.across_runs import plot
 from caramba.artifacts.across_runs.compare import metric_differences
 from caramba.artifacts.across_runs.gather import Measured, Row, gather
 from caramba.artifacts.across_runs.summary import Group
+from caramba.artifacts.items import to_column
 from caramba.artifacts.metrics import collect
 from caramba.artifacts.report import build_report
 from caramba.artifacts.style import to_png
 from caramba.artifacts.tables import number
+from caramba.artifacts.write import write
 from caramba.cli import main
 from caramba.config.parse import parse_manifest
-from caramba.result import BenchmarkResult, Metric, PhaseResult, RunResult, to_plain
+from caramba.result import ITEMS, BenchmarkResult, Metric, PhaseResult, RunResult, to_plain
 from caramba.runs import MANIFEST, mint
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
@@ -227,3 +229,42 @@ def test_two_runs_compare_with_intervals_and_curves(called, sweep, tmp_path):
     assert (
         "no metric with that in its key" in called("compare", first, second, "--metric", "xyz", status=2).err
     )
+
+
+def accuracy_result(run, student_hits):
+    """A run whose accuracy benchmark kept the items of teacher and student."""
+    hits = {"teacher": [1, 1, 1, 1, 1, 1, 1, 0], "student": student_hits}
+    rows = []
+    for model, scores in hits.items():
+        records = [
+            {"id": f"q{index}", "text_sha256": f"t{index}", "cluster": str(index), "acc": score}
+            for index, score in enumerate(scores)
+        ]
+        kept = {ITEMS: to_column(records, "acc", is_main=True)}
+        rows.append({"repeat": 0, "model": model, "task": "piqa", "metric": "acc", "value": 0.5} | kept)
+    bench = BenchmarkResult("tasks", "accuracy", (), tuple(rows))
+    return RunResult("demo", run.name, "ab" * 32, None, {}, {}, (), benchmarks=(bench,))
+
+
+def test_items_of_runs_are_written_and_compared_in_pairs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = [mint(manifest_of(seed, 32), []) for seed in (0, 1)]
+    for run, hits in zip(runs, ([1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1]), strict=True):
+        write(accuracy_result(run, hits), run)
+        append_event(run, "run_finished")
+    csv_text = (runs[0] / "artifacts" / "items.csv").read_text().splitlines()
+    assert csv_text[0].startswith("benchmark,model,task,metric,is_main,item")
+    assert csv_text[9] == "tasks,student,piqa,acc,1,q0,t0,0,1.0"
+    assert "items" not in (runs[0] / "artifacts" / "accuracy.csv").read_text().splitlines()[0]
+    assert main(["compare", *map(str, runs)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "piqa" in line)
+    assert "+0.7500" in line
+    assert "McNemar" in line
+    assert main(["compare", str(runs[0]), str(runs[0]), "--models", "teacher,student"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("A  teacher\nB  student\nsame items")
+    assert "-0.7500" in said
+    assert main(["compare", str(runs[0]), str(runs[0]), "--models", "teacher,nobody"]) == 2
+    assert "has no items of both teacher and nobody" in capsys.readouterr().err
+    assert main(["compare", str(runs[0]), str(runs[1]), "--models", "teacher"]) == 2
+    assert "expected two names" in capsys.readouterr().err
