@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from caramba.artifacts.statistics import LEVEL, detectable_difference, holm, paired_test, power
+from caramba.artifacts.statistics import LEVEL, detectable_difference, holm, power, run_paired_test
 from caramba.runs.files import write_json
 
 N_ITEMS = 1838  # PIQA's validation set
@@ -73,7 +73,7 @@ def _rates(
     rejected, disagreements = 0, 0.0
     for pair in range(n_pairs):
         first, second = _pair(generator, difference)
-        test = paired_test(first.tolist(), second.tolist(), resamples=resamples, seed=pair)
+        test = run_paired_test(first.tolist(), second.tolist(), resamples=resamples, seed=pair)
         rejected += test.p_value <= LEVEL
         disagreements += float((first != second).mean())
     row = _rate(rejected, n_pairs) | {"disagreement": disagreements / n_pairs}
@@ -100,7 +100,7 @@ def _losses(generator: np.random.Generator, n_pairs: int, resamples: int) -> dic
         shared = generator.gamma(4.0, 0.7, size=256)  # windows
         first, second = shared + 0.1 * generator.standard_normal((2, 256))
         rejected += (
-            paired_test(first.tolist(), second.tolist(), resamples=resamples, seed=pair).p_value <= LEVEL
+            run_paired_test(first.tolist(), second.tolist(), resamples=resamples, seed=pair).p_value <= LEVEL
         )
     return _rate(rejected, n_pairs)
 
@@ -118,7 +118,7 @@ def _clusters(
         hits = generator.random((2, len(names))) < np.repeat(chances, CLUSTER_SIZE, axis=1)
         first, second = hits.astype(np.int64)
         clusters = names if is_told else alone
-        test = paired_test(first.tolist(), second.tolist(), clusters, resamples=resamples, seed=pair)
+        test = run_paired_test(first.tolist(), second.tolist(), clusters, resamples=resamples, seed=pair)
         rejected += test.p_value <= LEVEL
     return _rate(rejected, n_pairs)
 
@@ -129,7 +129,7 @@ def _family(generator: np.random.Generator, n_pairs: int, resamples: int) -> dic
         values = {}
         for task in range(N_TASKS):
             first, second = _pair(generator, 0.0)
-            test = paired_test(first.tolist(), second.tolist(), resamples=resamples, seed=pair)
+            test = run_paired_test(first.tolist(), second.tolist(), resamples=resamples, seed=pair)
             values[str(task)] = test.p_value
         rejected += min(holm(values).values()) <= LEVEL
     return _rate(rejected, n_pairs)

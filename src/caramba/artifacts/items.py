@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from caramba.artifacts.statistics import PairedTest, holm, paired_test
+from caramba.artifacts.statistics import PairedTest, holm, run_paired_test
 from caramba.result import ITEMS, RunResult
 
 FILE = "items.csv"
@@ -32,7 +32,7 @@ class TaskItems:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """A paired test of two models on the items of one task that both have, its p-value also adjusted by Holm."""
+    """Paired test of two models on the shared items of one task, with the p-value adjusted by Holm."""
 
     task: str
     metric: str
@@ -91,7 +91,7 @@ def compare_items(
         if len(pairs) > 1:
             ours, theirs, clusters = (list(part) for part in zip(*pairs, strict=True))
             is_clustered = len(set(clusters)) < len(clusters)
-            test = paired_test(
+            test = run_paired_test(
                 cast("list[float]", ours),
                 cast("list[float]", theirs),
                 cast("list[str]", clusters) if is_clustered else None,

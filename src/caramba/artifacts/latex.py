@@ -15,6 +15,7 @@ _SPECIAL = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
+    "±": r"$\pm$",
     "↓": r"$\downarrow$",
     "↑": r"$\uparrow$",
     **{sign: "\\" + sign for sign in "&%$#_{}"},

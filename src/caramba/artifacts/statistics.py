@@ -45,7 +45,7 @@ class PairedTest:
         return self.second - self.first
 
 
-def paired_test(
+def run_paired_test(
     first: Sequence[float],
     second: Sequence[float],
     clusters: Sequence[str] | None = None,
@@ -169,7 +169,7 @@ def _bootstrap(
 ) -> tuple[float, float, float, float, int]:
     """Return deviation, interval, p-value and number of clusters of the resampled mean difference.
 
-    Clusters of equal size and sum are exchangeable, so their numbers are drawn, not the clusters one by one.
+    Clusters of equal size and sum are exchangeable, so their numbers are sampled, not the clusters one by one.
     """
     import numpy as np
 
@@ -184,12 +184,12 @@ def _bootstrap(
         "tuple[Any, Any]", np.unique(np.stack([sums, sizes], axis=1), axis=0, return_counts=True)
     )
     generator = np.random.default_rng(seed)
-    drawn: list[Any] = []
+    sampled: list[Any] = []
     chunk = max(1, _CHUNK // len(kinds))
     for begin in range(0, resamples, chunk):
         times = generator.multinomial(n_clusters, counts / n_clusters, size=min(chunk, resamples - begin))
-        drawn.append((times @ kinds[:, 0]) / (times @ kinds[:, 1]))
-    means = np.concatenate(drawn)
+        sampled.append((times @ kinds[:, 0]) / (times @ kinds[:, 1]))
+    means = np.concatenate(sampled)
     low, high = (float(value) for value in np.quantile(means, (LEVEL / 2, 1 - LEVEL / 2)))
     # Sums of floats that cancel leave a rest that is no difference.
     rest = 1e-12 * max(1.0, float(np.abs(differences).max()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from caramba.artifacts.dispersion import is_standard_error
 from caramba.artifacts.key import parse_key
 from caramba.artifacts.metrics import STAGES, STUDENT, TEACHER, describe, headline
 from caramba.artifacts.report import Omission
@@ -58,9 +59,9 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes |
         for axes, (name, _, unit, bars) in zip(grid, drawn, strict=True):
             _draw_bars(axes, bars, unit)
             axes.set_title(_title(name, bars, metrics), loc="left")
-            axes.set_xlabel(
-                describe(dict(parse_key(bars[0][1].key).conditions)), fontsize=10, color="#555555"
-            )
+            notes = [describe(dict(parse_key(bars[0][1].key).conditions))]
+            notes += [f"bars: {_error_name(bars)}"] if any(metric.std for _, metric in bars) else []
+            axes.set_xlabel("\n".join(note for note in notes if note), fontsize=10, color="#555555")
         return to_png(figure, result.labels), omitted
 
 
@@ -90,6 +91,10 @@ def _reason(result: RunResult, kind: str) -> str:
         if kind == "memory" and has_metrics
         else missing_reason(result, kind)
     )
+
+
+def _error_name(bars: Bars) -> str:
+    return "standard error" if is_standard_error(bars[0][1].key) else "standard deviation"
 
 
 def _title(name: str, bars: Bars, metrics: dict[str, Metric]) -> str:

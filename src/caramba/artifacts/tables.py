@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from caramba.artifacts.cases import asked
 from caramba.artifacts.controls import control_rows
+from caramba.artifacts.dispersion import describe_dispersion
 from caramba.artifacts.key import MetricKey, parse_key
 from caramba.artifacts.ladder import measured_rows
 from caramba.artifacts.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
@@ -73,10 +74,16 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
         ("cases", "Cases of ", ", correct answers in bold.", CASE_HEAD, _cases(result)),
     ]
     return [
-        Table(label, before, result.name, after + note, head, rows)
+        Table(label, before, result.name, after + _spread_note(rows, metrics) + note, head, rows)
         for label, before, after, head, rows in listed
         if rows
     ]
+
+
+def _spread_note(rows: list[list[Cell]], metrics: dict[str, Metric]) -> str:
+    """Return what ± is in these rows; empty where no cell has one."""
+    keys = [cell.key for row in rows for cell in row if cell.key is not None and "±" in cell.text]
+    return describe_dispersion(metrics[key] for key in keys if key in metrics)
 
 
 COMPARISON_HEAD = ("Metric", "Teacher", "Student", "Change")

@@ -369,9 +369,9 @@ def _score_text(
     items = [
         {
             "id": str(index),
-            "text_sha256": hashlib.sha256(rows[index * width : (index + 1) * width + 1].numpy()).hexdigest()[
-                :16
-            ],
+            "text_sha256": hashlib.sha256(
+                rows[index * width : (index + 1) * width + 1].numpy().tobytes()
+            ).hexdigest()[:16],
             "cluster": str(index),
             "nll": float(value),
         }

@@ -59,7 +59,8 @@ def test_summary_bars_are_the_metrics(result: RunResult, figures: list[Any]) -> 
     assert [bar.get_height() for bar in cache.patches] == [2048.0, 768.0]
     assert cache.get_title(loc="left") == "KV cache: student/teacher = 0.375"
     assert speed.get_title(loc="left") == "Throughput: student/teacher = 1.22"
-    assert speed.get_xlabel() == "prompt 1,024, gen 32, batch 1"
+    assert speed.get_xlabel() == "prompt 1,024, gen 32, batch 1\nbars: standard deviation"
+    assert perplexity.get_xlabel().endswith("bars: standard error")
     assert len(perplexity.collections) == len(speed.collections) == 1  # error bars
     assert not cache.collections
     assert omitted == []

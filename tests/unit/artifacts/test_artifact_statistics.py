@@ -10,16 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caramba.artifacts.dispersion import describe_dispersion, is_standard_error, standard_error
 from caramba.artifacts.items import TaskItems, compare_items
 from caramba.artifacts.statistics import (
     detectable_difference,
     holm,
     mcnemar,
-    paired_test,
     power,
     power_text,
+    run_paired_test,
 )
 from caramba.errors import CarambaError
+from caramba.result import Metric
 
 
 @pytest.mark.parametrize(("b", "c"), [(0, 0), (0, 5), (3, 7), (6, 6), (2, 9)])
@@ -35,7 +37,7 @@ def test_paired_test_error_and_interval_equal_the_normal_formula() -> None:
     generator = np.random.default_rng(3)
     first = generator.normal(size=2000)
     second = first + 0.05 + 0.2 * generator.normal(size=2000)
-    test = paired_test(first.tolist(), second.tolist())
+    test = run_paired_test(first.tolist(), second.tolist())
     error = (second - first).std(ddof=1) / math.sqrt(2000)
     assert test.standard_error == pytest.approx(error, rel=0.03)
     assert test.low == pytest.approx(test.difference - 1.96 * error, abs=0.15 * error)
@@ -46,7 +48,7 @@ def test_paired_test_error_and_interval_equal_the_normal_formula() -> None:
 
 def test_paired_test_of_hits_counts_both_sides_and_tests_by_mcnemar() -> None:
     first, second = [1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0]
-    test = paired_test(first, second)
+    test = run_paired_test(first, second)
     assert (test.only_first, test.only_second) == (3, 1)
     assert test.p_value == mcnemar(3, 1)
     assert test.difference == pytest.approx(-1 / 3)
@@ -57,14 +59,14 @@ def test_paired_test_clusters_widen_the_interval_by_what_items_share() -> None:
     shift = np.repeat(generator.normal(size=100), 20)  # the whole difference belongs to the cluster
     clusters = [str(index // 20) for index in range(2000)]
     first = generator.normal(size=2000)
-    alone = paired_test(first.tolist(), (first + shift).tolist())
-    told = paired_test(first.tolist(), (first + shift).tolist(), clusters)
+    alone = run_paired_test(first.tolist(), (first + shift).tolist())
+    told = run_paired_test(first.tolist(), (first + shift).tolist(), clusters)
     assert told.n_clusters == 100
     assert told.standard_error / alone.standard_error == pytest.approx(math.sqrt(20), rel=0.1)
 
 
 def test_paired_test_of_a_model_with_itself_finds_nothing() -> None:
-    test = paired_test([0.1, 0.7, 0.2], [0.1, 0.7, 0.2])
+    test = run_paired_test([0.1, 0.7, 0.2], [0.1, 0.7, 0.2])
     assert (test.difference, test.low, test.high, test.p_value) == (0, 0, 0, 1)
 
 
@@ -74,7 +76,7 @@ def test_paired_test_of_a_model_with_itself_finds_nothing() -> None:
 )
 def test_paired_test_refuses_scores_that_do_not_pair(first, second, clusters) -> None:
     with pytest.raises(CarambaError, match="paired test"):
-        paired_test(first, second, clusters)
+        run_paired_test(first, second, clusters)
 
 
 def test_holm_equals_the_published_procedure() -> None:
@@ -150,3 +152,16 @@ def test_committed_simulation_is_within_its_bounds() -> None:
     assert rows["true difference 2 points"]["rate"] == pytest.approx(
         rows["true difference 2 points"]["printed_power"], abs=0.05
     )
+
+
+def test_dispersion_is_named_by_metric() -> None:
+    loss = Metric("perplexity.student.nll", 2.0, "nats/token", 64, 0.1)
+    speed = Metric("latency.student.tok_s@prompt=8", 100.0, "tokens/s", 4, 2.0)
+    assert describe_dispersion([]) == ""
+    assert describe_dispersion([loss]) == " ± is the standard error of the mean over n items."
+    assert describe_dispersion([speed]) == " ± is the standard deviation of n samples."
+    assert describe_dispersion([loss, speed]).endswith("; of tok_s the standard deviation of n samples.")
+    assert standard_error(loss.key, loss.std, loss.n) == 0.1
+    assert standard_error(speed.key, speed.std, speed.n) == 1.0
+    assert is_standard_error("main/controls.copy.ppl_ratio")
+    assert not is_standard_error("ratio.tok_s@prompt=8")

@@ -53,6 +53,8 @@ def collect(argv: list[str]) -> int:
     higher = {key: prefers_higher(key) if words.best is None else words.best == "max" for key in metrics}
     if metrics and not words.quiet:
         print(text_table(groups, keys, metrics, higher))
+        if any(spread.std is not None for spread in (g.spread(m) for g in groups for m in metrics) if spread):
+            print("± is the standard deviation over n runs")
     for metric in metrics:
         best = best_group(groups, metric, is_higher=higher[metric])
         if best is not None and len(groups) > 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba.artifacts.across_runs.gather import Measured, read_metrics
+from caramba.artifacts.dispersion import standard_error
 from caramba.artifacts.style import new_figure, styled, to_png
 from caramba.artifacts.tables import number
 from caramba.runs import MANIFEST, differences
@@ -18,8 +19,6 @@ from caramba.runs.sources import plugin_sources
 
 # The normal quantile of a two-sided 95% interval.
 Z_95 = 1.959964
-# Fields whose `std` is the standard error of the mean already; of all others it is the deviation of n samples.
-_STANDARD_ERRORS = ("nll", "perplexity", "bits_per_byte")
 _CURVES = ("running_loss", "loss", "val_loss")
 _COLOURS = ("#0072B2", "#D55E00")
 
@@ -60,24 +59,14 @@ def metric_differences(first: Path, second: Path, texts: Sequence[str] = ()) -> 
     return [Difference(key, ours[key], theirs[key], _half_width(key, ours[key], theirs[key])) for key in keys]
 
 
-def standard_error(key: str, measured: Measured) -> float | None:
-    """Return the standard error of a metric, or None where its report has no deviation to take it from."""
-    if measured.std is None:
-        return None
-    name = key.partition("@")[0]
-    if name.rpartition(".")[2] in _STANDARD_ERRORS or name.rpartition("/")[2].startswith("accuracy."):
-        return measured.std
-    return measured.std / math.sqrt(measured.n) if measured.n else None
-
-
 def _half_width(key: str, first: Measured, second: Measured) -> float | None:
-    errors = standard_error(key, first), standard_error(key, second)
+    errors = [standard_error(key, item.std, item.n) for item in (first, second)]
     return None if errors[0] is None or errors[1] is None else Z_95 * math.hypot(errors[0], errors[1])
 
 
 def interval_text(key: str, measured: Measured) -> str:
     """Return a value, with its 95% interval where the report has what it takes."""
-    error = standard_error(key, measured)
+    error = standard_error(key, measured.std, measured.n)
     return number(measured.value) + (f" ± {number(Z_95 * error)}" if error else "")
 
 

@@ -15,7 +15,7 @@ from caramba.artifacts.across_runs.compare import (
     metric_differences,
 )
 from caramba.artifacts.across_runs.gather import read_labels
-from caramba.artifacts.across_runs.paired import paired_items, paired_table
+from caramba.artifacts.across_runs.paired import compare_models, format_comparisons
 from caramba.artifacts.tables import number
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, resolve_run
@@ -42,22 +42,22 @@ def compare(argv: list[str]) -> int:
     models = _models(words.models)
     files = [Path(text) for text in (words.first, words.second) if Path(text).suffix == ".json"]
     if files and not any(file.name == MANIFEST for file in files):
-        comparisons = paired_items(_source(words.first), _source(words.second), models, words.metric)
+        comparisons = compare_models(_source(words.first), _source(words.second), models, words.metric)
         if not comparisons:
             raise ConfigError(
                 f"compare: {words.first} and {words.second} share no items of a task; evaluate both on the same tasks"
             )
-        print(paired_table(comparisons))
+        print(format_comparisons(comparisons))
         return 0
     first, second = resolve_run(words.first), resolve_run(words.second)
     if first == second and models[0] != models[1]:
-        comparisons = paired_items(first, second, models, words.metric)
+        comparisons = compare_models(first, second, models, words.metric)
         if not comparisons:
             raise ConfigError(
                 f"compare: {words.first} has no items of both {models[0]} and {models[1]}; an accuracy benchmark keeps "
                 "them"
             )
-        print(f"A  {models[0]}\nB  {models[1]}\n{paired_table(comparisons)}")
+        print(f"A  {models[0]}\nB  {models[1]}\n{format_comparisons(comparisons)}")
         return 0
     if first == second:
         raise ConfigError(
@@ -75,9 +75,9 @@ def compare(argv: list[str]) -> int:
     for line in changed:
         print(f"  {line}")
     _print_metrics(first, second, words.metric)
-    comparisons = paired_items(first, second, models, words.metric)
+    comparisons = compare_models(first, second, models, words.metric)
     if comparisons:
-        print(f"\n{paired_table(comparisons)}")
+        print(f"\n{format_comparisons(comparisons)}")
     figure = draw_curves(first, second)
     if figure is None:
         print("\nneither run has trained yet, so there are no curves")

@@ -17,7 +17,7 @@ Key = tuple[str, str]  # task and metric
 _METRICS_OF_ITEMS = ("acc", "acc_norm", "exact_match", "nll")
 
 
-def paired_items(
+def compare_models(
     first: Path, second: Path, models: tuple[str, str], texts: Sequence[str] = ()
 ) -> list[TaskComparison]:
     """Compare two models on the items that both have; of each task the main metric.
@@ -31,8 +31,8 @@ def paired_items(
     return compare_items(ours, theirs)
 
 
-def paired_table(comparisons: Sequence[TaskComparison]) -> str:
-    """Return the comparisons as aligned text, under a line that says what every column is."""
+def format_comparisons(comparisons: Sequence[TaskComparison]) -> str:
+    """Return the comparisons as aligned text, under a line that defines the columns."""
     head = (
         f"same items, B - A with its 95% interval (paired bootstrap); p (Holm) is adjusted for {len(comparisons)} "
         f"{'task' if len(comparisons) == 1 else 'tasks'}; * at most {LEVEL}; 'can see' is the difference found with "

@@ -39,7 +39,10 @@ def draw_sweep(
             _parallel(figure, axes, shown, keys, metric, is_higher=is_higher)
         else:
             _lines(axes, shown, along, lines, keys, metric)
-        axes.set_title(title, fontsize=11)
+        has_bars = along is not None and any(
+            (spread := group.spread(metric)) and spread.std for group in shown
+        )
+        axes.set_title(title + ("\nbars: standard deviation over runs" if has_bars else ""), fontsize=11)
         return to_png(figure, labels or {})
 
 
