@@ -1,0 +1,148 @@
+"""Every command, file and Python block of the README and the tutorials runs, in order, as a reader would type it.
+
+The notes in comments of a page, listed in page_blocks.py, make short variants of what trains for minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, environment, interrupt_when
+from tests.integration.page_blocks import Block, blocks_of
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+QUICKSTART = DOCS / "tutorials" / "quickstart.md"
+OTHERS = sorted(
+    [ROOT / "README.md", *DOCS.glob("tutorials/*.md"), *DOCS.glob("extend/*.md"), DOCS / "layers.md"],
+)
+OTHERS.remove(QUICKSTART)
+SHELL = set("|&;<>*$`")
+TINY = " ".join((*SMALL, *SMALL_TEACHER))
+
+
+class Reader:
+    """Follows one page in a folder."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self.cache = folder, cache
+        self.background: list[subprocess.Popen[str]] = []
+
+    def follow(self, page: Path) -> None:
+        for block in blocks_of(page):
+            self.take(block)
+
+    def take(self, block: Block) -> None:
+        if "skip" in block.notes or block.language in ("text", "mermaid", "after"):
+            return
+        if block.title is not None:
+            file = self.folder / block.title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.body)
+        elif block.language == "setup":
+            self.expect(self.bash(block.body), 0)
+        elif block.language == "python":
+            (self.folder / "block.py").write_text(block.body)
+            self.expect(self.bash(f"{shlex.quote(sys.executable)} block.py"), 0)
+        elif block.language == "bash":
+            self.take_commands(block)
+
+    def take_commands(self, block: Block) -> None:
+        lines, more = block.lines(), block.notes.get("with", "").replace("TINY", TINY)
+        for number, line in enumerate(lines, 1):
+            words = shlex.split(line, comments=True)
+            is_caramba = words[0] == "caramba"
+            if is_caramba and more and words[1] in ("launch", "run", "compile", "-m"):
+                words += shlex.split(more)
+            wanted = int(block.notes.get("status", 0)) if number == len(lines) else 0
+            if "background" in block.notes:
+                self.start(words)
+            elif "interrupt" in block.notes:
+                pattern = block.notes["interrupt"]
+                status = interrupt_when(pattern, words[1:], self.folder, self.cache, signal.SIGINT)
+                assert status == 130, line
+            elif is_caramba and not SHELL & set(line.partition(" #")[0]):
+                self.expect(caramba(words[1:], self.folder, self.cache), wanted)
+            else:
+                self.expect(self.bash(line), wanted)
+
+    def expect(self, done: subprocess.CompletedProcess[str], status: int) -> None:
+        assert done.returncode == status, f"{done.args}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+    def bash(self, line: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=self.variables(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+
+    def start(self, words: list[str]) -> None:
+        with (self.folder / "background.txt").open("w") as file:
+            self.background.append(
+                subprocess.Popen(words, cwd=self.folder, env=self.variables(), stdout=file, stderr=file, text=True)
+            )
+
+    def stop(self) -> None:
+        for process in self.background:
+            process.terminate()
+            process.wait(60)
+
+    def variables(self) -> dict[str, str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {**environment(self.cache), "PATH": path, "DOCS": str(DOCS)}
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Path]:
+    """The folder of a reader who has finished the quickstart; its run is what most pages begin with."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    Reader(folder, cache).follow(QUICKSTART)
+    yield folder
+
+
+def test_quickstart_leaves_a_report(quickstart: Path) -> None:
+    (report,) = quickstart.glob("runs/*/*/artifacts/report.html")
+    assert "<html" in report.read_text()
+
+
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
+def test_page_works_when_it_is_followed(page: Path, quickstart: Path, cache: Path, tmp_path: Path) -> None:
+    if any(block.language == "after" for block in blocks_of(page)):
+        shutil.copytree(quickstart / "runs", tmp_path / "runs", symlinks=True)
+    reader = Reader(tmp_path, cache)
+    began = time.monotonic()
+    try:
+        reader.follow(page)
+    finally:
+        reader.stop()
+    print(f"{page.stem}: {time.monotonic() - began:.0f} s")
+
+
+def test_there_are_ten_tutorials_with_commands_that_run() -> None:
+    live = [
+        page
+        for page in [QUICKSTART, *OTHERS]
+        if any(block.language == "bash" and "skip" not in block.notes for block in blocks_of(page))
+    ]
+    assert len(live) >= 10
+
+
+def test_blocks_have_a_language_that_is_run_or_shown() -> None:
+    for page in [QUICKSTART, *OTHERS]:
+        for block in blocks_of(page):
+            assert block.language in ("bash", "python", "yaml", "text", "mermaid", "setup", "after"), page
+            assert block.language != "yaml" or block.title, f"{page.name}: a block of YAML needs a title"
