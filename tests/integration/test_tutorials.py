@@ -6,6 +6,7 @@ The notes in comments of a page, listed in page_blocks.py, make short variants o
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -146,3 +147,13 @@ def test_blocks_have_a_language_that_is_run_or_shown() -> None:
         for block in blocks_of(page):
             assert block.language in ("bash", "python", "yaml", "text", "mermaid", "setup", "after"), page
             assert block.language != "yaml" or block.title, f"{page.name}: a block of YAML needs a title"
+
+
+def test_features_page_names_plans_that_compile(cache: Path, tmp_path: Path) -> None:
+    """Every `caramba compile` of docs/features.md makes a plan."""
+    calls = re.findall(r"`caramba compile ([^`]*)`", (DOCS / "features.md").read_text())
+    assert len(calls) > 15
+    for call in calls:
+        words = re.findall(r"\S+=\{[^}]*\}|\S+", call)
+        done = caramba(["compile", *words], tmp_path, cache)
+        assert done.returncode == 0, f"{call}\n{done.stderr}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -61,3 +62,23 @@ def test_results_page_is_what_the_json_gives() -> None:
     """The measured tables of docs/results.md are written by scripts/results.py."""
     done = subprocess.run([sys.executable, "scripts/results.py", "--check"], cwd=ROOT, check=False)
     assert done.returncode == 0, "run python scripts/results.py"
+
+
+def messages_of_the_sources() -> str:
+    """Return all texts of the sources, with `…` for values."""
+    texts = []
+    for file in (ROOT / "src/caramba").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_troubleshooting_quotes_messages_of_the_sources() -> None:
+    quoted = re.findall(r"^### `(.+?)`", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    texts = messages_of_the_sources()
+    assert len(quoted) > 15
+    assert not [message for message in quoted if message not in texts]
