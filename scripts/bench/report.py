@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sections import prefill as sections_prefill
 from sections import scaling as sections_scaling
 from sections import step as sections_step
 from sections import study as sections_study
+from sections import summary as sections_summary
 from sections import sweeps as sections_sweeps
 from sections import training as sections_training
 from sections import upcycle as sections_upcycle
@@ -207,23 +209,51 @@ SECTIONS = {
 }
 
 
+GROUPS = {
+    "Quality": ("first_light", "upcycle_proxy"),
+    "Training": (
+        *("training", "step_profile", "ladder", "planned", "scaling", "tensor_parallel_step"),
+        *("lightning_overhead", "blockwise_cost", "surgery_cost"),
+    ),
+    "Inference": ("inference", "prefill", "batching", "speculation", "cached_steps"),
+    "Kernels": (
+        *("attention_backends", "decode", "documents", "host_cost", "kernels", "linear_cross_entropy"),
+        *("optimizer_steps", "row_linear", "step_kernels"),
+    ),
+    "Commands and data": ("launch_times", "substrate", "prepare", "collect_runs", "sweep_overhead"),
+}
+ELSEWHERE = ("smollm2",)  # docs/results.md shows it; scripts/results.py
+
+
 def render() -> str:
-    """Return the page."""
+    """Return the page: a summary, then sections by group."""
+    files = {
+        file: json.loads(file.read_text())
+        for file in sorted(FOLDER.glob("*.json"))
+        if file.stem not in ELSEWHERE
+    }
     lines = [
         "# Benchmarks",
         "",
         "Made by `python scripts/bench/report.py` from the JSON in `docs/benchmarks/`; not edited by hand.",
+        "",
+        *sections_summary.summary(FOLDER),
+        "",
+        "Measurements on a pretrained teacher are in [results](results.md).",
     ]
-    for file in sorted(FOLDER.glob("*.json")):
-        data = json.loads(file.read_text())
-        machine = ", ".join(f"{key} {value}" for key, value in data["machine"].items())
-        lines += [
-            "",
-            *SECTIONS[data["benchmark"]](data),
-            "",
-            f"Source: `{file}`, by `{data['made_by']}`, on {machine}.",
-        ]
+    for group, names in GROUPS.items():
+        lines += ["", f"## {group}"]
+        for name in names:
+            for file, data in files.items():
+                if data["benchmark"] == name:
+                    lines += ["", *_section(file, data)]
     return "\n".join(lines) + "\n"
+
+
+def _section(file: Path, data: dict[str, Any]) -> list[str]:
+    machine = ", ".join(f"{key} {value}" for key, value in data["machine"].items())
+    body = [f"#{line}" if line.startswith("#") else line for line in SECTIONS[data["benchmark"]](data)]
+    return [*body, "", f"Source: `{file}`, by `{data['made_by']}`, on {machine}."]
 
 
 def main() -> int:
@@ -234,3 +264,7 @@ def main() -> int:
         return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
     write_whole(PAGE, page)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,7 +93,9 @@ class Reader:
     def start(self, words: list[str]) -> None:
         with (self.folder / "background.txt").open("w") as file:
             self.background.append(
-                subprocess.Popen(words, cwd=self.folder, env=self.variables(), stdout=file, stderr=file, text=True)
+                subprocess.Popen(
+                    words, cwd=self.folder, env=self.variables(), stdout=file, stderr=file, text=True
+                )
             )
 
     def stop(self) -> None:
@@ -108,11 +109,11 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Path]:
+def quickstart(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """The folder of a reader who has finished the quickstart; its run is what most pages begin with."""
     folder = tmp_path_factory.mktemp("quickstart")
     Reader(folder, cache).follow(QUICKSTART)
-    yield folder
+    return folder
 
 
 def test_quickstart_leaves_a_report(quickstart: Path) -> None:
