@@ -99,6 +99,15 @@ class AttentionLayerConfig(LayerConfig):
         description="quantised format that keys and values are rounded to as a cache stores them: q8_0, q4_0, nf4 or "
         "mixed (q8_0 for k_geo, q4_0 else); null rounds nothing",
     )
+    mla: bool = Field(
+        default=False,
+        description="layout=latent: multi-head latent attention as stock engines have it: an RMS norm on the latent, "
+        "standard rotary frequencies, no biases",
+    )
+    latent_norm_eps: Annotated[float, Field(gt=0)] = Field(
+        default=100.0,
+        description="mla: epsilon of the latent's norm; far above the latent's mean square the norm is nearly linear",
+    )
     null_attn: bool = Field(
         default=False, description="whether a learned key and value are added that every query may attend to"
     )
@@ -129,6 +138,16 @@ class AttentionLayerConfig(LayerConfig):
         "tie_qk",
         "rope_semantic",
         "exact_first_tokens",
+        "mla",
+    )
+    _not_in_mla: ClassVar[tuple[str, ...]] = (
+        "null_attn",
+        "exact_first_tokens",
+        "local_window",
+        "decoupled_gate",
+        "learned_temperature",
+        "bias",
+        "rope_scaling",
     )
 
     @model_validator(mode="after")
@@ -192,6 +211,8 @@ class AttentionLayerConfig(LayerConfig):
             )
         if self.decoupled_gate_dynamic and not self.decoupled_gate:
             raise ValueError("decoupled_gate_dynamic needs decoupled_gate: true")
+        if self.mla:
+            self._mla_rules()
         if self.layout == "latent":
             refused = [
                 name for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm") if getattr(self, name)
@@ -235,6 +256,22 @@ class AttentionLayerConfig(LayerConfig):
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set v_dim or head_dim"
             )
+
+    def _mla_rules(self) -> None:
+        """Refuse what multi-head latent attention of stock engines does not have."""
+        fix = "; set it before surgery, or use surgery.target: caramba (mla: false)"
+        if self.layout != "latent":
+            raise ValueError(f"mla needs layout: latent, got layout={self.layout}{fix}")
+        if not self.rope_enabled:
+            raise ValueError(f"mla needs rope_enabled: true, its shared key is rotary{fix}")
+        for name in self._not_in_mla:
+            value = getattr(self, name)
+            if value:
+                none = {"exact_first_tokens": "0", "local_window": "null", "rope_scaling": "null"}
+                raise ValueError(
+                    f"{name}={value} is not part of multi-head latent attention (mla: true), no engine could hold it: "
+                    f"set {name}: {none.get(name, 'false')}{fix}"
+                )
 
     def _first_tokens_rules(self) -> None:
         reasons = {

@@ -92,7 +92,7 @@ def _saved(config: AttentionLayerConfig) -> int:
 def _saved_latent(config: AttentionLayerConfig) -> int:
     """As `_saved`: expanded, the latent with k_geo and q, k, v and output as wide as the keys of every head;
     absorbed, the one key that is the value too, queries and output as wide, and what the maps read (of the queries
-    a view, which keeps all of their parts). First tokens add their queries, the semantic ones once more, their
+    a view, which keeps all of their parts). A norm keeps the latent before it. First tokens add their queries, the semantic ones once more, their
     scores and probabilities, what they give, and features of the others.
     """
     dims, heads, width = config.dims(), config.n_heads, config.n_heads * config.query_dim
@@ -107,7 +107,8 @@ def _saved_latent(config: AttentionLayerConfig) -> int:
         form = dims.v + dims.rope + 4 * heads * keys
     else:
         form = width + heads * dims.rope + keys + 2 * heads * keys + heads * dims.v
-    return projected + scaled + form + heads + width + first
+    norm = dims.v + 1 if config.mla else 0
+    return projected + scaled + form + heads + width + first + norm
 
 
 def trains_in_parts(config: AttentionLayerConfig) -> bool:

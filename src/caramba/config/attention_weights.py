@@ -17,8 +17,8 @@ COPIED = ("q.weight", "q.bias", "out.weight")
 def attention_shapes(config: AttentionLayerConfig) -> Shapes:
     """Return the projections, then what `bias`, `qk_norm`, gate, temperature and null attention add.
 
-    The latent's down projection and the output always carry a bias: they hold the means that surgery
-    splits off.
+    The latent's down projection and the output always carry a bias, which holds the means that surgery
+    splits off; under `mla` neither has one.
     """
     dims, m = config.dims(), config.d_model
     heads, kv_heads = dims.n_heads, dims.n_kv_heads
@@ -47,7 +47,7 @@ def attention_shapes(config: AttentionLayerConfig) -> Shapes:
         shapes["q_sem_map"] = (heads, config.query_dim, dims.v)
         shapes["q_geo_map"] = (heads, config.query_dim, dims.rope)
         shapes["v_up"] = (heads, dims.v, config.query_dim)
-    always = ("c", "out") if config.is_latent else ()
+    always = ("c", "out") if config.is_latent and not config.mla else ()
     biased = rows if config.bias == "qkv" else rows | {"out": m} if config.bias else {}
     shapes |= {
         f"{name}.bias": (out,)
@@ -56,6 +56,8 @@ def attention_shapes(config: AttentionLayerConfig) -> Shapes:
     }
     if config.qk_norm:
         shapes |= {f"{name}.weight": shape for name, shape in norms.items()}
+    if config.mla:
+        shapes["c_norm.weight"] = (dims.v,)
     if config.decoupled_gate:
         shapes["gate"] = (heads,)
     if config.decoupled_gate_dynamic:

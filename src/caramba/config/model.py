@@ -103,6 +103,11 @@ class SurgeryConfig(Config):
         default="dba",
         description="dba (from activations), weight_svd, random, or copy (pooled key/value heads)",
     )
+    target: Literal["caramba", "mla"] = Field(
+        default="caramba",
+        description="caramba, or mla: a student of multi-head latent attention, which stock engines load "
+        "(caramba export --format deepseek|gguf)",
+    )
     sem_dim: Dimension | None = Field(
         default=None, description="cached width of the semantic keys; attention reads it from here"
     )

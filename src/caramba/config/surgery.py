@@ -62,6 +62,7 @@ def check_surgery(model: ModelConfig) -> None:
     surgery = model.surgery or SurgeryConfig()
     ours = attention_configs(model.topology)
     _check_stated_widths(surgery, ours)
+    _check_target(surgery, ours)
     if model.teacher.manifest is None:
         return
     theirs = attention_configs(model.teacher.manifest.topology)
@@ -219,6 +220,22 @@ def _check_copy(where: str, teacher: AttentionLayerConfig, student: AttentionLay
     if (ours.qk, ours.v) != (theirs.qk, theirs.v):
         raise ConfigError(
             f"{where}: heads are {ours.qk} wide in the student, {theirs.qk} in the teacher; set head_dim"
+        )
+
+
+def _check_target(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:
+    """The target is that of every attention layer; engines have one set of widths for all layers."""
+    for config in ours:
+        if config.mode is AttentionMode.DECOUPLED and config.mla != (surgery.target == "mla"):
+            raise ConfigError(
+                f"model.surgery.target={surgery.target}, and an attention layer of the student has "
+                f"mla={str(config.mla).lower()}; set mla: {str(not config.mla).lower()} in the attention, or change target"
+            )
+    if surgery.target == "mla" and surgery.kv_budget_bytes is not None:
+        raise ConfigError(
+            f"model.surgery.kv_budget_bytes={surgery.kv_budget_bytes} gives each layer widths of its own, and engines "
+            "have one width for all layers of multi-head latent attention; set kv_budget_bytes: null with sem_dim and "
+            "geo_dim, or target: caramba"
         )
 
 

@@ -80,7 +80,8 @@ def _student(
     surgery["layout"] = "latent" if surgery.get("layout") is None else surgery["layout"]
     if surgery.get("exact_first_tokens") is None:  # '' is the user's, and refused
         has_window = any(layer.get("local_window") for layer in layers)
-        surgery["exact_first_tokens"] = 0 if has_window or surgery["layout"] != "latent" else SINK_TOKENS
+        keeps_none = has_window or surgery["layout"] != "latent" or surgery.get("target") == "mla"
+        surgery["exact_first_tokens"] = 0 if keeps_none else SINK_TOKENS
     if surgery["layout"] == "latent":  # 5.33 times fewer elements, two thirds of them in the latent
         elements = 2 * attention["n_kv_heads"] * attention["head_dim"]
         widths = {"sem_dim": max(1, elements // 8), "geo_dim": max(2, elements // 16 // 2 * 2)}
@@ -94,6 +95,8 @@ def _student(
         )
     keys = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens", "cache_format")
     own = {"mode": "decoupled"} | {key: surgery.get(key) for key in keys}
+    if surgery.get("target") == "mla":
+        own |= {"mla": True, "rope_scaling": None, "rope_base": _grid_base(attention, surgery["geo_dim"])}
     return {
         **model,
         **teacher,
@@ -101,6 +104,19 @@ def _student(
         "surgery": surgery,
         "name": model.get("name") or f"{name}_dba",
     }
+
+
+def _grid_base(attention: dict[str, Any], geo_dim: Any) -> float:
+    """Return the rotary base of a standard grid of `geo_dim` that takes every nth of the teacher's frequencies.
+
+    n is the largest that stays within them, so the grid spans the teacher's wavelengths, and no key turns at another
+    speed than in the teacher.
+    """
+    base, width = float(attention["rope_base"]), int(attention["head_dim"])
+    if not isinstance(geo_dim, int) or geo_dim < 2:  # the schema says what is wrong with it
+        return base
+    step = max(1, (width // 2 - 1) // max(1, geo_dim // 2 - 1))
+    return base ** (min(step, width // 2) * geo_dim / width)
 
 
 def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -68,7 +68,7 @@ class AttentionLayer(nn.Module):
     start at zero, where a head that attends to nothing gives zero. A latent layer has them in its projection,
     as one latent and one geometric key.
 
-    Shape: x [B, T, M] to [B, T, M]; `out` is [M, H*value_dim], with a bias under the latent layout in any case.
+    Shape: x [B, T, M] to [B, T, M]; `out` is [M, H*value_dim], with a bias under the latent layout unless `mla`.
 
     Raises:
         ConfigError: tied queries and keys of unequal head counts.
@@ -88,9 +88,8 @@ class AttentionLayer(nn.Module):
             None if config.cache_format is None else CacheRounding(config.cache_format, self.dims.streams)
         )
         self.score = CausalScore(config.local_window, config.dropout, config.q_chunk)
-        self.out = nn.Linear(
-            self.dims.n_heads * config.value_dim, config.d_model, bias=config.bias is True or config.is_latent
-        )
+        has_bias = config.bias is True or (config.is_latent and not config.mla)
+        self.out = nn.Linear(self.dims.n_heads * config.value_dim, config.d_model, bias=has_bias)
         kv_heads, has_null = self.dims.n_kv_heads, config.null_attn and not config.is_latent
         self.null_k = nn.Parameter(torch.zeros(kv_heads * self.dims.qk)) if has_null else None
         self.null_v = nn.Parameter(torch.zeros(kv_heads * self.dims.v)) if has_null else None

@@ -67,6 +67,10 @@ class LatentProjection(GatedProjection):
     with the others; their c and k_geo are cached but not read. The gate weighs the latent's two paths only; the
     temperature scales every score.
 
+    With `mla` the latent is c = RMSNorm(W_c x), without a bias, and the frequencies are those of `rope_base`: this is
+    multi-head latent attention, so stock engines load it. The norm's eps is large against the latent's mean square: the
+    norm is then nearly linear, and its weight starts at sqrt(1 + eps), where a latent of mean square 1 keeps its size.
+
     Shape: q [H*D, M], c [R, M], k_geo [Dgeo, M], `q_sem_map` [H, D, R], `q_geo_map` [H, D, Dgeo], `v_up` [H, R, D].
     forward returns q [B, H, T, D + Dgeo], its geometric part after RoPE, and c [B, 1, T, R], k_geo [B, 1, T, Dgeo];
     with first tokens q has D features more, those that read them, and k_first, v_first [B, K, <= n, D] are streams.
@@ -82,7 +86,8 @@ class LatentProjection(GatedProjection):
         self.fused_linear: FusedLinear | None = None
         heads, width, latent, geo = self.dims.n_heads, self.query_dim, self.dims.v, self.dims.rope
         self.q = nn.Linear(config.d_model, heads * width, bias=bool(config.bias))
-        self.c = nn.Linear(config.d_model, latent)
+        self.c = nn.Linear(config.d_model, latent, bias=not config.mla)
+        self.c_norm = RMSNorm(latent, config.latent_norm_eps) if config.mla else None
         self.k_geo = nn.Linear(config.d_model, geo, bias=bool(config.bias))
         self.q_sem_map = nn.Parameter(torch.empty(heads, width, latent))
         self.q_geo_map = nn.Parameter(torch.empty(heads, width, geo))
@@ -91,7 +96,7 @@ class LatentProjection(GatedProjection):
         self.null_geo = nn.Parameter(torch.zeros(geo)) if config.null_attn else None
         self.first = FirstTokens(config) if self.dims.first_tokens else None
         self.rope = (
-            RotaryEmbedding(geo, config.rope_base, config.rope_scaling, explicit=True)
+            RotaryEmbedding(geo, config.rope_base, config.rope_scaling, explicit=not config.mla)
             if config.rope_enabled
             else None
         )
@@ -106,6 +111,8 @@ class LatentProjection(GatedProjection):
         for weight in (self.q_sem_map, self.q_geo_map):
             nn.init.normal_(weight, std=self.dims.qk**-0.5)
         nn.init.normal_(self.v_up, std=self.dims.v**-0.5)
+        if self.c_norm is not None:
+            nn.init.constant_(self.c_norm.weight, (1.0 + self.c_norm.eps) ** 0.5)
         for parameter in (self.null_c, self.null_geo):
             if parameter is not None:
                 nn.init.zeros_(parameter)
@@ -165,6 +172,12 @@ class LatentProjection(GatedProjection):
 
         `reads_views` is True if the caller reads views of a fused output without copying them.
         """
+        q, c, k_geo = self._linears(x, asking, norm, reads_views)
+        return q, c if self.c_norm is None else self.c_norm(c), k_geo
+
+    def _linears(
+        self, x: Tensor, asking: Tensor, norm: RMSNorm | None, reads_views: bool
+    ) -> tuple[Tensor, ...]:
         fused_linear = self.fused_linear if asking is x else None
         if norm is not None:
             if fused_linear is not None:
@@ -186,11 +199,12 @@ class LatentProjection(GatedProjection):
         """
         if not torch.is_grad_enabled() or type(self.c) is not nn.Linear or type(self.k_geo) is not nn.Linear:
             return self.c(x), self.k_geo(x)
-        geo_bias = self.c.bias.new_zeros(self.dims.rope) if self.k_geo.bias is None else self.k_geo.bias
         weight = torch.cat((self.c.weight, self.k_geo.weight))
-        c, k_geo = F.linear(x, weight, torch.cat((self.c.bias, geo_bias))).split(
-            (self.dims.v, self.dims.rope), -1
-        )
+        bias = None
+        if self.c.bias is not None:
+            zeros = self.c.bias.new_zeros(self.dims.rope)
+            bias = torch.cat((self.c.bias, zeros if self.k_geo.bias is None else self.k_geo.bias))
+        c, k_geo = F.linear(x, weight, bias).split((self.dims.v, self.dims.rope), -1)
         return c, k_geo
 
     def attend(

@@ -85,7 +85,13 @@ def realified(maps: Tensor) -> Tensor:
 
 
 def select_geometry(
-    statistics: LayerStatistics, queries: Tensor, geo_dim: int, n_kv_heads: int, *, turns: bool = True
+    statistics: LayerStatistics,
+    queries: Tensor,
+    geo_dim: int,
+    n_kv_heads: int,
+    *,
+    turns: bool = True,
+    grid: Tensor | None = None,
 ) -> Geometry:
     """Choose the geo_dim / 2 components that cost most to un-rotate, over all frequencies, and split the keys by them.
 
@@ -93,6 +99,9 @@ def select_geometry(
     one frequency commutes with RoPE. Un-rotating component j costs L_j (1 - sum_g |U_gj|^2 |rho_g|^2); with
     `turns=False` (no attention is known) it costs L_j, and the residual loses its rotation instead of being turned by
     the mean one.
+
+    With a `grid`, the teacher's pair of each component [geo_dim / 2] in ascending order, each pair gives its costliest
+    component, or as many as it stands there.
 
     Shape: queries [H, D, D], the second moments that weigh the pairs.
     """
@@ -107,7 +116,12 @@ def select_geometry(
     if turns:
         cost = values * (1 - torch.einsum("pgj,pg->pj", basis.abs() ** 2, rotation.abs() ** 2)).clamp_min(0)
     count = geo_dim // 2
-    order = cost.flatten().argsort(descending=True, stable=True)[:count].sort().values
+    if grid is None:
+        order = cost.flatten().argsort(descending=True, stable=True)[:count].sort().values
+    else:
+        ranked = cost.argsort(dim=1, descending=True, stable=True)
+        repeats = torch.stack([(grid[:index] == pair).sum() for index, pair in enumerate(grid)])
+        order = grid * n_kv_heads + ranked[grid, repeats.clamp_max(n_kv_heads - 1)]
     chosen, component = order // n_kv_heads, order % n_kv_heads
     kept = torch.zeros_like(cost).flatten()
     kept[order] = 1.0

@@ -12,7 +12,7 @@ from caramba.surgery.algebra import Geometry, select_geometry
 from caramba.surgery.held_out import HeldOut, latent_output, per_head_output
 from caramba.surgery.latent import LatentMaps, latent_maps, latent_state
 from caramba.surgery.per_head import per_head_maps, per_head_state
-from caramba.surgery.statistics import LayerStatistics
+from caramba.surgery.statistics import LayerStatistics, standard_projection
 
 BETA_STEPS = range(-3, 4)
 
@@ -29,9 +29,22 @@ def convert(
         assert config.geo_dim is not None
         assert config.sem_dim is not None
         # Statistics of weights alone know no attention: rotations are then judged by their energy.
-        geometry = split_keys(teacher, statistics, config.geo_dim, turns=held_out is not None)
+        frequencies = grid_frequencies(student)
+        geometry = split_keys(
+            teacher, statistics, config.geo_dim, turns=held_out is not None, frequencies=frequencies
+        )
         n_first = config.exact_first_tokens
-        maps = search_beta(teacher, statistics, geometry, config.sem_dim, held_out, n_first)
+        norm_eps = config.latent_norm_eps if config.mla else None
+        maps = search_beta(
+            teacher,
+            statistics,
+            geometry,
+            config.sem_dim,
+            held_out,
+            n_first,
+            norm_eps=norm_eps,
+            frequencies=frequencies,
+        )
         state = latent_state(
             teacher,
             maps,
@@ -65,10 +78,32 @@ def convert(
 
 
 def split_keys(
-    teacher: AttentionLayer, statistics: LayerStatistics, geo_dim: int, *, turns: bool = True
+    teacher: AttentionLayer,
+    statistics: LayerStatistics,
+    geo_dim: int,
+    *,
+    turns: bool = True,
+    frequencies: Tensor | None = None,
 ) -> Geometry:
-    """Return the latent layout's split of the keys into `geo_dim` rotating features and a residual."""
-    return select_geometry(statistics, statistics.queries, geo_dim, teacher.dims.n_kv_heads, turns=turns)
+    """Return the latent layout's split of the keys into `geo_dim` rotating features and a residual.
+
+    With `frequencies` each feature pair comes from the teacher's pair of the nearest frequency.
+    """
+    grid = None
+    if frequencies is not None:
+        rope = standard_projection(teacher).rope
+        assert rope is not None
+        theirs, ours = rope.inv_freq[0].double().log(), frequencies[0].double().log()
+        grid = (ours[:, None] - theirs[None]).abs().argmin(1)
+    return select_geometry(
+        statistics, statistics.queries, geo_dim, teacher.dims.n_kv_heads, turns=turns, grid=grid
+    )
+
+
+def grid_frequencies(student: AttentionLayer) -> Tensor | None:
+    """Return the frequencies [1, geo_dim / 2] that a student of multi-head latent attention is bound to, else None."""
+    rope = student.projection.rope
+    return rope.inv_freq if student.config.mla and rope is not None else None
 
 
 def search_beta(
@@ -78,14 +113,19 @@ def search_beta(
     rank: int,
     held_out: HeldOut | None,
     first_tokens: int = 0,
+    *,
+    norm_eps: float | None = None,
+    frequencies: Tensor | None = None,
 ) -> LatentMaps:
     """Return the latent maps with the best beta = 2^n, walking down the held-out block error from beta = 1.
 
-    The block has `first_tokens` that stay exact.
+    The block has `first_tokens` that stay exact; `norm_eps` and `frequencies` as in `latent_maps`.
     """
 
     def at(step: int) -> tuple[float, LatentMaps]:
-        maps = latent_maps(teacher, statistics, geometry, statistics.queries, rank, 2.0**step)
+        maps = latent_maps(
+            teacher, statistics, geometry, statistics.queries, rank, 2.0**step, norm_eps, frequencies
+        )
         if held_out is None:
             return 0.0, maps
         return held_out.relative(latent_output(held_out, maps, first_tokens)), maps

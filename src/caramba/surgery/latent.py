@@ -4,6 +4,10 @@ With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotat
 E_g = sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
 into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out. Beside
 first tokens that stay exact it does not: their scores lose what centring took from the others', q . mean.
+
+Multi-head latent attention (`mla`) has no biases: there c = y @ latent, of the second moment of [k_s; v] in which the
+keys' mean is taken out by the direction b of y with b . y = 1 in the least squares. A norm follows that is nearly
+linear, for a latent of mean square 1. Its geometric frequencies are the student's grid, not the teacher's.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from caramba.layer import AttentionLayer
-from caramba.surgery.algebra import Geometry, leading, symmetric_roots
+from caramba.surgery.algebra import DAMPING, Geometry, leading, symmetric_roots
 from caramba.surgery.statistics import LayerStatistics, bias_of, standard_projection
 
 
@@ -23,7 +27,8 @@ class LatentMaps:
     """A latent layer in terms of its teacher's queries, keys and values, float64; heads in K groups.
 
     c = (y - mean) @ latent, k_geo = k @ geometry.key, q_sem = q @ query, v = c @ value + the value mean; scores lack
-    q . key_mean, with `key_mean` [K, D] in the teacher's own scale.
+    q . key_mean, with `key_mean` [K, D] in the teacher's own scale. The geometric pairs turn by `frequencies`
+    [1, geo_dim / 2]. With `norm_eps` c is normalised, and the means are zero.
     """
 
     geometry: Geometry
@@ -34,6 +39,8 @@ class LatentMaps:
     energies: Tensor
     beta: float
     key_mean: Tensor
+    frequencies: Tensor
+    norm_eps: float | None = None
 
     @property
     def rank(self) -> int:
@@ -44,11 +51,23 @@ class LatentMaps:
         """The share of the joint variance that the latent keeps."""
         return float(self.energies[: self.rank].sum() / self.energies.sum().clamp_min(1e-300))
 
+    def normed(self, c: Tensor) -> Tensor:
+        """Return the latent after its norm, if it has one."""
+        if self.norm_eps is None:
+            return c
+        weight = c.new_full((c.shape[-1],), norm_weight(self.norm_eps))
+        return torch.nn.functional.rms_norm(c, (c.shape[-1],), weight, self.norm_eps)
+
     def narrowed(self, rank: int) -> LatentMaps:
         """Return the maps of a narrower latent: its directions are the leading ones of this."""
         return replace(
             self, latent=self.latent[:, :rank], query=self.query[..., :rank], value=self.value[:, :rank]
         )
+
+
+def norm_weight(eps: float) -> float:
+    """Return the weight with which the norm leaves a latent of mean square 1 its size."""
+    return (1.0 + eps) ** 0.5
 
 
 def output_gram(layer: AttentionLayer) -> Tensor:
@@ -64,8 +83,14 @@ def latent_maps(
     queries: Tensor,
     rank: int,
     beta: float,
+    norm_eps: float | None = None,
+    frequencies: Tensor | None = None,
 ) -> LatentMaps:
-    """Return the maps of a `rank`-wide latent for the keys that `geometry` leaves and the values."""
+    """Return the maps of a `rank`-wide latent for the keys that `geometry` leaves and the values.
+
+    With `norm_eps` they are those of multi-head latent attention. Without `frequencies` the geometric pairs keep the
+    teacher's.
+    """
     dims = layer.dims
     kv_heads, width = dims.n_kv_heads, dims.qk
     factor = _attention_factor(layer) ** 2
@@ -75,11 +100,37 @@ def latent_maps(
     value_root, value_inverse = symmetric_roots(outputs)
     n = kv_heads * width
     into = torch.block_diag(geometry.residual @ torch.block_diag(*key_root), *value_root)
-    basis, energies = leading(into.T @ statistics.covariance @ into, rank)
+    mean, second = statistics.mean, statistics.covariance
+    if norm_eps is not None:
+        into, mean, second = _without_key_mean(statistics, n) @ into, torch.zeros_like(mean), statistics.moment
+    basis, energies = leading(into.T @ second @ into, rank)
     query = torch.einsum("kde,ker->kdr", key_inverse, basis[:n].unflatten(0, (kv_heads, -1))) * factor
     value = torch.einsum("kde,ker->krd", value_inverse, basis[n:].unflatten(0, (kv_heads, -1)))
-    key_mean = (statistics.mean[:n] @ geometry.residual).unflatten(0, (kv_heads, -1)) * factor
-    return LatentMaps(geometry, statistics.mean, into @ basis, query, value, energies, beta, key_mean)
+    key_mean = (mean[:n] @ geometry.residual).unflatten(0, (kv_heads, -1)) * factor
+    latent = into @ basis
+    if norm_eps is not None:
+        size = energies[:rank].mean().clamp_min(torch.finfo(energies.dtype).tiny).sqrt()
+        latent, query, value = latent / size, query * size, value * size
+    if frequencies is None:
+        rope = standard_projection(layer).rope
+        assert rope is not None
+        frequencies = rope.inv_freq[:, geometry.pairs]
+    return LatentMaps(
+        geometry, mean, latent, query, value, energies, beta, key_mean, frequencies, norm_eps
+    )
+
+
+def _without_key_mean(statistics: LayerStatistics, n_keys: int) -> Tensor:
+    """Return the map y -> y - (b . y) [key mean; 0], with b . y = 1 in the least squares, [K (D + Dv), K (D + Dv)].
+
+    No query sees a constant that all keys share, so only values have to carry their mean.
+    """
+    values, vectors = torch.linalg.eigh(statistics.moment)
+    inverse = values.clamp_min(values[-1] * DAMPING).reciprocal()
+    one = vectors @ (inverse * (vectors.T @ statistics.mean))
+    keys = torch.zeros_like(statistics.mean)
+    keys[:n_keys] = statistics.mean[:n_keys]
+    return torch.eye(len(one), dtype=one.dtype, device=one.device) - torch.outer(one, keys)
 
 
 def latent_state(
@@ -93,7 +144,8 @@ def latent_state(
     """Return the weights of a latent attention layer by name, float64.
 
     `student_factor` is what the student's rotary table multiplies queries and keys by (YaRN), as the teacher's may.
-    With `has_bias` queries and geometric keys carry the teacher's biases; the latent and the output always do.
+    With `has_bias` queries and geometric keys carry the teacher's biases; the latent and the output always do, except
+    under `mla`, which has the norm's weight instead and computes its frequencies.
     `keeps_first` adds the teacher's own keys and values, which the first tokens keep.
     """
     projection, dims = standard_projection(layer), layer.dims
@@ -112,10 +164,15 @@ def latent_state(
         "projection.q_sem_map": maps.query.repeat_interleave(group, 0),
         "projection.q_geo_map": maps.geometry.query.repeat_interleave(group, 0) * geo_factor,
         "projection.v_up": maps.value.repeat_interleave(group, 0),
-        "projection.rope.inv_freq": rope.inv_freq.double()[:, maps.geometry.pairs],
+        "projection.rope.inv_freq": maps.frequencies.double(),
         "out.weight": layer.out.weight.double(),
         "out.bias": _output_bias(layer, maps.mean[n:]),
     }
+    if maps.norm_eps is not None:
+        for name in ("projection.c.bias", "projection.rope.inv_freq", "out.bias"):
+            del state[name]
+        weight = maps.mean.new_full((maps.rank,), norm_weight(maps.norm_eps))
+        return state | {"projection.c_norm.weight": weight}
     if has_bias:
         state["projection.q.bias"] = bias_of(projection.q)
         state["projection.k_geo.bias"] = offset[:n] @ maps.geometry.key
