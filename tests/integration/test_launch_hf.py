@@ -25,6 +25,7 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.infer.opened import open_model
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_weights
+from caramba.layer.rope import rope_frequencies
 from caramba.model import build_model, load_pretrained
 from caramba.surgery import check_models
 from tests.integration.commands import caramba, only_run
@@ -192,6 +193,10 @@ def test_a_student_follows_from_its_teachers_folder(name: str, tmp_path: Path) -
         ("llama31_gqa", ["model.surgery.kv_budget_bytes=5"], "the nearest possible is 12"),
         ("llama31_gqa", ["model.surgery.sem_dim=0"], r"model.surgery.sem_dim: .*greater than"),
         ("llama31_gqa", ["model.surgery.geo_dim=0"], r"model.surgery.geo_dim: .*greater than"),
+        ("qwen2", ["model.surgery.target=mla"], "bias=qkv is not part of multi-head latent attention .*surgery.target: caramba"),
+        ("mistral_window", ["model.surgery.target=mla"], "local_window=5 is not part of .* set local_window: null"),
+        ("llama31_gqa", ["model.surgery.target=mla", "model.surgery.kv_budget_bytes=64"], "target: caramba"),
+        ("llama31_gqa", ["model.surgery.target=mla", "model.surgery.exact_first_tokens=4"], "set exact_first_tokens: 0"),
         ("llama31_gqa", ["model.surgery.layout=''"], r"model.surgery.layout: .*'per_head' or 'latent'"),
         ("llama31_gqa", ["model.surgery.layout=per_head"], r"^model.surgery.sem_dim, geo_dim: layout=per_head has no default widths \(command line: model.surgery.layout=per_head\); set them, to multiples of the 2"),
         ("llama31_gqa", ["model.surgery.layout=per_head", "model.surgery.sem_dim=4"], "^model.surgery.geo_dim: layout=per_head"),
@@ -203,6 +208,27 @@ def test_a_student_that_cannot_follow_is_refused_before_any_work(
     write(tmp_path / name, name)
     with pytest.raises(ConfigError, match=text):
         manifest_of("model=hf_dba", f"model.teacher.checkpoint={tmp_path / name}", "train=blockwise", *words)
+
+
+def test_a_student_for_engines_has_every_nth_of_its_teachers_frequencies(tmp_path: Path) -> None:
+    write(tmp_path / "smollm", "llama2_mha")  # heads of 8: 4 pairs
+    words = ["model=hf_dba", f"model.teacher.checkpoint={tmp_path / 'smollm'}", "train=blockwise"]
+    for geo, taken in ((8, (0, 1, 2, 3)), (6, (0, 1, 2)), (4, (0, 3)), (2, (0,))):
+        chosen = ("model.surgery.target=mla", f"model.surgery.geo_dim={geo}")
+        layer = attention_configs(manifest_of(*words, *chosen).model.topology)[0]
+        assert (layer.mla, layer.exact_first_tokens, layer.rope_scaling) == (True, 0, None)
+        ours, theirs = rope_frequencies(geo, layer.rope_base), rope_frequencies(8, 10000.0)
+        torch.testing.assert_close(ours, theirs[list(taken)])
+
+
+def test_a_student_for_engines_distils_and_decodes(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path / "llama", "llama31_gqa")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 61, 20_000).astype(np.int32))
+    words = ["launch", "model=hf_dba", "model.teacher.checkpoint=llama", "model.surgery.target=mla"]
+    words += ["train=blockwise", "train.steps=2", "train.batch_size=2", "train.block_size=32", "data=tokens"]
+    words += ["data.path=ids.npy", "device=cpu", "verify=none", "model.surgery.geo_dim=8"]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_qwen_folder_becomes_a_student_that_distils_and_decodes(tmp_path: Path, cache: Path) -> None:
