@@ -92,8 +92,8 @@ def _saved(config: AttentionLayerConfig) -> int:
 def _saved_latent(config: AttentionLayerConfig) -> int:
     """As `_saved`: expanded, the latent with k_geo and q, k, v and output as wide as the keys of every head;
     absorbed, the one key that is the value too, queries and output as wide, and what the maps read (of the queries
-    a view, which keeps all of their parts). A norm keeps the latent before it. First tokens add their queries, the semantic ones once more, their
-    scores and probabilities, what they give, and features of the others.
+    a view, which keeps all of their parts). A norm keeps the latent before it. First tokens add their queries, the
+    semantic ones once more, their scores and probabilities, what they give, and features of the others.
     """
     dims, heads, width = config.dims(), config.n_heads, config.n_heads * config.query_dim
     projected = config.d_model + width + heads * dims.rope * config.decoupled_gate

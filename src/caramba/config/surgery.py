@@ -229,7 +229,8 @@ def _check_target(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> N
         if config.mode is AttentionMode.DECOUPLED and config.mla != (surgery.target == "mla"):
             raise ConfigError(
                 f"model.surgery.target={surgery.target}, and an attention layer of the student has "
-                f"mla={str(config.mla).lower()}; set mla: {str(not config.mla).lower()} in the attention, or change target"
+                f"mla={str(config.mla).lower()}; set mla: {str(not config.mla).lower()} in the attention, "
+                "or change target"
             )
     if surgery.target == "mla" and surgery.kv_budget_bytes is not None:
         raise ConfigError(

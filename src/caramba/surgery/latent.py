@@ -102,7 +102,11 @@ def latent_maps(
     into = torch.block_diag(geometry.residual @ torch.block_diag(*key_root), *value_root)
     mean, second = statistics.mean, statistics.covariance
     if norm_eps is not None:
-        into, mean, second = _without_key_mean(statistics, n) @ into, torch.zeros_like(mean), statistics.moment
+        into, mean, second = (
+            _without_key_mean(statistics, n) @ into,
+            torch.zeros_like(mean),
+            statistics.moment,
+        )
     basis, energies = leading(into.T @ second @ into, rank)
     query = torch.einsum("kde,ker->kdr", key_inverse, basis[:n].unflatten(0, (kv_heads, -1))) * factor
     value = torch.einsum("kde,ker->krd", value_inverse, basis[n:].unflatten(0, (kv_heads, -1)))
@@ -115,9 +119,7 @@ def latent_maps(
         rope = standard_projection(layer).rope
         assert rope is not None
         frequencies = rope.inv_freq[:, geometry.pairs]
-    return LatentMaps(
-        geometry, mean, latent, query, value, energies, beta, key_mean, frequencies, norm_eps
-    )
+    return LatentMaps(geometry, mean, latent, query, value, energies, beta, key_mean, frequencies, norm_eps)
 
 
 def _without_key_mean(statistics: LayerStatistics, n_keys: int) -> Tensor:
