@@ -113,7 +113,7 @@ def _grid_base(attention: dict[str, Any], geo_dim: Any) -> float:
     speed than in the teacher.
     """
     base, width = float(attention["rope_base"]), int(attention["head_dim"])
-    if not isinstance(geo_dim, int) or geo_dim < 2:  # the schema says what is wrong with it
+    if not isinstance(geo_dim, int) or geo_dim < 2:  # the schema refuses it
         return base
     step = max(1, (width // 2 - 1) // max(1, geo_dim // 2 - 1))
     return base ** (min(step, width // 2) * geo_dim / width)

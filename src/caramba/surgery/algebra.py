@@ -101,7 +101,7 @@ def select_geometry(
     the mean one.
 
     With a `grid`, the teacher's pair of each component [geo_dim / 2] in ascending order, each pair gives its costliest
-    component, or as many as it stands there.
+    component, or as many as it occurs there.
 
     Shape: queries [H, D, D], the second moments that weigh the pairs.
     """

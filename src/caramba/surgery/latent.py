@@ -51,7 +51,7 @@ class LatentMaps:
         """The share of the joint variance that the latent keeps."""
         return float(self.energies[: self.rank].sum() / self.energies.sum().clamp_min(1e-300))
 
-    def normed(self, c: Tensor) -> Tensor:
+    def normalize(self, c: Tensor) -> Tensor:
         """Return the latent after its norm, if it has one."""
         if self.norm_eps is None:
             return c
