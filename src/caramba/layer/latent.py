@@ -111,7 +111,7 @@ class LatentProjection(GatedProjection):
         for weight in (self.q_sem_map, self.q_geo_map):
             nn.init.normal_(weight, std=self.dims.qk**-0.5)
         nn.init.normal_(self.v_up, std=self.dims.v**-0.5)
-        if self.c_norm is not None:
+        if self.c_norm is not None and self.c_norm.weight is not None:
             nn.init.constant_(self.c_norm.weight, (1.0 + self.c_norm.eps) ** 0.5)
         for parameter in (self.null_c, self.null_geo):
             if parameter is not None:
