@@ -83,7 +83,7 @@ def test_lines_come_from_a_pipe_and_without_any_the_conversation_stays_open(
     assert main(["resume", str(run), "--quiet"]) == 0
     said = capsys.readouterr()
     assert "1 turns, " in said.out
-    assert "are left beside the answer" in said.err
+    assert "are left next to the answer" in said.err
     (turn,) = json.loads((run / "chats" / "talk.json").read_text())["turns"]
     assert turn["user"] == "abc"
     by_hand = ["chat", str(trained), "--device", "cpu", "--seed", "5", "--quiet", "--max-new-tokens", "9"]
@@ -99,7 +99,7 @@ def test_what_cannot_be_said_is_refused_before_anything_runs(
     for chat, text in (
         (SAY | {"role": "teacher"}, "chat.role=teacher, and the model has no teacher"),
         (SAY | {"generate": {"max_seq_len": 64}}, "max_new_tokens=128 leaves no room for a message in 64"),
-        (narrow | {"messages": ["long" * 9]}, "tokens and 14 are left beside the answer"),
+        (narrow | {"messages": ["long" * 9]}, "tokens and 14 are left next to the answer"),
     ):
         assert main(["run", written(tmp_path, trained, chat)]) == 2
         assert text in capsys.readouterr().err

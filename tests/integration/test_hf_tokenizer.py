@@ -16,7 +16,7 @@ from caramba.cli import main
 from caramba.data import ByteTokenizer, train_bpe
 from caramba.data.folder import write_token_folder
 from caramba.export.tokenizer import write_tokenizer
-from caramba.infer.opened import open_model
+from caramba.infer.load_model import load_model
 from tests.integration.commands import caramba, only_run
 from tests.unit.hf.folders import BASE
 
@@ -47,7 +47,7 @@ def test_a_run_that_read_no_text_opens_with_the_folder_s_tokenizer(
     words = ["launch", "model=hf", f"model.path={folder}", "train=none", "benchmark=none"]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stderr
-    opened = open_model(str(only_run(tmp_path)))
+    opened = load_model(str(only_run(tmp_path)))
     assert opened.tokenizer is not None
     assert opened.tokenizer.vocab_size == 257
     assert opened.tokenizer.encode("Ab") == [65, 98]
@@ -58,7 +58,7 @@ def test_a_run_that_read_no_text_opens_with_the_folder_s_tokenizer(
     other.mkdir()
     words[2] = f"model.path={tmp_path / 'bare'}"
     assert caramba(words, other, cache).returncode == 0
-    assert open_model(str(only_run(other))).tokenizer is None
+    assert load_model(str(only_run(other))).tokenizer is None
 
 
 def test_the_standard_library_is_read_with_the_folder_s_tokenizer(

@@ -22,7 +22,7 @@ from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import attention_configs
 from caramba.data.checkpoint.hub import cached_folder
 from caramba.errors import CheckpointError, ConfigError
-from caramba.infer.opened import open_model
+from caramba.infer.load_model import load_model
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_weights
 from caramba.layer.rope import rope_frequencies
@@ -322,7 +322,7 @@ def test_a_run_that_trains_nothing_loads_scores_as_transformers_and_is_found_aga
     tokens = torch.randint(3, 61, (2, 40), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
     with torch.no_grad():
-        ours = open_model(str(run), with_tokenizer=False).model(tokens)
+        ours = load_model(str(run), with_tokenizer=False).model(tokens)
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-4)
     again = check_weights(
         manifest_of("model=tiny", f"model.checkpoint={run}", "model.embedder.vocab_size=61", "train=finetune")

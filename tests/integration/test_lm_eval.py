@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from caramba.cli import main
-from caramba.infer import greedy, greedy_until, open_model, score_continuations
+from caramba.infer import greedy, greedy_until, load_model, score_continuations
 from tests.integration.export.samples import GQA, loud, make_run, transformer
 
 try:
@@ -128,7 +128,7 @@ def test_results_equal_the_harness_own_backend_on_the_exported_folder(place, tmp
 
     from caramba.evaluation.lm_eval import CarambaLM
 
-    opened = open_model(str(run))
+    opened = load_model(str(run))
     adapter = CarambaLM(opened.model, opened.tokenizer, max_length=48, batch_size=2)
     again = simple_evaluate(
         model=adapter,

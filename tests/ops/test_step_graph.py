@@ -13,7 +13,7 @@ from torch._inductor.fx_passes import post_grad
 
 from caramba.cache import Context, DeviceContext, KVCacheKind
 from caramba.infer import Generator
-from caramba.infer.device_steps import captured, next_logits, replayed
+from caramba.infer.device_steps import capture_graph, next_logits, replay_graph
 from caramba.model import Model, build_model
 from tests.unit.model.model_specs import ATTENTION, VOCAB, transformer
 
@@ -157,13 +157,13 @@ def test_a_captured_step_replays_as_eager_and_takes_no_memory(name: str, kind: K
     def run(token: Tensor) -> Tensor:
         return next_logits(model, token, step)
 
-    graph = captured(tokens[:, PROMPT], run, run)
+    graph = capture_graph(tokens[:, PROMPT], run, run)
     step.truncate(PROMPT)
     found = torch.empty(N_STEPS, 2, VOCAB, device="cuda")
     taken = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     for t in range(PROMPT, CAPACITY):
         step.advance()
-        found[t - PROMPT].copy_(replayed(graph, tokens[:, t]))
+        found[t - PROMPT].copy_(replay_graph(graph, tokens[:, t]))
     if (name, kind) not in PACKED:  # to make blocks between the steps takes some
         assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == taken
     expected = [model(tokens[:, t : t + 1], wanted)[:, 0] for t in range(PROMPT, CAPACITY)]

@@ -116,11 +116,11 @@ class Side:
         self.is_ours = name == "caramba"
         self.first_losses: list[float] = []
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-        self.compiled_logits: Callable[..., Tensor] = self._logits
+        self.compile_logits: Callable[..., Tensor] = self._logits
         self.compiled_loss: Callable[..., Tensor] = self._loss
         if compiled:
             # Of caramba's model a graph break is an error.
-            self.compiled_logits = torch.compile(self._logits, fullgraph=self.is_ours, dynamic=False)
+            self.compile_logits = torch.compile(self._logits, fullgraph=self.is_ours, dynamic=False)
             self.compiled_loss = torch.compile(self._loss, fullgraph=self.is_ours, dynamic=False)
 
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Side:
     def forward(self) -> None:
         """Score the batch, without gradients."""
         with torch.no_grad(), self.autocast():
-            self.compiled_logits(self.x)
+            self.compile_logits(self.x)
 
     def step(self) -> None:
         """Run forward, backward and AdamW."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from record import Record, machine_facts
 
-from caramba.infer import Generator, SpeculativeGenerator, open_model
-from caramba.infer.opened import need_tokenizer
+from caramba.infer import Generator, SpeculativeGenerator, load_model
+from caramba.infer.load_model import need_tokenizer
 from caramba.infer.verification import SpeculativeStats
 
 FORMS: dict[str, Any] = {"false": False, "graph": "graph", "true": True}
@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(words: argparse.Namespace, record: Record) -> int | None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    opened = open_model(words.run, device=device)
+    opened = load_model(words.run, device=device)
     model = opened.model.to(torch.bfloat16) if device.type == "cuda" else opened.model
     texts = [file.read_text(encoding="utf-8") for file in words.text]
     encode = need_tokenizer(opened, "bench").encode

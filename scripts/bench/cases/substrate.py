@@ -106,7 +106,7 @@ def logits(folder: Path) -> dict[str, Any]:
     """Launch the folder as a model that is only loaded, open that run, and compare with transformers in float32."""
     import transformers
 
-    from caramba.infer.opened import open_model
+    from caramba.infer.load_model import load_model
 
     tokens = torch.randint(128256, (2, 64), generator=torch.Generator().manual_seed(0))
     words = ["model=hf", f"model.path={folder}", "train=none", "benchmark=none", "device=cpu"]
@@ -117,7 +117,7 @@ def logits(folder: Path) -> dict[str, Any]:
         )
         wall = time.perf_counter() - began
         (run,) = Path(name).glob("runs/*/*")
-        ours = open_model(str(run), with_tokenizer=False).model(tokens)
+        ours = load_model(str(run), with_tokenizer=False).model(tokens)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
     return {
         "command": f"caramba launch {' '.join(words)}".replace(str(folder), "DIR"),

@@ -18,7 +18,7 @@ from caramba.errors import ConfigError
 from caramba.evaluation.accuracy import log_power
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
-from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
+from caramba.infer.load_model import LoadedModel, load_model, need_tokenizer
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device
 
@@ -45,7 +45,7 @@ def evaluate(argv: list[str]) -> int:
     if words.eval_data is not None:
         return _evaluate_local(words, tasks)
     manager = task_manager(tasks, words.include_path, where="eval", option="--include-path")
-    opened = open_model(
+    opened = load_model(
         words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
     )
     log_power(count_documents(tasks, manager, words.limit), words.smallest_difference, "eval")
@@ -75,7 +75,7 @@ def _evaluate_local(words: argparse.Namespace, names: list[str]) -> int:
             "eval: --num-fewshot and --include-path belong to lm-evaluation-harness; remove them, or --eval-data"
         )
     tasks = open_tasks(words.eval_data, names, limit=words.limit, where="eval")
-    opened = open_model(
+    opened = load_model(
         words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
     )
     tokenizer = need_tokenizer(opened, "eval")
@@ -129,7 +129,7 @@ def _harness_items(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _write(
-    opened: OpenedModel, words: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
+    opened: LoadedModel, words: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
 ) -> None:
     file = Path(words.out).expanduser() if words.out is not None else None
     if file is None and opened.run_dir is not None:
@@ -180,7 +180,7 @@ def _natural(text: str) -> int:
     return 0 if text == "0" else _positive(text)
 
 
-def _record(opened: OpenedModel, words: argparse.Namespace) -> dict[str, Any]:
+def _record(opened: LoadedModel, words: argparse.Namespace) -> dict[str, Any]:
     return {
         "which": words.which,
         "checkpoint": str(opened.path),

@@ -18,9 +18,9 @@ from caramba.errors import ConfigError
 from caramba.experiment.samples import tokenizer_of
 from caramba.experiment.session import Session
 from caramba.infer import Generator
-from caramba.infer.chat_session import ChatSession, Turn, converse, is_terminal, typed_lines
+from caramba.infer.chat_session import ChatSession, Turn, converse, is_terminal, read_lines
 from caramba.infer.dialogue import Dialogue, read_template
-from caramba.infer.held_out import HeldOut
+from caramba.infer.eval_text import EvalText
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
 
@@ -44,7 +44,7 @@ def check_chats(session: Session) -> None:
         tokenizer = tokenizer_of(session, run)
         if config.generate.cache_quality_text is not None:
             vocab_size = session.manifest.model.embedder.vocab_size
-            HeldOut.of_file(config.generate.cache_quality_text, tokenizer, vocab_size)
+            EvalText.of_file(config.generate.cache_quality_text, tokenizer, vocab_size)
         limit, n_new = _context(session, config), config.generate.max_new_tokens
         if n_new >= limit:
             raise ConfigError(
@@ -72,7 +72,7 @@ def hold_chat(session: Session, run: RunConfig, config: ChatConfig) -> bool:
         session.model_of(config.role).to(session.device),
         tokenizer,
         config.generate,
-        HeldOut.of_corpus(session.corpus),
+        EvalText.of_corpus(session.corpus),
         seed=seed,
         max_seq_len=limit,
     )
@@ -98,7 +98,7 @@ def hold_chat(session: Session, run: RunConfig, config: ChatConfig) -> bool:
     converse(talk, _echoed(rest), goes_on=False, after=keep)
     if is_terminal() or not config.messages:
         logger.info(f"{run.id}: {limit} tokens of context; /help for help, /quit ends")
-        converse(talk, typed_lines(), goes_on=True, after=keep)  # a line too long ends no experiment
+        converse(talk, read_lines(), goes_on=True, after=keep)  # a line too long ends no experiment
     if not talk.turns:
         logger.info(f"{run.id}: no messages, no terminal and no lines; caramba resume on a terminal opens it")
         return False

@@ -11,7 +11,7 @@ from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.experiment.session import Session
 from caramba.infer import Generator
-from caramba.infer.held_out import HeldOut
+from caramba.infer.eval_text import EvalText
 from caramba.infer.prompts import encode_prompts, refuse_prompts
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
@@ -34,7 +34,7 @@ def check_samples(session: Session) -> None:
                 f"run {run.id!r}: sample.role=teacher, and the model has no teacher; use role: student"
             )
         if run.sample.generate.cache_quality_text is not None:
-            HeldOut.of_file(run.sample.generate.cache_quality_text, tokenizer, model.embedder.vocab_size)
+            EvalText.of_file(run.sample.generate.cache_quality_text, tokenizer, model.embedder.vocab_size)
         spec = session.teacher.spec if run.sample.role == "teacher" and session.teacher is not None else model
         limits = (run.sample.generate.max_seq_len, spec.embedder.max_positions)
         refuse_prompts(
@@ -49,7 +49,7 @@ def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> Non
     """Continue every prompt and write samples/RUN.json; without a seed of its own the run's decides."""
     model = session.model_of(config.role).to(session.device)
     seed = run.seed if config.generate.seed is None else config.generate.seed
-    held_out = HeldOut.of_corpus(session.corpus)
+    held_out = EvalText.of_corpus(session.corpus)
     generator = Generator(model, tokenizer_of(session, run), config.generate, held_out, seed=seed)
     rows = generator.generate(config.prompts)
     decision = generator.cache_decision

@@ -9,7 +9,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.export.precision import check_dtype
 from caramba.export.write import FORMATS, check_format, check_out, export_model
-from caramba.infer.opened import open_model
+from caramba.infer.load_model import load_model
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,7 +39,7 @@ def export(argv: list[str]) -> int:
     check_format(words.format)
     dtype = None if words.dtype is None else check_dtype(words.dtype)
     check_out(folder.expanduser(), force=words.force)
-    opened = open_model(words.run, role=words.which)
+    opened = load_model(words.run, role=words.which)
     done = export_model(opened, folder, format=words.format, role=words.which, force=words.force, dtype=dtype)
     for note in done.notes:
         logger.info(note)

@@ -2,21 +2,21 @@
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.decode import decode_step, greedy, prefill
+from caramba.infer.eval_text import EvalText
 from caramba.infer.generator import Generated, GenerateStats, Generator, generate
-from caramba.infer.held_out import HeldOut
-from caramba.infer.opened import OpenedModel, open_model
+from caramba.infer.load_model import LoadedModel, load_model
 from caramba.infer.policy import CacheDecision
 from caramba.infer.scoring import Scored, greedy_until, score_continuations
 from caramba.infer.speculative import SpeculativeGenerator
 
 __all__ = [
     "CacheDecision",
+    "EvalText",
     "GenerateConfig",
     "GenerateStats",
     "Generated",
     "Generator",
-    "HeldOut",
-    "OpenedModel",
+    "LoadedModel",
     "Scored",
     "SpeculativeConfig",
     "SpeculativeGenerator",
@@ -24,7 +24,7 @@ __all__ = [
     "generate",
     "greedy",
     "greedy_until",
-    "open_model",
+    "load_model",
     "prefill",
     "score_continuations",
 ]

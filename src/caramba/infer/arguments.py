@@ -1,4 +1,4 @@
-"""The words that `caramba generate` and `caramba chat` share: which model, and how text is drawn from it."""
+"""Command-line arguments that `caramba generate` and `caramba chat` share: the model, and how to sample from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from caramba.console import logger
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.dialogue import read_template
+from caramba.infer.eval_text import held_out_of
 from caramba.infer.generator import Generator
-from caramba.infer.held_out import held_out_of
-from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
+from caramba.infer.load_model import LoadedModel, load_model, need_tokenizer
 from caramba.infer.quantised import LAST_BITS, add_weights, calibration_config, quantise_opened
 from caramba.infer.shared import refuse_ranks, share_layers
 from caramba.infer.speculative import SpeculativeGenerator
@@ -82,7 +82,7 @@ SPECULATION: dict[str, Callable[[str], Any]] = {
 
 
 class ModelArguments(argparse.ArgumentParser):
-    """The words that say which model, and how it is loaded; a mistake is a ConfigError that ends with the usage."""
+    """Arguments that choose the model and how it is loaded; an error is a ConfigError that ends with the usage."""
 
     def __init__(self, command: str, own: str) -> None:
         super().__init__(prog=f"caramba {command}", add_help=False, allow_abbrev=False)
@@ -123,7 +123,7 @@ class Arguments(ModelArguments):
 
 
 def sampling_config(words: argparse.Namespace) -> GenerateConfig:
-    """Return what the words set of the config, and nothing else, so that a wrong value fails before a model loads.
+    """Return the config fields that the arguments set, so that a wrong value fails before a model loads.
 
     Raises:
         ConfigError: a value out of range.
@@ -147,7 +147,7 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
 
 def open_generator(
     words: argparse.Namespace, config: GenerateConfig, mesh: DeviceMesh | None = None
-) -> tuple[OpenedModel, Generator]:
+) -> tuple[LoadedModel, Generator]:
     """Open the model and its tokenizer, and a generator that keeps within the model's context.
 
     The ranks of a mesh share the model's layers.
@@ -175,15 +175,15 @@ def open_generator(
     return opened, SpeculativeGenerator(opened.model, tokenizer, draft=draft, **values)
 
 
-def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> tuple[OpenedModel, Tokenizer]:
-    """Open the model that the words name, in the dtype and with the weights that they ask for, and its tokenizer.
+def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> tuple[LoadedModel, Tokenizer]:
+    """Load the model that the arguments name, in their dtype and weight format, and its tokenizer.
 
     Raises:
         ConfigError: no such run, a model without a tokenizer, or ranks without a mesh.
     """
     if mesh is None:
         refuse_ranks(words.command)
-    opened = open_model(
+    opened = load_model(
         words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
     )
     tokenizer = need_tokenizer(opened, words.command)
@@ -198,13 +198,13 @@ def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> 
     return opened, tokenizer
 
 
-def end_marks(opened: OpenedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+def end_marks(opened: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a text: the tokenizer's end mark, and those that the model's folder states."""
     return (tokenizer.eos_id, *_stated_ends(opened))
 
 
-def chat_template(opened: OpenedModel, words: argparse.Namespace) -> str | None:
-    """Return the chat template beside the tokenizer; None without one, and with --plain.
+def chat_template(opened: LoadedModel, words: argparse.Namespace) -> str | None:
+    """Return the chat template of the tokenizer's folder; None without one, and with --plain.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -219,13 +219,13 @@ def _given(words: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]
     return {key: getattr(words, key) for key in keys if getattr(words, key) is not None}
 
 
-def _open_draft(words: argparse.Namespace, target: OpenedModel) -> Model:
+def _open_draft(words: argparse.Namespace, target: LoadedModel) -> Model:
     """Open the draft model.
 
     Raises:
         ConfigError: it reads another tokenizer's tokens.
     """
-    opened = open_model(words.draft, device=choose_device(words.device))
+    opened = load_model(words.draft, device=choose_device(words.device))
     mine, theirs = opened.tokenizer, target.tokenizer
     if mine is not None and theirs is not None and mine.hash != theirs.hash:
         raise ConfigError(
@@ -235,7 +235,7 @@ def _open_draft(words: argparse.Namespace, target: OpenedModel) -> Model:
     return opened.model if words.dtype is None else opened.model.to(DTYPES[words.dtype])
 
 
-def _stated_ends(opened: OpenedModel) -> tuple[int, ...]:
+def _stated_ends(opened: LoadedModel) -> tuple[int, ...]:
     """Return the end marks of a folder's generation_config.json: chat models end a turn with a mark of their own."""
     file = opened.path / "generation_config.json"
     if not opened.path.is_dir() or not file.is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caramba.console import logger
 from caramba.infer.arguments import Arguments, chat_template, open_generator, sampling_config
-from caramba.infer.chat_session import ChatSession, converse, is_terminal, typed_lines
+from caramba.infer.chat_session import ChatSession, converse, is_terminal, read_lines
 from caramba.infer.dialogue import Dialogue
 
 
@@ -29,5 +29,5 @@ def chat(argv: list[str]) -> int:
     )
     logger.info(f"{opened.path}: {style}, {generator.config.max_seq_len} tokens of context; /help for help")
     session = ChatSession(generator, dialogue)
-    converse(session, typed_lines(), goes_on=is_terminal())
+    converse(session, read_lines(), goes_on=is_terminal())
     return 0

@@ -1,4 +1,4 @@
-"""A conversation with one model: what is said, the words that begin with a slash, and where lines come from."""
+"""A conversation with one model: its turns, its slash commands, and the source of its lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELP = """\
 
 @dataclass(frozen=True)
 class Turn:
-    """A message and its answer. `begins` says that nothing before it was in the model's context."""
+    """A message and its answer. `begins` is true if nothing before it was in the model's context."""
 
     user: str
     assistant: str
@@ -76,7 +76,7 @@ class ChatSession:
         return answer
 
     def remember(self, turns: Iterable[Turn]) -> None:
-        """Go on where a conversation of these turns stopped."""
+        """Resume a conversation of these turns."""
         for turn in turns:
             if turn.begins:
                 self.dialogue.reset()
@@ -93,7 +93,7 @@ class ChatSession:
             show_decision(self.generator)
 
     def command(self, word: str) -> None:
-        """Do what a word that begins with a slash says."""
+        """Run a slash command."""
         if word == "/help":
             print(HELP, flush=True)
         elif word == "/reset":
@@ -141,10 +141,10 @@ def converse(
     goes_on: bool,
     after: Callable[[], None] | None = None,
 ) -> None:
-    """Say every line and do what those that begin with a slash ask for, up to /quit; call `after` each answer.
+    """Send every line, run those that are slash commands, until /quit; call `after` each answer.
 
     Raises:
-        ConfigError: a message that cannot be taken; told instead where the conversation `goes_on` all the same.
+        ConfigError: a message that cannot be taken; printed instead if the conversation `goes_on`.
     """
     for line in lines:
         if not line.strip():
@@ -166,11 +166,11 @@ def converse(
 
 
 def is_terminal() -> bool:
-    """Whether somebody types at the standard input."""
+    """Whether the standard input is a terminal."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
-def typed_lines() -> Iterator[str]:
+def read_lines() -> Iterator[str]:
     """Yield the lines of the standard input, asking for each on a terminal."""
     if sys.stdin is None or sys.stdin.closed:
         return

@@ -13,7 +13,7 @@ from caramba.model import Model
 
 @contextlib.contextmanager
 def planned(model: Model, config: CacheKeys, n_tokens: int) -> Iterator[dict[str, int | None]]:
-    """Run a block with the attention that the decode plan says for prompts of `n_tokens`, then as it was.
+    """Run a block with the attention that the decode plan sets for prompts of `n_tokens`, then restore it.
 
     `auto` sets `q_chunk` in layers that have none and build a mask (a window or null attention), whose memory is
     queries times keys; plain causal attention needs none. `fixed` sets it in all layers. Both leave every result as

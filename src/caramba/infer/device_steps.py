@@ -28,7 +28,7 @@ from caramba.runtime import get_world_size, is_distributed
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
 CAPTURING = threading.Lock()
-"""Held in a capture: a process has one at a time."""
+"""Lock of a capture: a process runs one at a time."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
@@ -40,7 +40,7 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 class Steps(Protocol):
     """A draw and a forward, one after the other; what each returns may be overwritten by its next call.
 
-    What a forward returns is drawn from next, once: a captured one has done it. `resume` comes after anything else has
+    The output of a forward is sampled next, once: a captured one has done it. `resume` comes after anything else has
     changed the context.
     """
 
@@ -52,7 +52,7 @@ class Steps(Protocol):
 
 
 @dataclass
-class HostSteps:
+class EagerDecoder:
     """Steps that the host drives, one kernel after the other, on any cache."""
 
     model: Model
@@ -61,7 +61,7 @@ class HostSteps:
     config: GenerateConfig
 
     def resume(self) -> None:
-        """Go on from where the context is: it is read at every step."""
+        """Do nothing: the context is read at every step."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """Draw every row's token. Shape: [B, V] to [B]."""
@@ -72,7 +72,7 @@ class HostSteps:
         return decode_step(self.model, token, self.ctx)
 
 
-class DeviceSteps:
+class DeviceDecoder:
     """Steps on a cache whose length the device counts.
 
     Compiled, a forward is one graph of fused kernels. Captured, a forward and the draw behind it are one CUDA graph,
@@ -80,12 +80,12 @@ class DeviceSteps:
     waits some 10 us before its first kernel, so that two a token took longer. `captures` counts graphs.
     """
 
-    def __init__(self, host: HostSteps, *, is_compiled: bool, is_captured: bool) -> None:
+    def __init__(self, host: EagerDecoder, *, is_compiled: bool, is_captured: bool) -> None:
         self.host, self.step = host, DeviceContext(host.ctx)
         self.is_captured, self.is_compiled = is_captured, is_compiled
         self.run: NextLogits = next_logits
         if is_compiled:
-            self.run = compiled_logits(
+            self.run = compile_logits(
                 host.model, self.step.device_lengths.shape[0], *form_of(host.model, host.ctx)
             )
             find_angles(host.model, self.step)
@@ -96,11 +96,11 @@ class DeviceSteps:
         """By whether all rows begin at one place, where a draw takes fewer kernels."""
 
     def resume(self) -> None:
-        """Go on from where the context is: the device counts from there."""
+        """Continue from the context's position: the device counts from there."""
         self.step.sync_from_host()
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Draw every row's token, or return what a captured forward has drawn. Shape: [B, V] to [B]."""
+        """Sample every row's token, or return what a captured forward has sampled. Shape: [B, V] to [B]."""
         graph = self._graphs.get(self.host.state.is_level)
         return self.host.choose(logits) if graph is None or logits is not graph[2] else graph[1]
 
@@ -117,7 +117,7 @@ class DeviceSteps:
         graph = self._graphs.get(self.host.state.is_level)
         if graph is None:
             graph = self._graphs[self.host.state.is_level] = self._captured(token, position)
-        return replayed(graph, token)
+        return replay_graph(graph, token)
 
     def _captured(self, token: Tensor, position: int) -> Captured:
         host, tried = self.host, replace(self.host.state, **_copies(self.host.state))
@@ -135,7 +135,7 @@ class DeviceSteps:
             return logits
 
         self.captures += 1
-        graph = captured(token, run, trial)
+        graph = capture_graph(token, run, trial)
         self.step.device_lengths.fill_(position)
         return graph
 
@@ -158,9 +158,7 @@ def find_angles(model: Model, step: DeviceContext) -> None:
 _compiled: WeakKeyDictionary[Model, dict[tuple[object, ...], NextLogits]] = WeakKeyDictionary()
 
 
-def compiled_logits(
-    model: Model, batch_size: int, *form: object, run: NextLogits | None = None
-) -> NextLogits:
+def compile_logits(model: Model, batch_size: int, *form: object, run: NextLogits | None = None) -> NextLogits:
     """Return `run`, `next_logits` unless given, compiled whole for a model and batch size, made once: a second
     generation compiles nothing. `form` is what else a graph depends on, the cache's format and windows among it.
 
@@ -179,7 +177,7 @@ def compiled_logits(
 
 
 def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool | Callable[..., Any]] | None:
-    """Return what Inductor is asked for beside its defaults.
+    """Return the options of Inductor that differ from its defaults.
 
     On CUDA a product with one row becomes a reduction that Inductor writes and tunes: it reads the weights at more of
     the memory's rate than the library's product, and takes in norms and gates before it and sums behind it. That takes
@@ -195,7 +193,7 @@ def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool
 
 
 def form_of(model: Model, ctx: Context) -> tuple[object, ...]:
-    """Return what graphs of steps on a context depend on beside the batch: formats of the caches, and windows."""
+    """Return what graphs of steps depend on besides the batch: formats of the caches, and windows."""
     kinds = ((type(cache).__name__, str(cache.kind)) for cache in ctx.caches)
     return (*kinds, *(layer.score.window for layer in model.modules() if isinstance(layer, AttentionLayer)))
 
@@ -211,7 +209,7 @@ def compilations() -> int:
     return 0 if loaded is None else loaded.counters["stats"]["unique_graphs"]
 
 
-def captured(
+def capture_graph(
     given: Tensor,
     run: Callable[[Tensor], Tensor],
     trial: Callable[[Tensor], Tensor],
@@ -246,7 +244,7 @@ def warm_up(trial: Callable[[Tensor], Tensor], given: Tensor) -> None:
     torch.cuda.current_stream(given.device).wait_stream(side)
 
 
-def replayed(graph: Captured, given: Tensor) -> Tensor:
+def replay_graph(graph: Captured, given: Tensor) -> Tensor:
     """Replay a graph on an input, which may be its own, and return its output, which the next replay overwrites.
 
     An input in pinned memory is copied without a wait.
@@ -257,9 +255,11 @@ def replayed(graph: Captured, given: Tensor) -> Tensor:
     return graph[2]
 
 
-def asked_form(compiled: Compiled, device: torch.device) -> tuple[DecodeForm, str | None]:
-    """Return how steps on a device are to run by `GenerateConfig.compiled`, before a model may refuse it; where they
-    are not captured although a graph was asked for, or `auto` would take one there, the reason comes along."""
+def resolve_form(compiled: Compiled, device: torch.device) -> tuple[DecodeForm, str | None]:
+    """Return the form of steps that `GenerateConfig.compiled` asks for on a device, and why not a graph.
+
+    The reason is None unless a graph was requested, or `auto` would take one. A model may still refuse the form.
+    """
     is_cuda = device.type == "cuda"
     if compiled is True:
         return ("compiled graph" if is_cuda else "compiled"), None
@@ -272,21 +272,21 @@ def asked_form(compiled: Compiled, device: torch.device) -> tuple[DecodeForm, st
     return "graph", None
 
 
-def choose_steps(host: HostSteps) -> tuple[Steps, DecodeForm, str | None]:
-    """Return the steps that the config asks for, in which form they run, and why not in that asked for, if so."""
-    form, reason = asked_form(host.config.compiled, host.state.tokens.device)
+def choose_steps(host: EagerDecoder) -> tuple[Steps, DecodeForm, str | None]:
+    """Return the steps that the config asks for, their form, and why it is not the requested one."""
+    form, reason = resolve_form(host.config.compiled, host.state.tokens.device)
     if form != "eager":
         reason = step_refusal(host.model, host.ctx)
     if form == "eager" or reason is not None:
         return host, "eager", reason
-    return DeviceSteps(host, is_compiled="compiled" in form, is_captured="graph" in form), form, None
+    return DeviceDecoder(host, is_compiled="compiled" in form, is_captured="graph" in form), form, None
 
 
 def step_refusal(model: Model, ctx: Context, kind: type[DeviceContext] = DeviceContext) -> str | None:
     """Return why a model's steps on a context cannot run by themselves on the device, None where they can."""
-    found = kind.refusal(ctx)
-    if found is not None:
-        return found
+    refusal = kind.refusal(ctx)
+    if refusal is not None:
+        return refusal
     weight = model.embedder.token.weight
     widths = [tensor.width for cache in ctx.caches for tensor in cache.tensors.values()]
     if implementation("dba_decode", weight.device) != REFERENCE and not kernel_takes(weight.dtype, widths):

@@ -38,7 +38,7 @@ class Dialogue:
         self.turns = []
 
     def ask(self, text: str, limit: int) -> tuple[list[int], int]:
-        """Add a user's turn; return the ids to go on from, and how many of the oldest turns no longer fit `limit`.
+        """Add a user's turn; return the prompt ids, and how many of the oldest turns no longer fit `limit`.
 
         Raises:
             ConfigError: the message alone does not fit, or spells a mark that would end it; it is not added.
@@ -51,7 +51,7 @@ class Dialogue:
         while len(ids := self._ids([*self.system, *kept])) > limit:
             if len(kept) < 3:
                 raise ConfigError(
-                    f"chat: the message and its frame take {len(ids)} tokens and {max(limit, 0)} are left beside the "
+                    f"chat: the message and its frame take {len(ids)} tokens and {max(limit, 0)} are left next to the "
                     "answer; shorten it, or lower --max-new-tokens"
                 )
             kept = kept[2:]
@@ -123,7 +123,7 @@ class Dialogue:
 
 
 def read_template(folder: Path) -> str | None:
-    """Return the chat template beside a tokenizer: chat_template.jinja, or that of tokenizer_config.json.
+    """Return the chat template of a tokenizer's folder: chat_template.jinja, or that of tokenizer_config.json.
 
     Raises:
         ConfigError: the file cannot be read.

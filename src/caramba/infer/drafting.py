@@ -11,7 +11,7 @@ from torch import Tensor
 
 from caramba.cache import Context, RaggedContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
-from caramba.infer.ragged import Network, device_of, feed, padded, rewind
+from caramba.infer.ragged import Network, device_of, forward_ragged, rewind, right_pad
 from caramba.infer.sampling import distribution, next_token, wide_dtype
 from caramba.ops.sample import draw
 
@@ -22,8 +22,10 @@ class Drafter(Protocol):
     """Proposes the next tokens of rows."""
 
     def propose(self, texts: Sequence[Sequence[int]], counts: Sequence[int], seen: Tensor | None) -> Drafts:
-        """Return up to counts[b] tokens after text b, and the distributions [B, max(counts), V] that they were drawn
-        from, zero beyond a row's own number; None where drafts are certain. `seen` is as in `distribution`, [B, V]."""
+        """Return up to counts[b] tokens after text b, and the distributions that they were sampled from.
+
+        The distributions are [B, max(counts), V], zero after a row's last draft, and None if drafts are certain.
+        `seen` is as in `distribution`, [B, V]."""
         ...
 
 
@@ -68,7 +70,7 @@ class _RowLookup:
 class ModelDrafter:
     """Draws from a smaller network of the same vocabulary, with the sampling of the target.
 
-    Row b's draws come from `generators[b]`, as many as it drafts, so a row drafts the same alone and beside others.
+    Row b's draws come from `generators[b]`, as many as it drafts, so a row's drafts do not depend on other rows.
     The context holds the rows' prompts when it comes here. One that is `shared` with the target holds all but the
     last token of each text whenever drafts are asked for; one of its own is brought up to date.
     """
@@ -113,7 +115,7 @@ class ModelDrafter:
                 known.scatter_(1, token, True)
             tokens.append(token)
             if step + 1 < n:
-                hidden = feed(self.network, token, self.ctx)[:, -1]
+                hidden = forward_ragged(self.network, token, self.ctx)[:, -1]
         drawn = torch.cat(tokens, dim=1)
         drafts = [row[:count] for row, count in zip(drawn.tolist(), counts, strict=True)]
         for row, draft in enumerate(drafts):
@@ -135,8 +137,8 @@ class ModelDrafter:
         if self.shared_with is not None:
             self.ctx.position = self.shared_with.position  # pyright: ignore[reportAttributeAccessIssue]
         rewind(self.ctx, starts)
-        fed = padded(rows, width, [text[-1] for text in texts], device_of(self.network))
-        hidden = feed(self.network, fed, self.ctx)
+        fed = right_pad(rows, width, [text[-1] for text in texts], device_of(self.network))
+        hidden = forward_ragged(self.network, fed, self.ctx)
         last = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
         rewind(self.ctx, [len(text) for text in texts])
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
@@ -178,7 +180,7 @@ class DraftLength:
             return
         if config.spec_k_adaptive:
             self._k = min(2 * self._k, config.spec_k) if accepted == drafted else max(1, self._k - 1)
-        # What stands behind a rejected token was never judged.
+        # Drafts after a rejected token were not verified.
         self._recent.extend([True] * accepted + [False] * (accepted < drafted))
         if len(self._recent) < config.window:
             return

@@ -19,7 +19,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, GenerateStats, Generator
-from caramba.infer.opened import OpenedModel
+from caramba.infer.load_model import LoadedModel
 from caramba.infer.policy import COLUMNS
 from caramba.infer.shared import joined_ranks
 from caramba.infer.speculative import SpeculativeGenerator
@@ -96,7 +96,7 @@ def _generate(
 
 
 def steps_remark(stats: GenerateStats, config: GenerateConfig, device: torch.device) -> str | None:
-    """Return why steps did not run as asked, or how they would be faster on this device; None where all is well."""
+    """Return why steps did not run as requested, or how to make them faster; None otherwise."""
     if stats.not_compiled is not None:
         is_auto = config.compiled == "auto"
         what = "steps were not captured" if is_auto else f"compiled={config.compiled} was not followed"
@@ -112,9 +112,7 @@ def show_decision(generator: Generator) -> None:
     if decision is None:
         return
     facts = decision.facts
-    on = (
-        f", on {facts['text']}" if facts["windows_of"] else ""
-    )  # else the reason says why nothing was measured
+    on = f", on {facts['text']}" if facts["windows_of"] else ""  # else the reason is why nothing was measured
     what = f"cache at {facts['batch_size']} x {facts['n_tokens']} tokens{on}"
     logger.table(what, COLUMNS, decision.rows())
     logger.info(f"cache_kind=auto chose {decision.kind.value}: {decision.reason}")
@@ -178,7 +176,7 @@ def _prompts(words: argparse.Namespace) -> list[str]:
 
 
 def _record(
-    opened: OpenedModel,
+    opened: LoadedModel,
     generator: Generator,
     prompts: list[str],
     rows: list[Generated],

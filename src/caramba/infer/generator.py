@@ -21,17 +21,17 @@ from caramba.infer.decode import prefill
 from caramba.infer.decode_plan import planned
 from caramba.infer.device_steps import (
     DecodeForm,
-    HostSteps,
+    EagerDecoder,
     Steps,
     captures_of,
     choose_steps,
     compilations,
 )
-from caramba.infer.held_out import HeldOut
+from caramba.infer.eval_text import EvalText
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_probe import CacheProbe, fed_tokens
-from caramba.infer.prompts import Prompt, encode_prompts, grouped, refuse_prompts
-from caramba.infer.row import OnText, Row
+from caramba.infer.prompts import Prompt, encode_prompts, group_by_length, refuse_prompts
+from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.scoring import default_kind
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import StepPool
@@ -97,7 +97,7 @@ class Generator:
     `cache_kind=auto` chose for it and why.
 
     Rows of unequal length need no padding: a batch starts at its shortest prompt, and the longer ones are fed their
-    own tokens while the shorter ones are fed drawn ones. Every row so stands at its own positions from 0, and batch
+    own tokens while the shorter ones are fed sampled ones. So every row has its own positions from 0, and batch
     equals single up to the rounding of a product of another shape. Rows whose prompts differ by more than
     `max_new_tokens` run after each other.
     """
@@ -107,7 +107,7 @@ class Generator:
         model: Model,
         tokenizer: Tokenizer | None = None,
         config: GenerateConfig | None = None,
-        held_out: HeldOut | None = None,
+        held_out: EvalText | None = None,
         **values: Any,
     ) -> None:
         """Take a config, or its keys by name; `held_out` is the text that `cache_kind=auto` is judged on, unless one
@@ -161,14 +161,14 @@ class Generator:
             max_new_tokens=config.max_new_tokens,
             limit=min(self._position_limits(), default=None),
         )
-        rows = Row.of(found, config, self.eos_ids, self.tokenizer, seeds)
+        rows = GenerationRow.of(found, config, self.eos_ids, self.tokenizer, seeds)
         self.stats = self._new_stats()
         with (
             eval_mode(self.model),
             planned(self.model, config, max(map(len, found))),
             fuse_linears(self.model, is_compiled=config.compiled is True),
         ):
-            for group in grouped([len(ids) for ids in found], config.max_new_tokens):
+            for group in group_by_length([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)
         self.stats.new_tokens = sum(len(row.tokens) for row in rows)
         return [
@@ -190,7 +190,7 @@ class Generator:
         stated = (self.config.max_seq_len, self.model.spec.embedder.max_positions)
         return [limit for limit in stated if limit is not None]
 
-    def _run(self, rows: Sequence[Row], on_text: OnText | None) -> None:
+    def _run(self, rows: Sequence[GenerationRow], on_text: OnText | None) -> None:
         config, device = self.config, self.model.embedder.token.weight.device
         lengths = [len(row.prompt) for row in rows]
         start, longest = min(lengths), max(lengths)
@@ -234,7 +234,7 @@ class Generator:
 
     def _steps(self, state: StepState, ctx: Context) -> Steps:
         steps, self.stats.decode, self.stats.not_compiled = choose_steps(
-            HostSteps(self.model, state, ctx, self.config)
+            EagerDecoder(self.model, state, ctx, self.config)
         )
         return steps
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from caramba.config.generate import SpeculativeConfig
-from caramba.infer.lookup_pace import PRICE_ALONE, PRICE_TOGETHER, LookupPace
+from caramba.infer.draft_controller import PRICE_ALONE, PRICE_TOGETHER, DraftController
 from caramba.infer.lookup_rounds import N_DRAFTS, LookupRounds, Round
-from caramba.infer.row import OnText, Row
+from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.verification import SpeculativeStats
 
 
@@ -18,18 +18,18 @@ class LookupLoop:
 
     What the device waits for is as little as can be: of a round the host reads a few numbers, chooses the width of the
     next one, queues it, and takes tokens and text while it runs. A stop text is therefore found when one more round is
-    under way, which then counts for nothing.
+    in progress, which then counts for nothing.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[GenerationRow],
         rounds: LookupRounds,
         speculation: SpeculativeConfig,
         stats: SpeculativeStats,
     ) -> None:
         self.rows, self.rounds, self.stats = rows, rounds, stats
-        self.paces = [LookupPace(speculation) for _ in rows]
+        self.paces = [DraftController(speculation) for _ in rows]
         self.most = min(speculation.spec_k, N_DRAFTS)
         self.price = PRICE_ALONE if len(rows) == 1 else PRICE_TOGETHER
         self._left = [row.max_new_tokens for row in rows]  # tokens to come, 0 for a row that has ended
@@ -74,7 +74,7 @@ class LookupLoop:
         """Return how many drafts to verify next: as many as there may be, or none, which is a plain step."""
         gains = [
             # The verifying forward adds a token itself, so the last one is never drafted.
-            pace.gain(size, min(self.most, left - 1))
+            pace.expected_accepted(size, min(self.most, left - 1))
             for pace, size, left in zip(self.paces, found.sizes, self._left, strict=True)
         ]
         n_live = sum(left > 0 for left in self._left)

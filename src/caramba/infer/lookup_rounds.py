@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
-from caramba.infer.device_steps import Captured, captured
-from caramba.infer.row import Row
-from caramba.infer.row_steps import WIDTHS, RowSteps
+from caramba.infer.device_steps import Captured, capture_graph
+from caramba.infer.row import GenerationRow
 from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
 from caramba.infer.verification import seen_along
+from caramba.infer.verify_forwards import WIDTHS, VerifyForwards
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.prompt_lookup_step import prompt_lookup_step
 
 N_DRAFTS = MAX_QUERIES - 1
-"""Drafts that one forward verifies at most, beside the token before them."""
+"""Drafts that one forward verifies at most, in addition to the token before them."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class LookupRounds:
     `captures` counts them.
     """
 
-    def __init__(self, steps: RowSteps, config: GenerateConfig, speculation: SpeculativeConfig) -> None:
+    def __init__(self, steps: VerifyForwards, config: GenerateConfig, speculation: SpeculativeConfig) -> None:
         self.steps, self.ctx, self.config, self.speculation = steps, steps.ctx, config, speculation
         self.most = min(speculation.spec_k, N_DRAFTS)
         self.captures = 0
@@ -76,9 +76,9 @@ class LookupRounds:
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._read = torch.cuda.Event() if is_cuda else None
         self._turn, self._width = 0, 1
-        self._before: list[int] = []  # tokens that each row held before the round that was queued last
+        self._before: list[int] = []  # tokens of each row before the round that was queued last
 
-    def refill(self, rows: Sequence[Row]) -> None:
+    def refill(self, rows: Sequence[GenerationRow]) -> None:
         """Begin with rows whose prompts the context has just seen, in the memory of those before."""
         prompts = torch.zeros(len(rows), max(len(row.prompt) for row in rows), dtype=torch.int64)
         for index, row in enumerate(rows):
@@ -175,7 +175,7 @@ class LookupRounds:
         return torch.cat((kept[:, None], self.state, drawn, bits), dim=1)
 
     def _send(self, found: Tensor, width: int) -> None:
-        """Queue the way of a round's numbers to the host."""
+        """Queue the copy of a round's numbers to the host."""
         self._turn, self._width = 1 - self._turn, width
         host = self._host[self._turn][: found.numel()].view(found.shape)
         # Only where an event is waited for: elsewhere `read` would not see the end of such a copy.
@@ -196,6 +196,6 @@ class LookupRounds:
             return self._round()
 
         self.captures += 1
-        made = captured(self.live, lambda _: self._round(), trial)
+        made = capture_graph(self.live, lambda _: self._round(), trial)
         restore()
         return made

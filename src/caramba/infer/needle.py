@@ -24,7 +24,7 @@ MARK_TOKENS, KEY_TOKENS = 4, 5  # without a tokenizer: tokens of the text in pla
 
 @dataclass(frozen=True)
 class Needle:
-    """A row of tokens whose last ones, the key, were also said at `depth` of it."""
+    """A row of tokens whose last ones, the key, also occur at `depth` of it."""
 
     depth: float
     tokens: tuple[int, ...]
@@ -42,10 +42,10 @@ class NeedleScore:
 
 
 def make_needles(text: Tokens, length: int, tokenizer: Tokenizer | None) -> list[Needle]:
-    """Return a needle per depth in rows of at most `length` tokens of `text`, each with a key of its own.
+    """Return a needle per depth, in rows of at most `length` tokens of `text`, each with its own key.
 
     With a tokenizer the needle is a sentence with five digits, asked for by its beginning; without one it is a mark of
-    four tokens and a key of five, drawn from the text's own.
+    four tokens and a key of five, sampled from the text's own.
     """
     chooser = random.Random(SEED)
     needles = []

@@ -14,8 +14,8 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
-from caramba.infer.device_steps import asked_form
-from caramba.infer.held_out import HeldOut
+from caramba.infer.device_steps import resolve_form
+from caramba.infer.eval_text import EvalText
 from caramba.infer.policy_measure import (
     WINDOWS,
     Quality,
@@ -30,7 +30,7 @@ from caramba.model import Model, model_hash
 from caramba.runtime.device import device_facts
 
 FEWEST_TOKENS = 256  # lengths are planned for by powers of two from here up
-AS_FAST = 0.9  # of the best speed: a few steps timed on a busy machine do not tell nearer formats apart
+AS_FAST = 0.9  # of the best speed: a few steps timed on a busy machine do not separate closer formats
 COLUMNS = ("kind", "MB", "delta NLL", "PPL ratio", "KL", "needle KL", "recall", "tok/s", "verdict")
 
 
@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def verdict(self) -> str:
-        """What the gates said."""
+        """The results of the gates."""
         if not self.fits:
             return "over the budget"
         return "not measured" if self.quality is None else "; ".join(self.failures) or "passes"
@@ -94,7 +94,7 @@ class CachePolicy:
     """Decides on the format of one model's caches, measuring what no plan on disk tells yet."""
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer | None, config: GenerateConfig, held_out: HeldOut | None
+        self, model: Model, tokenizer: Tokenizer | None, config: GenerateConfig, held_out: EvalText | None
     ) -> None:
         """Open the text that is named, if one is.
 
@@ -104,8 +104,8 @@ class CachePolicy:
         """
         self.model, self.tokenizer, self.config = model, tokenizer, config
         if config.cache_quality_text is not None:
-            held_out = HeldOut.of_file(config.cache_quality_text, tokenizer, model.spec.embedder.vocab_size)
-        self.held_out = held_out or HeldOut("no held-out text was given; name cache_quality_text")
+            held_out = EvalText.of_file(config.cache_quality_text, tokenizer, model.spec.embedder.vocab_size)
+        self.held_out = held_out or EvalText("no held-out text was given; name cache_quality_text")
         self._hash: tuple[tuple[Any, ...], str] | None = None
 
     @property
@@ -117,7 +117,7 @@ class CachePolicy:
     @property
     def is_captured(self) -> bool:
         """Whether steps are timed as a CUDA graph: where the generation's are asked to run as one."""
-        return "graph" in asked_form(self.config.compiled, self.model.embedder.token.weight.device)[0]
+        return "graph" in resolve_form(self.config.compiled, self.model.embedder.token.weight.device)[0]
 
     def kinds(self) -> tuple[KVCacheKind, ...]:
         """Return the candidates, most exact first; `mixed` where a stream of its own makes it differ from q4_0."""
@@ -274,7 +274,7 @@ class CachePolicy:
         return PlanFile(facts, config.cache_plan_path)
 
     def _model_hash(self) -> str:
-        """Return the hash of the model, taken anew when a weight has been written to."""
+        """Return the hash of the model, computed again when a weight has changed."""
         seen = tuple(
             (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
             for tensor in plain_tensors(self.model.parameters())
@@ -290,7 +290,7 @@ def choose(
     """Return the format to use, and why.
 
     Of those that fit and pass: the smallest of those within 10% of the fastest, without timings the smallest of all.
-    If none does, or nothing could be measured (`unmeasured` says why), the 16-bit format.
+    If none does, or nothing could be measured (`unmeasured` is the reason), the 16-bit format.
 
     Raises:
         ConfigError: it has to be the 16-bit format, and that does not fit the budget.
@@ -318,7 +318,7 @@ def _of_needle(chosen: Candidate) -> str:
     assert chosen.quality is not None
     if chosen.quality.is_needle_informative:
         return ""
-    return "; the needle says nothing of recall, since the model finds none without a cache either"
+    return "; the needle does not measure recall, since the model finds none without a cache either"
 
 
 def _limits(config: CacheKeys) -> dict[str, float]:

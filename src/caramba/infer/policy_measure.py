@@ -18,9 +18,9 @@ from caramba.data import TokenDataset, Tokenizer
 from caramba.data.stream import Tokens
 from caramba.errors import CarambaError, ConfigError, DataError
 from caramba.infer.decode import prefill
-from caramba.infer.device_steps import HostSteps, choose_steps
+from caramba.infer.device_steps import EagerDecoder, choose_steps
 from caramba.infer.needle import find_needles, make_needles
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 from caramba.infer.step import StepState
 from caramba.metrics import agreement
 from caramba.model import Model
@@ -35,9 +35,9 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Quality:
-    """A model read through a cache beside itself without one, on the same held-out windows and needles.
+    """Compares a model with and without a cache, on the same held-out windows and needles.
 
-    `problem` says why there are no numbers; they are then NaN, which passes no gate.
+    `problem` is why there are no numbers; they are then NaN, which passes no gate.
     """
 
     delta_nll: float = math.nan
@@ -140,9 +140,9 @@ def time_decode(
     config = GenerateConfig(
         max_new_tokens=WARM_UP_STEPS + steps, temperature=0.0, compiled="graph" if is_captured else False
     )
-    drawn = Row.of([[0]] * batch_size, config, (), None, None)
+    drawn = GenerationRow.of([[0]] * batch_size, config, (), None, None)
     state = StepState.of(drawn, config, model.spec.embedder.vocab_size, device)
-    stepper, _, _ = choose_steps(HostSteps(model, state, ctx, config))
+    stepper, _, _ = choose_steps(EagerDecoder(model, state, ctx, config))
     logits = prefill(model, rows, ctx, PREFILL_CHUNK)
     stepper.resume()
     seconds = []

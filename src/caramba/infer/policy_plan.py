@@ -29,7 +29,7 @@ class Measured:
 class PlanFile:
     """Measurements by format, valid for exactly the facts that they were made under.
 
-    Without a path the file's name carries the hash of the facts; a named file of other facts is measured anew and
+    Without a path the file's name carries the hash of the facts; a named file of other facts is measured again and
     replaced.
     """
 

@@ -26,7 +26,7 @@ class CacheProbe:
     """Reads the end of the running text through a cache of the chosen kind and through one of 16 bits.
 
     At most the last 1024 tokens of the first row, and of those the KL where something is stored quantised: past the
-    first 64. Above the limit the generation goes on with 16 bits, its text so far run again.
+    first 64. Above the limit the generation continues with 16 bits, and its text so far is run again.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CacheProbe:
         self._last = clock()
 
     def check(self, ctx: Context, fed: Callable[[], Tensor]) -> Context:
-        """Return the context to go on with: `ctx`, or one of 16 bits that holds the same text.
+        """Return the context to continue with: `ctx`, or one of 16 bits with the same text.
 
         Args:
             fed: gives the tokens that `ctx` holds, int64 [B, n]; called only when a probe is due.
@@ -90,12 +90,12 @@ class CacheProbe:
         return made
 
 
-def fed_tokens(prompts: Tensor, lengths: Tensor, drawn: Tensor, n: int) -> Tensor:
+def fed_tokens(prompts: Tensor, lengths: Tensor, sampled: Tensor, n: int) -> Tensor:
     """Return the first `n` tokens that every row was fed: its own prompt, then what it drew.
 
     Shape: prompts [B, P] int64 of which `lengths` [B] count, drawn [B, N], to [B, n].
     """
     at = torch.arange(n, device=prompts.device).expand(len(prompts), n)
     own = prompts.gather(1, at.clamp(max=prompts.shape[1] - 1))
-    new = drawn.gather(1, (at - lengths[:, None]).clamp(0, drawn.shape[1] - 1))
+    new = sampled.gather(1, (at - lengths[:, None]).clamp(0, sampled.shape[1] - 1))
     return torch.where(at < lengths[:, None], own, new)

@@ -16,7 +16,7 @@ def encode_prompts(
     prompts: Sequence[Prompt] | Tensor, tokenizer: Tokenizer | None, mask: Tensor | None = None
 ) -> list[list[int]]:
     """Return one list of ids per prompt: texts (with the start mark where the model wants one), lists of ids, or a
-    tensor [B, T] int64, of which `mask` [B, T] says what is a token and what is padding, on the left or right.
+    tensor [B, T] int64, of which `mask` [B, T] separates tokens from padding, on the left or right.
 
     Raises:
         ConfigError: an empty prompt, a text without a tokenizer, a mask with a gap or of another shape.
@@ -62,7 +62,7 @@ def refuse_prompts(
             )
 
 
-def grouped(lengths: Sequence[int], within: int) -> Iterator[list[int]]:
+def group_by_length(lengths: Sequence[int], within: int) -> Iterator[list[int]]:
     """Yield the rows that run together: from the shortest up, those at most `within` tokens longer than the first."""
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
     while order:
@@ -112,6 +112,6 @@ def _unpadded(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
     for index, (ids, kept) in enumerate(zip(tokens.tolist(), mask.bool().tolist(), strict=True)):
         n, first = sum(kept), kept.index(True) if any(kept) else 0
         if not all(kept[first : first + n]):
-            raise ConfigError(f"generate: the mask of row {index} has a gap; padding stands on one side")
+            raise ConfigError(f"generate: the mask of row {index} has a gap; put padding on one side")
         rows.append(ids[first : first + n])
     return rows

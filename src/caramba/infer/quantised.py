@@ -14,8 +14,8 @@ from caramba.config.parse import parse_as
 from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.data.stream import Tokens
 from caramba.errors import ConfigError
-from caramba.infer.held_out import HeldOut, corpus_of
-from caramba.infer.opened import OpenedModel
+from caramba.infer.eval_text import EvalText, corpus_of
+from caramba.infer.load_model import LoadedModel
 from caramba.lower.quantize import QuantisedWeights, observe_ranges, quantise_weights
 from caramba.lower.quantize.weights import linear_layers
 
@@ -63,7 +63,7 @@ def calibration_config(words: argparse.Namespace) -> CalibrationConfig:
         raise ConfigError(f"--weights-calibration: {error}") from None
 
 
-def quantise_opened(opened: OpenedModel, words: argparse.Namespace) -> QuantisedWeights | None:
+def quantise_opened(opened: LoadedModel, words: argparse.Namespace) -> QuantisedWeights | None:
     """Quantise the weights of an opened model as the words ask for; None where they do not.
 
     Raises:
@@ -82,7 +82,7 @@ def quantise_opened(opened: OpenedModel, words: argparse.Namespace) -> Quantised
     return quantise_weights(opened.model, form, with_head=words.weights_head, ranges=ranges)
 
 
-def training_text(opened: OpenedModel, named: str | None) -> Tokens:
+def training_text(opened: LoadedModel, named: str | None) -> Tokens:
     """Return the tokens of a named text, else those that the run trained on: its held-out ones judge, they do not fit.
 
     Raises:
@@ -90,7 +90,7 @@ def training_text(opened: OpenedModel, named: str | None) -> Tokens:
     """
     if named is not None:
         vocab_size = opened.model.spec.embedder.vocab_size
-        tokens = HeldOut.of_file(named, opened.tokenizer, vocab_size, "--weights-text").tokens
+        tokens = EvalText.of_file(named, opened.tokenizer, vocab_size, "--weights-text").tokens
         assert tokens is not None
         return tokens
     corpus = corpus_of(opened, "--weights-text FILE")
@@ -102,7 +102,7 @@ def training_text(opened: OpenedModel, named: str | None) -> Tokens:
 
 
 def calibration_windows(tokens: Tokens, n_tokens: int) -> list[Tensor]:
-    """Return windows of up to 512 ids that lie evenly over `tokens`, at most `n_tokens` in all."""
+    """Return windows of up to 512 ids, evenly spaced over `tokens`, at most `n_tokens` in all."""
     size = min(WINDOW, n_tokens, tokens.size)
     count = max(1, min(n_tokens, tokens.size) // max(size, 1))
     starts = [index * (tokens.size - size) // max(count - 1, 1) for index in range(count)]

@@ -60,7 +60,7 @@ def prefill_rows(
     return torch.stack(found)
 
 
-def feed(network: Network, tokens: Tensor, ctx: Context | RaggedContext) -> Tensor:
+def forward_ragged(network: Network, tokens: Tensor, ctx: Context | RaggedContext) -> Tensor:
     """Run the next tokens of every row behind its own. Shape: [B, T] int64 to [B, T, M]."""
     if not isinstance(ctx, RaggedContext):
         with unplanned_attention(tokens.device, tokens.numel() * (ctx.position + tokens.shape[1])):
@@ -80,7 +80,7 @@ def rewind(ctx: Context | RaggedContext, lengths: Sequence[int]) -> None:
         ctx.truncate(*lengths)
 
 
-def padded(rows: Sequence[Sequence[int]], width: int, fill: Sequence[int], device: torch.device) -> Tensor:
+def right_pad(rows: Sequence[Sequence[int]], width: int, fill: Sequence[int], device: torch.device) -> Tensor:
     """Return rows of tokens as one tensor, each filled up with a token of its own. Shape: [B, width]."""
     filled = [[*row, *[token] * (width - len(row))] for row, token in zip(rows, fill, strict=True)]
     return torch.tensor(filled, device=device)

@@ -1,4 +1,4 @@
-"""One row of a generation: what it has drawn, as tokens and as text, and why it ended."""
+"""One row of a generation: its sampled tokens, its text, and its finish reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnText = Callable[[int, str], None]
 
 
 @dataclass
-class Row:
+class GenerationRow:
     """A prompt and what has followed it so far."""
 
     index: int
@@ -38,7 +38,7 @@ class Row:
         eos_ids: tuple[int, ...],
         tokenizer: Tokenizer | None,
         seeds: Sequence[int] | None,
-    ) -> list[Row]:
+    ) -> list[GenerationRow]:
         """Return a row per prompt.
 
         Raises:
@@ -65,7 +65,7 @@ class Row:
         ]
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float], on_text: OnText | None) -> None:
-        """Take drawn tokens in order until the row ends; those after its end do not count.
+        """Take sampled tokens in order until the row ends; those after its end do not count.
 
         Raises:
             CheckpointError: a log-probability that is not a number.
@@ -101,7 +101,7 @@ class Row:
                 self.finish = "length"
 
     def close(self, on_text: OnText | None) -> None:
-        """Take the text that was held back; it too may complete a stop text."""
+        """Take the buffered text; it too may complete a stop text."""
         if self.stream is not None and self.finish != "stop":
             self._emit(self.stream.close(), on_text)
             if self.stream.is_stopped:

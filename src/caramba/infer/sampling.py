@@ -1,4 +1,4 @@
-"""The exact distribution that the next token is drawn from."""
+"""The exact distribution that the next token is sampled from."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = N
 
 
 def next_token(logits: Tensor, config: GenerateConfig, seen: Tensor | None, uniform: Tensor) -> Tensor:
-    """Return what `draw` takes from `distribution`; at temperature 0 the likeliest token, whatever the number is,
-    without passes over probabilities of which all but one are 0.
+    """Return the token that `draw` samples from `distribution`; at temperature 0 the most likely token.
+
+    Temperature 0 ignores `uniform` and skips passes over probabilities of which all but one are 0.
+
 
     Shape: logits [..., V], seen [..., V] bool and uniform [...] to [...] int64.
     """

@@ -1,4 +1,4 @@
-"""Scores of given continuations, and greedy text that ends where it is told to."""
+"""Scores of given continuations, and greedy text with stop texts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def score_continuations(
     max_length: int,
     batch_size: int = 1,
 ) -> list[Scored]:
-    """Return log p(continuation | context) = sum over t of log p(c_t | context, c_<t) for each pair of id lists.
+    """Return log p(continuation | context) of each pair of id lists, the sum of its tokens' log-probabilities.
 
     A pair longer than `max_length` + 1 tokens keeps its last ones; the last token of all is scored, not read.
     Pairs of similar length share a batch, padded behind their end, where causality hides it.

@@ -21,12 +21,12 @@ from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.device_steps import (
     DecodeForm,
-    HostSteps,
+    EagerDecoder,
     Steps,
-    asked_form,
     captures_of,
     choose_steps,
     compilations,
+    resolve_form,
     step_refusal,
 )
 from caramba.infer.drafting import Drafter, LookupDrafter, ModelDrafter
@@ -35,13 +35,13 @@ from caramba.infer.lookup_loop import LookupLoop
 from caramba.infer.lookup_rounds import LookupRounds
 from caramba.infer.prompts import Prompt
 from caramba.infer.ragged import Network, device_of, prefill_rows
-from caramba.infer.row import OnText, Row
-from caramba.infer.row_steps import RowSteps
+from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.scoring import KINDS
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import identity_of
 from caramba.infer.threads import step_threads
 from caramba.infer.verification import SpeculativeStats, Verifier
+from caramba.infer.verify_forwards import VerifyForwards
 from caramba.layer.fused_linear import fuse_linears
 from caramba.model import EarlyExit, Model
 from caramba.ops.decode_arguments import MAX_QUERIES
@@ -57,7 +57,7 @@ class Kept:
 
     key: tuple[Any, ...]
     ctx: Context
-    steps: RowSteps | None = None
+    steps: VerifyForwards | None = None
     rounds: LookupRounds | None = None
 
 
@@ -67,13 +67,13 @@ class SpeculativeGenerator(Generator):
 
     Lookup draws every token as the plain Generator does, from the same numbers, and keeps a draft that it equals:
     the same seed gives the same text as without speculation. Where forwards run on the device by themselves its
-    rounds do too (`LookupRounds`), and the host chooses which of them verify drafts (`LookupPace`). Tokens of the
+    rounds do too (`LookupRounds`), and the host chooses which of them verify drafts (`DraftController`). Tokens of the
     other two go through rejection sampling, which accepts more of them; the text then follows the same
     distribution, and at temperature 0 is the same.
 
-    The rows of a batch accept different numbers of drafts: every row stands at its own position in both caches, and
+    The rows of a batch accept different numbers of drafts: every row has its own position in both caches, and
     what was rejected is taken back row by row, so a row's text is that of the row alone. Where a cache cannot hold
-    rows of different lengths (a quantised one, say) rows run one after another, and `stats.not_batched` says why.
+    rows of different lengths (a quantised one, say) rows run one after another, and `stats.not_batched` has the reason.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class SpeculativeGenerator(Generator):
     def _plain_steps(self, prompts: list[list[int]], ctx: Context, *, is_captured: bool) -> Steps:
         """Return the steps of generation without speculation behind prompts of one length."""
         config = self.config.model_copy(update={"compiled": "graph" if is_captured else False})
-        rows = Row.of(prompts, config, (), self.tokenizer, None)
+        rows = GenerationRow.of(prompts, config, (), self.tokenizer, None)
         state = StepState.of(rows, config, self.model.spec.embedder.vocab_size, device_of(self.model))
-        return choose_steps(HostSteps(self.model, state, ctx, config))[0]
+        return choose_steps(EagerDecoder(self.model, state, ctx, config))[0]
 
     def _new_stats(self) -> SpeculativeStats:
         return SpeculativeStats()
@@ -187,7 +187,7 @@ class SpeculativeGenerator(Generator):
         most = None if self.draft is None else self.draft.spec.embedder.max_positions
         return [*super()._position_limits(), *(() if most is None else (most,))]
 
-    def _run(self, rows: Sequence[Row], on_text: OnText | None) -> None:
+    def _run(self, rows: Sequence[GenerationRow], on_text: OnText | None) -> None:
         stats, config = self.stats, self.config
         assert isinstance(stats, SpeculativeStats)
         n_tokens = max(len(row.prompt) for row in rows) + config.max_new_tokens
@@ -210,7 +210,7 @@ class SpeculativeGenerator(Generator):
         Where they may not for the room that they take beyond the text, it is one without, and the reason comes along.
         """
         kind = self._kind(n_rows, n_tokens)
-        form, _ = asked_form(self.config.compiled, device_of(self.model))
+        form, _ = resolve_form(self.config.compiled, device_of(self.model))
         refused = None
         if form != "eager" and kind in EXACT_KINDS:
             try:
@@ -244,7 +244,7 @@ class SpeculativeGenerator(Generator):
             self._kept = Kept(key, self.model.new_context(n_rows, capacity, kind, static=True))
         return self._kept.ctx
 
-    def _row_steps(self, ctx: Context, lengths: Sequence[int], form: DecodeForm) -> RowSteps:
+    def _row_steps(self, ctx: Context, lengths: Sequence[int], form: DecodeForm) -> VerifyForwards:
         """Return the forwards on a context that has seen the rows' prompts, with what the last call captured."""
         kept = self._kept
         if kept is not None and kept.ctx is ctx and kept.steps is not None:
@@ -252,12 +252,14 @@ class SpeculativeGenerator(Generator):
             return kept.steps
         rows_ctx = RaggedContext(ctx, lengths)
         rows_ctx.last = min([rows_ctx.limit, *self._position_limits()]) - 1
-        steps = RowSteps(self.model, rows_ctx, is_compiled="compiled" in form, is_captured="graph" in form)
+        steps = VerifyForwards(
+            self.model, rows_ctx, is_compiled="compiled" in form, is_captured="graph" in form
+        )
         if kept is not None and kept.ctx is ctx:
             kept.steps = steps
         return steps
 
-    def _rounds(self, rows: Sequence[Row], steps: RowSteps) -> LookupRounds:
+    def _rounds(self, rows: Sequence[GenerationRow], steps: VerifyForwards) -> LookupRounds:
         """Return rounds on rows whose prompts the steps' context has seen, with what the last call captured."""
         kept = self._kept
         rounds = None if kept is None or kept.steps is not steps else kept.rounds
@@ -270,7 +272,7 @@ class SpeculativeGenerator(Generator):
 
     def _speculate(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[GenerationRow],
         ctx: Context,
         draft_ctx: Context | None,
         refused: str | None,
@@ -321,7 +323,7 @@ class SpeculativeGenerator(Generator):
 
     def _drafter(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[GenerationRow],
         ctx: Context,
         draft_ctx: Context | None,
         last: int,
@@ -369,7 +371,7 @@ class SpeculativeGenerator(Generator):
 
     def _form(self, ctx: Context, draft_ctx: Context | None) -> tuple[DecodeForm, str | None]:
         """Return how verifying forwards run, and why not as asked, if so."""
-        form, reason = asked_form(self.config.compiled, device_of(self.model))
+        form, reason = resolve_form(self.config.compiled, device_of(self.model))
         if form != "eager":
             reason = self._rows_refusal(ctx, draft_ctx)
         return (form if reason is None else "eager"), reason

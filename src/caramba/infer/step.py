@@ -1,4 +1,4 @@
-"""One step's draw for all rows, on the device, and the read that brings what was drawn to the host."""
+"""One step's sampling for all rows, on the device, and the copy of sampled tokens to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
-from caramba.infer.row import OnText, Row
+from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
 from caramba.ops import has_kernel
 from caramba.ops.store_sample import store_sample
@@ -19,7 +19,7 @@ from caramba.ops.store_sample import store_sample
 class StepState:
     """What a step reads and writes on the device: tensors of fixed shapes, so that it can be compiled and captured.
 
-    Row b has drawn `step - delay[b]` tokens; while that is below 0 it is still fed its own prompt. `is_level` says on
+    Row b has sampled `step - delay[b]` tokens; while that is below 0 it is still fed its own prompt. `is_level` tells
     the host that no row waits: a draw then takes a third of the kernels, and what is captured is another graph.
     """
 
@@ -36,7 +36,7 @@ class StepState:
     @classmethod
     def of(
         cls,
-        rows: Sequence[Row],
+        rows: Sequence[GenerationRow],
         config: GenerateConfig,
         vocab_size: int,
         device: torch.device,
@@ -62,7 +62,7 @@ class StepState:
         state.refill(rows)
         return state
 
-    def refill(self, rows: Sequence[Row]) -> None:
+    def refill(self, rows: Sequence[GenerationRow]) -> None:
         """Begin again with as many other rows, in the same memory: what was captured on it stays of use."""
         lengths = [len(row.prompt) for row in rows]
         prompts = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
@@ -109,7 +109,7 @@ class StepState:
 
     def _choose_level(self, logits: Tensor, config: GenerateConfig, last: int, fed: Tensor | None) -> Tensor:
         has_keeper = self.seen is None and has_kernel("store_sample", logits)
-        # The kernel finds the place itself, and nothing that is drawn at temperature 0 depends on it.
+        # The kernel finds the position itself, and no token of temperature 0 depends on it.
         is_free = has_keeper and config.temperature == 0
         slot = (self.step if is_free else self.step.clamp(max=last)).view(1)
         chosen, logprob = self._next(logits, config, slot.expand(len(self.delay), 1))
@@ -130,8 +130,8 @@ class StepState:
         chosen, logprob = chosen_tokens(logits, config, self.seen, uniform[:, 0])
         return chosen.unsqueeze(1), logprob.unsqueeze(1)
 
-    def read(self, rows: Sequence[Row], position: int, on_text: OnText | None) -> bool:
-        """Give every row what it has drawn by `position`, the one wait of these steps; return whether all ended."""
+    def read(self, rows: Sequence[GenerationRow], position: int, on_text: OnText | None) -> bool:
+        """Give every row its tokens before `position`, the one wait of these steps; return whether all ended."""
         live = [row for row in rows if row.finish is None]
         low = min(len(row.tokens) for row in live)
         high = min(max(position - len(row.prompt) for row in live), self.tokens.shape[1])

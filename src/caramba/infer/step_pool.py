@@ -16,15 +16,15 @@ from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.infer.device_steps import (
     WARM_UPS,
     DecodeForm,
-    DeviceSteps,
-    HostSteps,
+    DeviceDecoder,
+    EagerDecoder,
     Steps,
-    asked_form,
     choose_steps,
+    resolve_form,
     step_refusal,
 )
 from caramba.infer.policy_measure import cache_bytes
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 from caramba.infer.step import StepState
 from caramba.model import Model
 
@@ -68,7 +68,7 @@ class StepPool:
     def prepare(
         self,
         model: Model,
-        rows: Sequence[Row],
+        rows: Sequence[GenerationRow],
         config: GenerateConfig,
         kind: KVCacheKind,
         n_tokens: int,
@@ -79,7 +79,7 @@ class StepPool:
         is_quantised = kind not in EXACT_KINDS
         # A quantised cache of so few tokens stays in 16 bits, in a bucket it would not.
         is_short = is_quantised and n_tokens <= 2 * TAIL_TOKENS
-        form, _ = asked_form(config.compiled, device)
+        form, _ = resolve_form(config.compiled, device)
         is_auto = config.compiled == "auto"
         n_forwards, brief = _forwards(rows, config), None
         if is_auto and form == "graph" and n_forwards < FEWEST_FORWARDS:
@@ -112,7 +112,7 @@ class StepPool:
             if found is None:  # nobody asked for a graph, and the text's own length may fit
                 reason = f"a cache of {capacity} tokens, which it takes to keep a graph, does not fit"
                 return _made(model, rows, config, kind, n_tokens, 0, reason)
-            if not isinstance(found.steps, DeviceSteps):
+            if not isinstance(found.steps, DeviceDecoder):
                 # A bucket may reach beyond lengths that steps on the device can serve, where the text does not.
                 return _made(model, rows, config, kind, n_tokens, 0)
         else:
@@ -122,7 +122,7 @@ class StepPool:
         return found
 
 
-def _forwards(rows: Sequence[Row], config: GenerateConfig) -> int:
+def _forwards(rows: Sequence[GenerationRow], config: GenerateConfig) -> int:
     """Return the forwards of a generation behind its prefill, if no row ends early."""
     lengths = [len(row.prompt) for row in rows]
     return max(lengths) - min(lengths) + config.max_new_tokens - 1
@@ -135,7 +135,7 @@ def _takes_steps(model: Model, kind: KVCacheKind) -> bool:
 
 def _made(
     model: Model,
-    rows: Sequence[Row],
+    rows: Sequence[GenerationRow],
     config: GenerateConfig,
     kind: KVCacheKind,
     capacity: int,
@@ -146,7 +146,7 @@ def _made(
     device = model.embedder.token.weight.device
     ctx = model.new_context(len(rows), capacity, kind, static=True)
     state = StepState.of(rows, config, model.spec.embedder.vocab_size, device, width=width)
-    host = HostSteps(model, state, ctx, config)
+    host = EagerDecoder(model, state, ctx, config)
     if reason is not None:
         return Prepared(ctx, state, host, "eager", reason)
     return Prepared(ctx, state, *choose_steps(host))
@@ -159,6 +159,6 @@ def identity_of(model: Model) -> tuple[Any, ...]:
 
 
 def addresses(weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return where weights lie, 0 for those that are no plain tensors."""
+    """Return the addresses of weights, 0 for those that are no plain tensors."""
     plain = (torch.Tensor, torch.nn.Parameter)
     return tuple(weight.data_ptr() if type(weight) in plain else 0 for weight in weights)

@@ -13,7 +13,7 @@ CONTEXT_TOKENS = 8  # of the prompt: some tokenizers strip a space from the firs
 class TextStream:
     """The text of one row. FusedLinear, what `push` and `close` return is the decoded text, up to the stop text if any.
 
-    A character whose bytes are not all there yet, and text that may still become a stop text, are held back. Of
+    A character whose bytes are not all there yet, and text that may still become a stop text, are buffered. Of
     several stop texts that which ends first counts, of those the longest, so it does not matter where tokens end.
     """
 

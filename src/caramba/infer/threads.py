@@ -21,8 +21,10 @@ def n_weights_of(model: Model) -> int:
 
 @contextlib.contextmanager
 def step_threads(model: Model, n_rows: int, n_weights: int | None = None) -> Iterator[None]:
-    """Run decode steps of `n_rows` rows in the calling thread alone where they are too small to share, then go on as
-    before. Whoever enters at every step gives the `n_weights`: to count them takes longer than a small step."""
+    """Run decode steps of `n_rows` rows with one thread if they are small; restore the count after.
+
+    Pass `n_weights` when calling per step; counting is slow.
+    """
     n_threads = torch.get_num_threads()
     is_alone = n_threads == 1 or model.embedder.token.weight.device.type != "cpu"
     if is_alone or n_rows * (n_weights_of(model) if n_weights is None else n_weights) >= WORTH_THREADS:

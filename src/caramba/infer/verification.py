@@ -12,10 +12,10 @@ from caramba.cache import Context, RaggedContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
-from caramba.infer.ragged import feed, padded, rewind
-from caramba.infer.row import OnText, Row
-from caramba.infer.row_steps import RowSteps
+from caramba.infer.ragged import forward_ragged, rewind, right_pad
+from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.sampling import distribution, next_token, uniforms, wide_dtype
+from caramba.infer.verify_forwards import VerifyForwards
 from caramba.model import Model
 from caramba.ops.sample import draw
 
@@ -59,8 +59,8 @@ def verify_drafts(
     """Return how many drafts are accepted, and the token that follows them.
 
     Draft d_i is accepted with probability min(1, p_i(d_i) / q_i(d_i)). The first that is not is replaced by a draw from
-    max(p_i - q_i, 0), normalised; if all are, one more token is drawn from p_{k+1}. The tokens are then distributed as
-    if drawn from p one by one, whatever q is. Where q_i is all zero there was no draft: what comes next is drawn from
+    max(p_i - q_i, 0), normalised; if all are, one more token is sampled from p_{k+1}. Tokens are then distributed as
+    if sampled from p one by one, whatever q is. If q_i is all zero there was no draft: the next token is from
     p_i.
 
     Shape: target p [..., k + 1, V], proposed q [..., k, V], drafts [..., k], accept [..., k] and redraw [...] in
@@ -73,9 +73,11 @@ def verify_drafts(
     q_of = proposed.gather(-1, drafts[..., None])[..., 0]
     is_accepted = (accept.to(p_of.dtype) * q_of < p_of) & (q_of > 0)
     n_accepted = is_accepted.long().cumprod(-1).sum(-1)
-    padded = torch.cat((proposed, torch.zeros_like(target[..., :1, :])), dim=-2)  # q of the extra token: none
+    right_pad = torch.cat(
+        (proposed, torch.zeros_like(target[..., :1, :])), dim=-2
+    )  # q of the extra token: none
     at = n_accepted[..., None, None].expand(*n_accepted.shape, 1, target.shape[-1])
-    p, q = target.gather(-2, at)[..., 0, :], padded.gather(-2, at)[..., 0, :]
+    p, q = target.gather(-2, at)[..., 0, :], right_pad.gather(-2, at)[..., 0, :]
     rest = (p - q).clamp(min=0)
     # Rounding alone can reject a draft where p and q are equal: nothing is left over, and p is right.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
@@ -89,21 +91,21 @@ class Verifier:
 
     A row's numbers come from its own seed: `uniform[b, i]` draws its new token i where no draft has to be judged, and
     its generator, which its drafter shares, gives the others in the order in which its own rounds need them. So a
-    row's text does not depend on which rows are beside it. A row that has ended stays in the forwards and in nothing
+    row's text does not depend on the other rows. A row that has ended stays in the forwards and in nothing
     else.
     """
 
     def __init__(
         self,
         model: Model,
-        rows: Sequence[Row],
+        rows: Sequence[GenerationRow],
         ctx: Context | RaggedContext,
         config: GenerateConfig,
         speculation: SpeculativeConfig,
         drafter: Drafter,
         generators: Sequence[torch.Generator],
         stats: SpeculativeStats,
-        steps: RowSteps | None = None,
+        steps: VerifyForwards | None = None,
     ) -> None:
         self.steps = steps
         self.model, self.rows, self.ctx, self.config = model, rows, ctx, config
@@ -142,8 +144,12 @@ class Verifier:
         drafts, q = self._drafts(counts)
         width = 1 + max(map(len, drafts))
         last = [text[-1] for text in self.texts]
-        fed = padded([[a, *b] for a, b in zip(last, drafts, strict=True)], width, last, self.device)
-        logits = self.model.logits(feed(self.model, fed, self.ctx)) if self.steps is None else self.steps(fed)
+        fed = right_pad([[a, *b] for a, b in zip(last, drafts, strict=True)], width, last, self.device)
+        logits = (
+            self.model.logits(forward_ragged(self.model, fed, self.ctx))
+            if self.steps is None
+            else self.steps(fed)
+        )
         seen = None if self.seen is None else seen_along(self.seen, fed)
         if q is None:
             tokens, accepted = self._equal(logits, seen, drafts)
@@ -211,7 +217,7 @@ class Verifier:
 
     def _take(self, tokens: Sequence[list[int]], logits: Tensor, on_text: OnText | None) -> None:
         width = max(map(len, tokens))
-        chosen = padded(tokens, width, [0] * len(tokens), self.device)
+        chosen = right_pad(tokens, width, [0] * len(tokens), self.device)
         logprobs = logits[:, :width].float().log_softmax(-1).gather(2, chosen[..., None])[..., 0].tolist()
         for index, (row, own) in enumerate(zip(self.rows, tokens, strict=True)):
             if row.finish is None:

@@ -19,7 +19,7 @@ from caramba.config.parallel import ParallelConfig
 from caramba.errors import CarambaError, ConfigError
 from caramba.runtime.device import choose_device
 
-PATIENCE = timedelta(days=30)  # rank 0 may measure for hours between two phases
+MAX_PREFILL_DELAY_STEPS = timedelta(days=30)  # rank 0 may measure for hours between two phases
 PARTING = timedelta(seconds=10)
 COLLECTIVE = timedelta(minutes=30)
 NO_MORE = "null"
@@ -57,7 +57,7 @@ class Ranks:
             CarambaError: the order is not UTF-8 text.
         """
         key = f"order/{self.orders}"
-        self.store.wait([key], PATIENCE)
+        self.store.wait([key], MAX_PREFILL_DELAY_STEPS)
         self.orders += 1
         try:
             text = self.store.get(key).decode()

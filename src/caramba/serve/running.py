@@ -13,7 +13,7 @@ from functools import partial
 from caramba.config.generate import GenerateConfig
 from caramba.data import Tokenizer
 from caramba.errors import CarambaError
-from caramba.infer.engine import Engine, Event, Ticket
+from caramba.infer.engine import Engine, Event, RequestHandle
 from caramba.infer.stream import TextStream
 from caramba.serve.failure import ApiError
 from caramba.serve.metrics import Metrics
@@ -102,7 +102,7 @@ class ActiveRequest:
         self.stopped_by: ApiError | None = None
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._at = time.perf_counter()
-        self.ticket: Ticket = engine.submit(
+        self.ticket: RequestHandle = engine.submit(
             prompt, config, on_event=partial(event_queue.put, self._note), n_alternatives=n_alternatives
         )
         metrics.prompt_tokens.inc(self.n_prompt)

@@ -13,7 +13,7 @@ from caramba.data.checkpoint import load_tensors
 from caramba.data.checkpoint.formats import read_model_tensors
 from caramba.errors import ConfigError
 from caramba.export.write import check_out
-from caramba.infer import open_model
+from caramba.infer import load_model
 from caramba.model import load_pretrained
 from tests.integration.export.samples import GQA, REMOTE, exported, loud, make_run, tokens, transformer
 
@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 def test_a_folder_that_was_exported_is_opened_with_its_tokenizer(tmp_path):
     model = loud(REMOTE["every topology"])
     folder = exported(tmp_path, make_run(tmp_path, model, block_size=48))
-    opened = open_model(str(folder))
+    opened = load_model(str(folder))
     assert opened.model.spec == model.spec
     assert opened.labels == {"proxy": "untrained"}
     assert opened.max_positions == 48
@@ -36,13 +36,13 @@ def test_a_folder_that_was_exported_is_opened_with_its_tokenizer(tmp_path):
         load_tensors(again / "model.safetensors").keys() == load_tensors(folder / "model.safetensors").keys()
     )
     assert main(["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "own")]) == 0
-    bare = open_model(str(tmp_path / "own"), tokenizer="byte")
+    bare = load_model(str(tmp_path / "own"), tokenizer="byte")
     assert bare.tokenizer.vocab_size == 257
 
 
 def test_a_run_s_checkpoint_file_is_opened_with_the_run_s_tokenizer(tmp_path):
     run = make_run(tmp_path, loud(transformer(GQA)), block_size=48)
-    opened = open_model(str(run / "checkpoints" / "pretrain.safetensors"))
+    opened = load_model(str(run / "checkpoints" / "pretrain.safetensors"))
     assert (opened.run_dir, opened.max_positions) == (run, 48)
     assert opened.tokenizer is not None
     assert opened.tokenizer.encode("cat") == [99, 97, 116]
@@ -50,7 +50,7 @@ def test_a_run_s_checkpoint_file_is_opened_with_the_run_s_tokenizer(tmp_path):
     alone = tmp_path / "alone" / "checkpoints" / "pretrain.safetensors"
     alone.parent.mkdir(parents=True)
     shutil.copyfile(run / "checkpoints" / "pretrain.safetensors", alone)
-    assert open_model(str(alone)).tokenizer is None
+    assert load_model(str(alone)).tokenizer is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt", ""])

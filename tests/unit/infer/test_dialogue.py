@@ -108,7 +108,7 @@ def test_the_plain_format_drops_the_oldest_turns() -> None:
         "System: S\nUser: two\nAssistant: 2\nUser: three\nAssistant:",
         2,
     )
-    with pytest.raises(ConfigError, match=r"take \d+ tokens and 20 are left beside the answer"):
+    with pytest.raises(ConfigError, match=r"take \d+ tokens and 20 are left next to the answer"):
         dialogue.ask("four", 20)
     assert dialogue.turns[-1]["content"] == "three"
     dialogue.reset()

@@ -207,7 +207,7 @@ def test_device_steps_draw_the_same_and_say_what_ran(model: Model, monkeypatch: 
     plain = Generator(model, **options)
     wanted = plain.generate(PROMPTS)
     assert (plain.stats.decode, plain.stats.not_compiled) == ("eager", None)
-    monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
+    monkeypatch.setattr(device_steps, "compile_logits", lambda *_: device_steps.next_logits)
     stepped = Generator(model, compiled=True, **options)
     assert [row.tokens for row in stepped.generate(PROMPTS)] == [row.tokens for row in wanted]
     assert (stepped.stats.decode, stepped.stats.steps) == ("compiled", plain.stats.steps)
@@ -240,7 +240,7 @@ def test_eager_steps_plan_no_attention_for_the_length_of_each(
 
 
 def test_device_steps_on_blocks_draw_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
+    monkeypatch.setattr(device_steps, "compile_logits", lambda *_: device_steps.next_logits)
     options: dict[str, Any] = {"max_new_tokens": 5, "cache_kind": "q8_0", **SAMPLED}
     plain, stepped = Generator(model, **options), Generator(model, compiled=True, **options)
     wanted = plain.generate(PROMPTS)

@@ -11,7 +11,7 @@ import torch
 from caramba import kernels
 from caramba.config.generate import GenerateConfig
 from caramba.infer import Generator, SpeculativeGenerator
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 from caramba.infer.step import StepState
 from caramba.model import build_model
 from caramba.ops.backend import without_kernels
@@ -81,7 +81,7 @@ def test_steps_are_captured_unless_something_else_is_asked(name: str) -> None:
 @torch.inference_mode()
 def test_a_captured_draw_is_the_eager_one() -> None:
     config = GenerateConfig(**VALUES, min_p=0.01)
-    rows = Row.of([list(prompt) for prompt in PROMPTS], config, (), None, None)
+    rows = GenerationRow.of([list(prompt) for prompt in PROMPTS], config, (), None, None)
     device = torch.device("cuda")
     logits = torch.randn(20, 3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     eager, captured = (StepState.of(rows, config, VOCAB, device) for _ in range(2))

@@ -9,8 +9,8 @@ import torch
 
 from caramba.config.generate import SpeculativeConfig
 from caramba.data import ByteTokenizer
-from caramba.infer import Generator, SpeculativeGenerator, row_steps
-from caramba.infer.lookup_pace import FIRST_WORTH, RATE, LookupPace, agreeing
+from caramba.infer import Generator, SpeculativeGenerator, verify_forwards
+from caramba.infer.draft_controller import FIRST_WORTH, RATE, DraftController, common_prefix_len
 from caramba.infer.lookup_rounds import N_DRAFTS, LookupRounds
 from caramba.infer.verification import SpeculativeStats
 from caramba.model import Model, build_model
@@ -25,7 +25,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards as they would be compiled, without the minutes that compilation takes."""
-    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
 
 
 @pytest.fixture(scope="module", params=["gqa_scaled", "decoupled_tie", "latent_gate"])
@@ -79,12 +79,12 @@ def test_rounds_verify_several_tokens_only_where_drafts_pay(monkeypatch: pytest.
     model = sharp("gqa_scaled")
     values: dict[str, Any] = {"temperature": 0.0, "compiled": True, "spec_k": 5, **LONG}
     generator = SpeculativeGenerator(model, max_ngram=1, **values)
-    monkeypatch.setattr(LookupPace, "gain", lambda *_: 0.0)
+    monkeypatch.setattr(DraftController, "expected_accepted", lambda *_: 0.0)
     generator.generate([PROMPT])
     assert widths == [0] * 39
     assert stats_of(generator).drafted == 0
     monkeypatch.undo()
-    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
     monkeypatch.setattr(LookupRounds, "launch", lambda rounds, n: widths.append(n) or launch(rounds, n))
     widths.clear()
     generator.generate([[5]])  # and another token: there is no draft at first
@@ -122,7 +122,7 @@ def test_rows_end_at_marks_and_stop_texts_and_stream_as_alone() -> None:
 
 
 def test_a_draft_is_judged_by_the_text_whether_it_was_verified_or_not() -> None:
-    pace = LookupPace(SpeculativeConfig(max_ngram=6))
+    pace = DraftController(SpeculativeConfig(max_ngram=6))
     assert [pace.worth[size] for size in (1, 4, 6)] == [FIRST_WORTH[0], FIRST_WORTH[3], FIRST_WORTH[3]]
     assert pace.learn(2, [1, 2, 3], [1, 2, 9], 3) == 2  # verified
     assert pace.worth[2] == pytest.approx(FIRST_WORTH[1] + RATE * (2 - FIRST_WORTH[1]))
@@ -133,22 +133,22 @@ def test_a_draft_is_judged_by_the_text_whether_it_was_verified_or_not() -> None:
     pace.learn(1, [7, 7, 7], [8], 0)  # of both: the older had 2 of 3, the newer none
     assert pace.worth[3] == pytest.approx(before[3] + RATE * (2 - before[3]))
     assert pace.worth[1] == pytest.approx(before[1] * (1 - RATE))
-    assert agreeing([1, 2], [1, 2, 3]) == agreeing([1, 2, 3], [1, 2]) == 2
+    assert common_prefix_len([1, 2], [1, 2, 3]) == common_prefix_len([1, 2, 3], [1, 2]) == 2
 
 
 def test_drafts_gain_what_they_did_and_nothing_below_the_floor() -> None:
-    pace = LookupPace(SpeculativeConfig(window=8, retry_after=4, spec_disable_below_accept=0.4))
-    assert pace.gain(0, 9) == 0.0
-    assert pace.gain(4, 1) == 1.0
-    assert pace.gain(4, 0) == 0.0
-    first = pace.gain(4, 9)
+    pace = DraftController(SpeculativeConfig(window=8, retry_after=4, spec_disable_below_accept=0.4))
+    assert pace.expected_accepted(0, 9) == 0.0
+    assert pace.expected_accepted(4, 1) == 1.0
+    assert pace.expected_accepted(4, 0) == 0.0
+    first = pace.expected_accepted(4, 9)
     for _ in range(8):
         pace.learn(4, [1, 2, 3], [9], 3)
-    assert (pace.gain(4, 9), pace.length.fallbacks) == (0.0, 1)
+    assert (pace.expected_accepted(4, 9), pace.length.fallbacks) == (0.0, 1)
     pace.learn(4, [1, 2, 3], [1, 2, 3, 4], 0)
-    assert 0 < pace.gain(4, 9) < first
-    always = LookupPace(SpeculativeConfig(spec_k_adaptive=False))
-    assert (always.gain(1, 5), always.gain(0, 5)) == (5.0, 0.0)
+    assert 0 < pace.expected_accepted(4, 9) < first
+    always = DraftController(SpeculativeConfig(spec_k_adaptive=False))
+    assert (always.expected_accepted(1, 5), always.expected_accepted(0, 5)) == (5.0, 0.0)
 
 
 def test_the_host_waits_for_the_stream_of_the_rounds_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.parse import parse_as
 from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError, DataError
-from caramba.infer import Generator, HeldOut, policy
+from caramba.infer import EvalText, Generator, policy
 from caramba.infer.decode_plan import planned
 from caramba.infer.needle import make_needles
 from caramba.infer.policy import CachePolicy, Candidate, choose
@@ -155,7 +155,7 @@ def test_a_plan_is_read_again_and_only_for_the_same_model(
         with pytest.raises(pytest.fail.Exception, match="measured"):
             policy_of(other, text, **values | more).decide(BATCH, 160)
     with monkeypatch.context() as patched:
-        patched.setattr(policy, "asked_form", lambda *_: ("graph", None))  # as on CUDA
+        patched.setattr(policy, "resolve_form", lambda *_: ("graph", None))  # as on CUDA
         with pytest.raises(pytest.fail.Exception, match="measured"):
             policy_of(model, text, **values).decide(BATCH, 160)
     (file,) = (home / "runtime_plans").iterdir()
@@ -229,7 +229,7 @@ def test_the_smallest_of_the_fastest_is_taken() -> None:
 
 def test_needles_are_hidden_at_their_depths_in_the_text(text: Path) -> None:
     tokenizer = ByteTokenizer()
-    held_out = HeldOut.of_file(str(text), tokenizer, 257)
+    held_out = EvalText.of_file(str(text), tokenizer, 257)
     assert held_out.tokens is not None
     keys = set()
     for needle in make_needles(held_out.tokens, LENGTH, tokenizer):
@@ -248,9 +248,9 @@ def test_needles_are_hidden_at_their_depths_in_the_text(text: Path) -> None:
     ids_of_others = text.parent / "ids.tokens"
     ids_of_others.write_text("1 2 999")
     with pytest.raises(DataError, match="the model has"):
-        HeldOut.of_file(str(ids_of_others), None, 257)
+        EvalText.of_file(str(ids_of_others), None, 257)
     with pytest.raises(ConfigError, match="name a token folder or a UTF-8 text file"):
-        HeldOut.of_file("nowhere.txt", tokenizer, 257)
+        EvalText.of_file("nowhere.txt", tokenizer, 257)
 
 
 def test_a_probe_that_fails_goes_on_in_16_bits(model: Model, text: Path, home: Path) -> None:

@@ -7,14 +7,14 @@ import math
 import pytest
 
 from caramba.errors import CheckpointError
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 
 TOKENS = [5, 6, 7, 8, 9]
 LOGPROBS = [-0.5, -1.0, -1.5, -2.0, -2.5]
 
 
-def row(max_new_tokens: int, *eos_ids: int) -> Row:
-    return Row(0, [1, 2], 7, eos_ids, max_new_tokens, None)
+def row(max_new_tokens: int, *eos_ids: int) -> GenerationRow:
+    return GenerationRow(0, [1, 2], 7, eos_ids, max_new_tokens, None)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 
 from caramba.config.generate import GenerateConfig
 from caramba.errors import ConfigError
-from caramba.infer import Generator, SpeculativeGenerator, device_steps, row_steps, speculative
-from caramba.infer.device_steps import DeviceSteps, HostSteps
+from caramba.infer import Generator, SpeculativeGenerator, device_steps, speculative, verify_forwards
+from caramba.infer.device_steps import DeviceDecoder, EagerDecoder
 from caramba.infer.sampling import distribution
 from caramba.infer.verification import SpeculativeStats, verify_drafts
 from caramba.model import Model, build_model
@@ -204,7 +204,7 @@ def test_rows_of_a_batch_are_the_rows_alone(other: Model, name: str, method: str
 def test_verifying_steps_on_the_device_write_the_same(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
     values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "cache_kind": "fp32", "spec_k": 9}
     model = sharp(name)
     plain = SpeculativeGenerator(model, spec_method=method, **values)
@@ -223,7 +223,7 @@ def test_verifying_steps_on_the_device_write_the_same(
 def test_a_text_within_dynamic_rope_is_batched_whatever_its_bucket(
     original: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
     scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": original}
     model = build_model(spec(block("standard", rope_scaling=scaling)), seed=0).eval()
     values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8}
@@ -307,9 +307,9 @@ def test_misuse_is_named(target: Model, other: Model) -> None:
 
 def test_an_estimate_is_against_steps_of_the_same_form(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    made: list[DeviceSteps] = []
+    made: list[DeviceDecoder] = []
 
-    def choose(host: HostSteps) -> Any:
+    def choose(host: EagerDecoder) -> Any:
         asked.append(host.config.compiled)
         if host.config.compiled is False:
             return host, "eager", None
@@ -321,7 +321,7 @@ def test_an_estimate_is_against_steps_of_the_same_form(monkeypatch: pytest.Monke
         time.sleep(1.5)
         return captured(*given)
 
-    monkeypatch.setattr(device_steps, "captured", slow)
+    monkeypatch.setattr(device_steps, "capture_graph", slow)
     monkeypatch.setattr(speculative, "choose_steps", choose)
     generator = SpeculativeGenerator(build_model(transformer("gqa_scaled"), seed=0), max_new_tokens=8)
     generator.generate([[1, 2, 3]])
@@ -348,7 +348,7 @@ def test_auto_speculates_without_graphs_where_their_cache_does_not_fit(
         return inner(batch_size, max_tokens, *given, **more)
 
     monkeypatch.setattr(model, "new_context", small)
-    monkeypatch.setattr(speculative, "asked_form", lambda *_: ("graph", None))
+    monkeypatch.setattr(speculative, "resolve_form", lambda *_: ("graph", None))
     values: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0}
     generator = SpeculativeGenerator(model, **values)
     generator.generate([[1, 2] * 245])

@@ -7,7 +7,7 @@ import torch
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer import step as module
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 from caramba.infer.step import StepState
 
 VOCAB = 23
@@ -17,7 +17,7 @@ def drawn(config: GenerateConfig, lengths: tuple[int, ...], *, into: bool) -> li
     """Return what a state holds after more draws than there are new tokens, and what was fed at each."""
     source = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB, (length,), generator=source).tolist() for length in lengths]
-    rows = Row.of(prompts, config, (), None, None)
+    rows = GenerationRow.of(prompts, config, (), None, None)
     state = StepState.of(rows, config, VOCAB, torch.device("cpu"))
     found = []
     for _ in range(config.max_new_tokens + 2):

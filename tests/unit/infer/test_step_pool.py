@@ -14,7 +14,7 @@ from torch import Tensor
 from caramba.config.cache_policy import Q_CHUNK_BUCKETS, step_capacity
 from caramba.config.kvcache import KVCacheKind
 from caramba.infer import Generator, device_steps, step_pool
-from caramba.infer.device_steps import DeviceSteps, HostSteps
+from caramba.infer.device_steps import DeviceDecoder, EagerDecoder
 from caramba.infer.policy_measure import cache_bytes
 from caramba.infer.step import StepState
 from caramba.model import build_model
@@ -37,7 +37,7 @@ def test_capacities_double_and_meet_the_buckets_of_the_decode_plan() -> None:
 
 
 def test_a_bucket_is_used_again_and_gives_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
+    monkeypatch.setattr(device_steps, "compile_logits", lambda *_: device_steps.next_logits)
     model = build_model(transformer("latent_gate"), seed=0).double()
     options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 1.2, "repetition_penalty": 1.3}
     stepped = Generator(model, compiled=True, **options)
@@ -67,7 +67,7 @@ def test_a_bucket_is_used_again_and_gives_the_same_text(monkeypatch: pytest.Monk
 def test_a_quantised_cache_is_used_again_from_the_place_where_its_blocks_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
+    monkeypatch.setattr(device_steps, "compile_logits", lambda *_: device_steps.next_logits)
     model = build_model(transformer("latent"), seed=0)
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "cache_kind": KVCacheKind.MIXED}
     stepped = Generator(model, compiled=True, **options)
@@ -108,16 +108,18 @@ def captured(
     return _Graph(run, fixed, out), fixed, out
 
 
-def as_on_cuda(host: HostSteps) -> tuple[DeviceSteps, str, None]:
-    return DeviceSteps(host, is_compiled=False, is_captured=True), "graph", None
+def as_on_cuda(host: EagerDecoder) -> tuple[DeviceDecoder, str, None]:
+    return DeviceDecoder(host, is_compiled=False, is_captured=True), "graph", None
 
 
 def test_auto_captures_from_the_second_call_on_where_the_first_would_not_make_up_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(device_steps, "capture_graph", captured)
     monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
-    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph" if compiled else "eager", None))
+    monkeypatch.setattr(
+        step_pool, "resolve_form", lambda compiled, _: ("graph" if compiled else "eager", None)
+    )
     model = build_model(transformer("latent"), seed=0).double()
     few, many = step_pool.FEWEST_FORWARDS, step_pool.FEWEST_FORWARDS + 1
     wanted = Generator(model, compiled=False, temperature=0.0, max_new_tokens=few).generate([[1, 2]])
@@ -146,9 +148,9 @@ def test_auto_captures_from_the_second_call_on_where_the_first_would_not_make_up
 
 
 def test_auto_takes_no_more_room_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(device_steps, "capture_graph", captured)
     monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
-    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph", None))
+    monkeypatch.setattr(step_pool, "resolve_form", lambda compiled, _: ("graph", None))
     model = build_model(transformer("latent"), seed=0).double()
     inner = model.new_context
 
@@ -174,9 +176,9 @@ def test_auto_takes_no_more_room_than_there_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_auto_gives_up_what_it_kept_for_a_cache_that_fits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(device_steps, "capture_graph", captured)
     monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
-    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph", None))
+    monkeypatch.setattr(step_pool, "resolve_form", lambda compiled, _: ("graph", None))
     model = build_model(transformer("latent"), seed=0).double()
     inner, held = model.new_context, list[tuple[weakref.ref[Any], int]]()
 
@@ -198,9 +200,9 @@ def test_auto_gives_up_what_it_kept_for_a_cache_that_fits_alone(monkeypatch: pyt
 
 
 def test_auto_keeps_to_the_budget_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(device_steps, "capture_graph", captured)
     monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
-    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph", None))
+    monkeypatch.setattr(step_pool, "resolve_form", lambda compiled, _: ("graph", None))
     model = build_model(transformer("latent"), seed=0)
     budget = cache_bytes(model, 1, 620, KVCacheKind.BF16) / 1e6
     for form in ("auto", "graph"):
@@ -230,7 +232,7 @@ def test_a_captured_step_draws_and_feeds_itself(monkeypatch: pytest.MonkeyPatch,
         drawn.append(self.is_level)
         return choose(self, *given)
 
-    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(device_steps, "capture_graph", captured)
     monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
     model = build_model(transformer("latent"), seed=0).double()
     options: dict[str, Any] = {"max_new_tokens": 7, "temperature": 1.2, "repetition_penalty": 1.3}

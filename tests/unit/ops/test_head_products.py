@@ -9,7 +9,7 @@ from torch import Tensor
 from caramba import kernels
 from caramba.cache import DeviceContext, KVCacheKind
 from caramba.errors import ConfigError
-from caramba.infer.device_steps import compiled_logits, find_angles, next_logits
+from caramba.infer.device_steps import compile_logits, find_angles, next_logits
 from caramba.layer import latent
 from caramba.layer.fused_linear import fuse_linears
 from caramba.model import build_model
@@ -118,7 +118,7 @@ def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
         step, outputs, run = DeviceContext(ctx), [], next_logits
         if is_compiled:
             find_angles(model, step)
-            run = compiled_logits(model, batch, "steps in 16 bits")
+            run = compile_logits(model, batch, "steps in 16 bits")
         for t in range(5, 9):
             step.advance()
             outputs.append(run(model, tokens[:, t], step).float())

@@ -1,10 +1,10 @@
-"""Continuous batching: requests join and leave a batch of slots while the others go on."""
+"""Continuous batching: requests join and leave a batch of slots while the others decode."""
 
 from caramba.config.engine import EngineConfig
 from caramba.errors import EngineClosed, QueueFull
 from caramba.infer.engine.engine import Engine
+from caramba.infer.engine.request_handle import Event, FinishReason, RequestHandle
 from caramba.infer.engine.stats import EngineStats
-from caramba.infer.engine.ticket import Event, FinishReason, Ticket
 
 __all__ = [
     "Engine",
@@ -14,5 +14,5 @@ __all__ = [
     "Event",
     "FinishReason",
     "QueueFull",
-    "Ticket",
+    "RequestHandle",
 ]

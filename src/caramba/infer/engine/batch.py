@@ -17,22 +17,24 @@ from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
 from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
 from caramba.infer.engine.prompts import MOST, WHOLE
+from caramba.infer.engine.request_handle import ENDS, Alternatives, Event, FinishReason, RequestHandle
 from caramba.infer.engine.slots import Slots
 from caramba.infer.engine.stats import EngineStats
-from caramba.infer.engine.ticket import ENDS, Alternatives, Event, FinishReason, Ticket
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 from caramba.infer.threads import step_threads
 from caramba.model import Model
 
 RATE_OVER = 32
-PATIENCE = 4
+MAX_PREFILL_DELAY_STEPS = 4
 """Steps that new prompts wait for others to run with, while more requests queue up than there are slots, by `WHOLE`
 tokens of `prefill_chunk`: a forward of twice the tokens takes as many steps to fill."""
-BESIDE = 2
-"""Steps that prompts may run beside, the last of their pieces too, before the next one waits for them: with 3, slots
-stood idle longer, and 2% fewer tokens came a second on an H200. Prompts in a step's own forward, which read the weights
-once for both, gave as many tokens a second as beside and came later between two tokens (p99 3.7 ms, 2.9 beside)."""
-LEAST_AHEAD = 1
+MAX_OVERLAP_STEPS = 2
+"""Decode steps that prompts may overlap, with their last chunk, before the next step waits for them.
+
+With 3, slots were idle longer, and an H200 made 2% fewer tokens a second. Prompts in a step's own forward, which read
+the weights once for both, reached the same throughput and a longer p99 between two tokens (3.7 ms, overlapped 2.9).
+"""
+MIN_PREFILLED = 1
 """Requests that have run ahead of a slot with which the next ones wait no longer for others: a slot or two get free
 while their prompts run."""
 FULL = 0.7
@@ -43,14 +45,14 @@ FULL = 0.7
 class Request:
     """A ticket, its settings, the alternatives per token, the tokens of its prompt that have run, and when it came."""
 
-    ticket: Ticket
+    ticket: RequestHandle
     config: GenerateConfig
     n_alternatives: int = 0
     done: int = 0
     came_s: float = field(default_factory=time.monotonic)
 
     @property
-    def row(self) -> Row:
+    def row(self) -> GenerationRow:
         """The prompt and what has followed it."""
         return self.ticket.row
 
@@ -75,11 +77,11 @@ class Batch:
             cache_kind=self.slots.kind.value,
         )
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
-        self._beside: list[int] = []  # slots whose prompts run beside a step, whole
+        self._overlapping: list[int] = []  # slots whose prompts overlap decode steps, whole
         self._ahead: list[int] = []  # rows ahead whose prompts have run, the earliest first
         self._n_waited = 0  # steps, of prompts that have not begun
-        self._n_beside = 0  # steps that have been launched since the prompts beside them
-        self._patience = PATIENCE * max(1, min(config.prefill_chunk, MOST) // WHOLE)
+        self._n_overlapped = 0  # steps launched since the prompts that overlap them
+        self._max_delay = MAX_PREFILL_DELAY_STEPS * max(1, min(config.prefill_chunk, MOST) // WHOLE)
         self._ended: deque[float] = deque(maxlen=RATE_OVER)
 
     @property
@@ -88,7 +90,7 @@ class Batch:
         return sum(request is not None for request in self.requests)
 
     @property
-    def n_seated(self) -> int:
+    def n_used_slots(self) -> int:
         """Slots that are taken."""
         return sum(request is not None for request in self.requests[: self.config.n_slots])
 
@@ -97,8 +99,8 @@ class Batch:
         """Requests that may come in before one waits."""
         return len(self.requests) - self.n_active
 
-    def place_for(self, request: Request) -> int | None:
-        """Return a free slot that no request ahead is to have, else a free row ahead where its prompt can run there."""
+    def find_free_slot(self, request: Request) -> int | None:
+        """Return a free slot that no prefilled request needs, else a free spare row that fits the prompt."""
         n_slots = self.config.n_slots
         slots, ahead = self.requests[:n_slots], self.requests[n_slots:]
         if slots.count(None) > len(ahead) - ahead.count(None):
@@ -116,17 +118,17 @@ class Batch:
         """Free the slots of requests that were cancelled."""
         for slot, request in enumerate(self.requests):
             if request is not None and request.ticket.is_cancelled:
-                self.leave(slot, "cancelled")
+                self.release(slot, "cancelled")
 
     def reuse(self, slot: int, request: Request) -> None:
-        """Fill a slot with what an earlier request held after the same first tokens."""
+        """Restore the cached prefix of an earlier request with the same first tokens."""
         found = None if self.prefixes is None else self.prefixes.match(request.row.prompt)
         if found is None:
             return
         try:
             self.slots.restore(slot, found[1])
         except Exception as error:
-            self.leave(slot, "error", error)
+            self.release(slot, "error", error)
             return
         request.done = found[0]
         self.stats.prefix_hits += 1
@@ -148,11 +150,10 @@ class Batch:
         """Run up to `prefill_chunk` tokens of prompts, the earliest first.
 
         While others decode and more requests wait for slots (`is_queueing`), few new tokens wait some steps, see
-        `PATIENCE`, for the prompts of the slots that get free next; with rows ahead, until few have run there.
+        `MAX_PREFILL_DELAY_STEPS`, for prompts of the next free slots; with spare rows, until few have run there.
 
-        Whole prompts run beside the next steps where a device can, a piece beside each, and then up to `BESIDE` steps
-        from the first on or as long as all slots decode; they begin to decode once they have run, and until then no
-        others are launched.
+        Whole prompts overlap the next steps where a device can, one chunk a step, for up to `MAX_OVERLAP_STEPS`
+        steps or as long as all slots decode. They decode once they have run; until then no other prompts are launched.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
@@ -182,7 +183,7 @@ class Batch:
                 if is_last:
                     self._has_run(slot)
             except Exception as error:
-                self.leave(slot, "error", error)
+                self.release(slot, "error", error)
                 continue
             request.done += len(part)
             self.stats.prefilled_tokens += len(part)
@@ -200,8 +201,8 @@ class Batch:
         if not is_new or n_tokens >= FULL * min(self.config.prefill_chunk, MOST):
             return False
         if self.slots.n_ahead:
-            return len(self._ahead) > LEAST_AHEAD
-        return self._n_waited < self._patience
+            return len(self._ahead) > MIN_PREFILLED
+        return self._n_waited < self._max_delay
 
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
@@ -226,39 +227,38 @@ class Batch:
             self.slots.prefill_together(group, [request.row.prompt for request in taken])
         except Exception as error:
             for slot in group:
-                self.leave(slot, "error", error)
+                self.release(slot, "error", error)
             return n_tokens
         for slot, request in zip(group, taken, strict=True):
             request.done = len(request.row.prompt)
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
-        self._beside, self._n_beside = group, 0
-        if not (self.slots.runs_beside and any(self.slots.is_decoding)):
+        self._overlapping, self._n_overlapped = group, 0
+        if not (self.slots.runs_overlapped and any(self.slots.is_decoding)):
             self._join()
         self._hurry()
         return n_tokens
 
     def _hurry(self) -> None:
         """Launch all pieces where more requests wait than decode, as when a server starts or most have ended."""
-        n_waiting = len(self._beside) + len(self._order)
-        while n_waiting > sum(self.slots.is_decoding) and self.slots.go_on():
+        n_waiting = len(self._overlapping) + len(self._order)
+        while n_waiting > sum(self.slots.is_decoding) and self.slots.launch_next():
             pass
 
     def _run_on(self) -> bool:
-        """Whether the prompts that were launched run on beside the next step too, with another piece where they have
-        one: no slot waits where all decode."""
-        if not self._beside or self.slots.are_prompts_done or not any(self.slots.is_decoding):
+        """Whether the launched prompts overlap the next step too: always while chunks remain, or all slots decode."""
+        if not self._overlapping or self.slots.are_prompts_done or not any(self.slots.is_decoding):
             return False
-        self._n_beside += 1
+        self._n_overlapped += 1
         self._hurry()
-        if self.slots.go_on():
+        if self.slots.launch_next():
             return True
         is_idle = not all(self.slots.is_decoding[: self.config.n_slots])
-        return self._n_beside < BESIDE or not is_idle
+        return self._n_overlapped < MAX_OVERLAP_STEPS or not is_idle
 
     def _join(self) -> None:
         """Let the slots whose prompts have been launched decode, once these have run."""
-        group, self._beside = self._beside, []
+        group, self._overlapping = self._overlapping, []
         if not group:
             return
         try:
@@ -267,7 +267,7 @@ class Batch:
                 self._has_run(slot)
         except Exception as error:
             for slot in group:
-                self.leave(slot, "error", error)
+                self.release(slot, "error", error)
 
     def _has_run(self, slot: int) -> None:
         """Let a slot whose prompt has run decode: from here on each step draws for it; a row ahead waits for a slot."""
@@ -279,7 +279,7 @@ class Batch:
         self.slots.sampler.admit(slot, request.row.prompt, request.row.seed, request.config)
         self._keep(slot)
 
-    def seat(self) -> None:
+    def assign_slots(self) -> None:
         """Give free slots to the requests whose prompts have run ahead, the earliest first."""
         while self._ahead and None in self.requests[: self.config.n_slots]:
             row, slot = self._ahead.pop(0), self.requests.index(None)
@@ -288,10 +288,10 @@ class Batch:
                 self.slots.move(row, slot)
                 self._has_run(slot)
             except Exception as error:
-                self.leave(slot, "error", error)
+                self.release(slot, "error", error)
 
     def decode(self) -> None:
-        """Draw a token of every decoding slot, start the forward of those that go on, and meanwhile hand tokens out."""
+        """Sample a token of every decoding slot, start the forward of unfinished ones, and meanwhile emit tokens."""
         decoding = [slot for slot, is_decoding in enumerate(self.slots.is_decoding) if is_decoding]
         if not decoding:
             return
@@ -312,7 +312,7 @@ class Batch:
                 alternatives = {} if top is None else _alternatives(asked, *top)
         except Exception as error:
             for slot in decoding:
-                self.leave(slot, "error", error)
+                self.release(slot, "error", error)
             return
         for slot in decoding:
             event = Event(tokens[slot], logprobs[slot], alternatives=alternatives.get(slot, ()))
@@ -344,17 +344,17 @@ class Batch:
                 row.close(None)
                 self._keep(slot)
         except Exception as error:
-            self.leave(slot, "error", error)
+            self.release(slot, "error", error)
             return
         if row.finish is not None:
-            self.leave(slot, ENDS[row.finish])
+            self.release(slot, ENDS[row.finish])
         elif failure is not None:
-            self.leave(slot, "error", failure)
+            self.release(slot, "error", failure)
 
-    def leave(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
+    def release(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a slot's request and overwrite what the slot holds; the request ends even where that fails."""
-        if slot in self._beside:
-            self._join()  # nobody else may have the slot while its prompt runs
+        if slot in self._overlapping:
+            self._join()  # no other request may take the slot while its prompt runs
         request = self.requests[slot]
         if request is None:  # it could not begin to decode, which has ended it
             return
@@ -378,7 +378,7 @@ class Batch:
         try:
             request.ticket.put(Event(finish_reason=reason))
         except Exception as failure:
-            # Of its on_event: the request has ended anyway, and who waits for it is told.
+            # Raised by its on_event: the request has ended, and its caller gets the error.
             request.ticket.error = request.ticket.error or failure
 
     def seconds_per_request(self) -> float:
@@ -387,7 +387,7 @@ class Batch:
             return 1.0
         return (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
 
-    def _row(self, slot: int) -> Row:
+    def _row(self, slot: int) -> GenerationRow:
         request = self.requests[slot]
         assert request is not None
         return request.row

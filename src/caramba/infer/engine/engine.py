@@ -18,11 +18,11 @@ from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull
 from caramba.infer.engine.batch import Batch, Request
-from caramba.infer.engine.collector import left_alone
+from caramba.infer.engine.gc_control import gc_frozen
+from caramba.infer.engine.request_handle import FinishReason, OnEvent, RequestHandle
 from caramba.infer.engine.stats import EngineStats
-from caramba.infer.engine.ticket import FinishReason, OnEvent, Ticket
 from caramba.infer.prompts import refuse_prompts
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 from caramba.layer.fused_linear import fuse_linears
 from caramba.model import Model
 
@@ -36,9 +36,9 @@ class Engine:
 
     `step` does everything: it frees slots of cancelled requests, draws a token and runs a forward of all decoding
     slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts; with captured
-    steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole, beside the next steps, and
+    steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole, overlaps the next steps, and
     while requests queue up few tokens wait some steps for others to run with. With `n_ahead` the prompts of requests
-    that wait for a slot run meanwhile, and go on in the next one that gets free. Call it until it returns False,
+    that wait for a slot run meanwhile, and continue in the next free one. Call it until it returns False,
     or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What fails ends the
     requests that it was for, with the error on their tickets; a slot is overwritten before another takes it.
 
@@ -75,7 +75,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_draining = False
-        self._has_cancelled = False  # somebody, since the queue was looked through
+        self._has_cancelled = False  # since the queue was last read
         self._failure: Exception | None = None
 
     def submit(
@@ -86,7 +86,7 @@ class Engine:
         on_event: OnEvent | None = None,
         n_alternatives: int = 0,
         **values: Any,
-    ) -> Ticket:
+    ) -> RequestHandle:
         """Queue a request, by a GenerateConfig or its keys by name; `config.seed` is its row's seed.
 
         With `n_alternatives` every event of a token holds that many of the most likely tokens and their
@@ -105,8 +105,10 @@ class Engine:
         self._refuse(prompt, settings)
         eos_ids = self.eos_ids if settings.eos_token_id is None else settings.eos_ids
         # Text is needed to find where it stops; other callers decode the tokens.
-        (row,) = Row.of([prompt], settings, eos_ids, self.tokenizer if settings.stop else None, None)
-        ticket = Ticket(row, on_event, self._wake)
+        (row,) = GenerationRow.of(
+            [prompt], settings, eos_ids, self.tokenizer if settings.stop else None, None
+        )
+        ticket = RequestHandle(row, on_event, self._wake)
         with self._news:
             if self._is_closed or self._is_draining:
                 why = "" if self._failure is None else f" by a failure: {self._failure}"
@@ -130,12 +132,12 @@ class Engine:
             self.batch.drop_cancelled()
             # Prompts are launched while the device still runs the forward of the rows that decode.
             self.batch.decode()
-            self.batch.seat()
+            self.batch.assign_slots()
             self._admit()
             with self._news:
                 is_queueing = bool(self._queue)
             self.batch.prefill(is_queueing=is_queueing)
-            self.batch.seat()
+            self.batch.assign_slots()
         return not self._is_idle()
 
     def start(self) -> Engine:
@@ -176,8 +178,8 @@ class Engine:
         with self._news:
             return dataclasses.replace(
                 self.batch.stats,
-                active=self.batch.n_seated,
-                ahead=self.batch.n_active - self.batch.n_seated,
+                active=self.batch.n_used_slots,
+                ahead=self.batch.n_active - self.batch.n_used_slots,
                 queued=len(self._queue),
                 cache_bytes=self.batch.slots.nbytes,
                 decode=self.batch.slots.form,
@@ -248,7 +250,7 @@ class Engine:
     def _admit(self) -> None:
         while True:
             with self._news:
-                slot = self.batch.place_for(self._queue[0]) if self._queue else None
+                slot = self.batch.find_free_slot(self._queue[0]) if self._queue else None
                 if slot is None:
                     return
                 request = self._queue.popleft()
@@ -259,8 +261,8 @@ class Engine:
         for slot, request in enumerate(self.batch.requests):
             if request is not None:
                 try:
-                    self.batch.leave(slot, reason, error)
-                except Exception as failure:  # the request has ended; who asks for another is told
+                    self.batch.release(slot, reason, error)
+                except Exception as failure:  # the request has ended; the next caller gets the error
                     self._failure = failure
         while self._queue:
             self.batch.finish(self._queue.popleft(), reason, error)
@@ -277,7 +279,7 @@ class Engine:
 
     def _run(self) -> None:
         slots = self.batch.slots
-        with fuse_linears(slots.model, is_compiled=slots.form.startswith("compiled")), left_alone():
+        with fuse_linears(slots.model, is_compiled=slots.form.startswith("compiled")), gc_frozen():
             self._work()
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values of earlier texts, for requests that begin in the same way."""
+"""Keys and values of earlier texts, for requests with the same first tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PrefixCache:
         self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
 
     def match(self, prompt: Sequence[int]) -> tuple[int, State] | None:
-        """Return how many first tokens of a prompt are kept, and what a row holds after them; None if too few.
+        """Return the length of a prompt's longest cached prefix and its cache state; None if too short.
 
         The prompt's last token is never among them: the logits after it are not kept.
         """
@@ -46,7 +46,7 @@ class PrefixCache:
         return found is not None
 
     def put(self, tokens: Sequence[int], state: State) -> None:
-        """Keep what a row holds after these tokens, in place of its own beginnings; too large a one is not kept."""
+        """Store a row's cache after these tokens, in place of its own prefixes; too large a one is not stored."""
         text = tuple(tokens)
         size = nbytes(state)
         if size > self.limit_bytes:

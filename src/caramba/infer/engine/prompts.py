@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context
-from caramba.infer.engine.upload import staged
-from caramba.infer.pieces import Pieces, captured_in_pieces
+from caramba.infer.chunked_cuda_graph import ChunkedGraph, capture_in_chunks
+from caramba.infer.engine.upload import stage
 from caramba.layer import StoredDocuments, packed_attention, shared_angles
 from caramba.model import Model
 
@@ -24,7 +24,7 @@ MOST = 2048
 """Tokens of the largest forward: with more, the device works longer on its kernels than the host launches them."""
 PIECE = 128
 """Tokens of a forward of one piece. With 64 slots of a 1B model on an H200 99 of 100 tokens came within 3.1 ms of the
-last where forwards ran whole beside steps, with pieces of 256, 192 and 128 tokens within 2.6, 2.4 and 2.2."""
+last where whole forwards overlapped steps, with chunks of 256, 192 and 128 tokens within 2.6, 2.4 and 2.2."""
 SHORTEST = 16
 """Tokens of a prompt, on average, of which a forward takes as many as it has room for."""
 USUAL = 96
@@ -48,14 +48,14 @@ def sizes_of(chunk: int, max_len: int, limit: int | None = None) -> list[int]:
 
 
 class PromptForwards:
-    """Forwards over whole prompts of empty slots, one after the other in one row of tokens, each attended to by itself.
+    """Prefill forwards over packed prompts of empty slots; each prompt attends to itself alone.
     The last one is padded on the right, where nothing attends to it.
 
     With `is_captured` every size is a CUDA graph or, by how many prompts it takes, two. The first prompt makes them
     all, so no later one waits for it, and they share their memory. Prompts of any lengths then cost a copy and a
-    replay, on a stream of their own: they run beside what comes next on the caller's, which may touch neither their
+    replay, on a stream of their own: they overlap what comes next on the caller's, which may touch neither their
     slots nor their logits before `wait`. Larger ones are in pieces of some layers each: `run` launches the first, each
-    `go_on` another, so that those who decode meanwhile get their tokens after steps of like length.
+    `launch_next` another, so that those who decode meanwhile get their tokens after steps of like length.
 
     Attributes:
         sizes: tokens of a forward, the fewest first.
@@ -68,10 +68,12 @@ class PromptForwards:
         self.captures = 0
         self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
-        self._graphs: dict[tuple[int, int], Pieces] = {}
+        self._graphs: dict[tuple[int, int], ChunkedGraph] = {}
         # Pieces of what runs that have not been launched, the next one last.
         self._rest: list[torch.cuda.CUDAGraph] = []
-        self._running: tuple[int, Pieces] | None = None  # what they are of, and how many prompts it takes
+        self._running: tuple[int, ChunkedGraph] | None = (
+            None  # what they are of, and how many prompts it takes
+        )
         is_cuda = is_captured and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
         self._ran = torch.cuda.Event() if is_cuda else None
@@ -101,29 +103,29 @@ class PromptForwards:
         assert size is not None
         n_prompts = next(n for n in self.counts(size) if n >= len(prompts))
         self.capture(slots[0])
-        given = staged(packed(slots, prompts, size, n_prompts), self._device)
+        given = stage(pack_prompts(slots, prompts, size, n_prompts), self._device)
         if not self.is_captured:
             return self._forward(n_prompts, given.to(self._device, non_blocking=True))[: len(slots)]
         pieces = self._graphs[size, n_prompts]
-        with self._beside():
+        with self._on_side_stream():
             pieces.given.copy_(given, non_blocking=True)
         self._rest, self._running = list(reversed(pieces.graphs)), (n_prompts, pieces)
-        self.go_on()
+        self.launch_next()
         return pieces.out[: len(slots)]
 
-    def go_on(self) -> bool:
+    def launch_next(self) -> bool:
         """Launch the next piece of the prompts that run, after what the current stream does now; whether there was
         one."""
         if not self._rest:
             return False
-        with self._beside():
+        with self._on_side_stream():
             self._rest.pop().replay()
             if not self._rest and self._ran is not None:
                 self._ran.record(self._stream)
         return True
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Launch on the prompts' own stream, after what the current one does now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -137,7 +139,7 @@ class PromptForwards:
 
     def wait(self) -> None:
         """Let what comes next on the current stream run after the prompts, all of whose pieces are launched."""
-        while self.go_on():
+        while self.launch_next():
             pass
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -161,13 +163,13 @@ class PromptForwards:
         """
         if self._graphs or not self.is_captured:
             return
-        graphs: dict[tuple[int, int], Pieces] = {}
+        graphs: dict[tuple[int, int], ChunkedGraph] = {}
         pool, places = torch.cuda.graph_pool_handle(), [layer for _, layer in self.model.attention_layers()]
         for size in reversed(self.sizes):  # the smaller ones find room in the memory of the largest
             for n_prompts in reversed(self.counts(size)):
-                given = torch.tensor(packed([slot], [[0] * size], size, n_prompts))
+                given = torch.tensor(pack_prompts([slot], [[0] * size], size, n_prompts))
                 run = functools.partial(self._forward, n_prompts)
-                made = captured_in_pieces(
+                made = capture_in_chunks(
                     given.to(self._device), run, places, -(-size // PIECE), pool, self._stream
                 )
                 graphs[size, n_prompts] = made
@@ -178,7 +180,9 @@ class PromptForwards:
         return fill_slots(self.model, self.ctx, given, n_prompts)
 
 
-def packed(slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int) -> list[int]:
+def pack_prompts(
+    slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int
+) -> list[int]:
     """Return what `fill_slots` reads of prompts in a row of `size` tokens: slots and the places of last tokens, N each,
     where prompts begin, N + 1, and the tokens. Those of the N that are not there have no tokens."""
     starts, tokens = [0], list[int]()
@@ -203,7 +207,7 @@ def packed(slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_
 def fill_slots(model: Model, ctx: Context, given: Tensor, n_prompts: int) -> Tensor:
     """Run prompts into slots of `ctx` and return the logits after each.
 
-    Shape: what `packed` gives, int64, to [N, V].
+    Shape: what `pack_prompts` gives, int64, to [N, V].
     """
     n_tokens = len(given) - 3 * n_prompts - 1
     slots, last, starts, tokens = given.split_with_sizes([n_prompts, n_prompts, n_prompts + 1, n_tokens])

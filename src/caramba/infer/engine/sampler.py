@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
-from caramba.infer.engine.upload import uploaded
+from caramba.infer.engine.upload import upload
 from caramba.infer.sampling import uniforms, wide_dtype
 from caramba.ops.argmax_logprob import argmax_logprob
 from caramba.ops.sample import draw, sample
 
 Form = tuple[bool, bool, bool, bool]
 N_SETTINGS = 6
-"""Columns of a slot's row before its random numbers: temperature, top_k, top_p, min_p, penalty, numbers drawn."""
+"""Columns of a slot's row before its random numbers: temperature, top_k, top_p, min_p, penalty, random numbers."""
 
 
 class SlotSampler:
-    """Settings, random numbers and drawn tokens of every slot, in tensors of fixed addresses.
+    """Settings, random numbers and sampled tokens of every slot, in tensors of fixed addresses.
 
     `choose` gives each row exactly what `draw(distribution(...))` gives for its request's own config, whatever the
     other rows ask for.
@@ -43,7 +43,7 @@ class SlotSampler:
         self._is_cuda = device.type == "cuda"
         self._host = torch.zeros(2, n_slots, dtype=torch.int64, pin_memory=self._is_cuda)
         self._sent = torch.cuda.Event() if self._is_cuda else None
-        # The forward of what was drawn does not wait for the copy to the host.
+        # The forward of the sampled tokens does not wait for the copy to the host.
         self._copies = torch.cuda.Stream(device) if self._is_cuda else None
         self._configs: list[GenerateConfig | None] = [None] * n_slots
 
@@ -75,7 +75,7 @@ class SlotSampler:
                 len(self.token), self.vocab_size, dtype=torch.bool, device=self.token.device
             )
         if self.seen is not None:
-            self.seen[slot].zero_().index_fill_(0, uploaded(prompt, self.seen.device), True)
+            self.seen[slot].zero_().index_fill_(0, upload(prompt, self.seen.device), True)
 
     def _settings(self, config: GenerateConfig) -> tuple[float, ...]:
         """Return the first columns of a request's row."""
@@ -90,7 +90,7 @@ class SlotSampler:
         )
 
     def send(self) -> None:
-        """Start bringing what was drawn to the host, while the device goes on."""
+        """Start the copy of sampled tokens to the host; the device continues."""
         if self._copies is None or self._sent is None:
             self._host.copy_(self._both)
             return
@@ -115,12 +115,12 @@ class SlotSampler:
         other.seen = None if self.seen is None else self.seen.clone()
         return other
 
-    def leave(self, slot: int) -> None:
-        """Forget a request's settings: what they still do on the device is drawn for nobody."""
+    def release(self, slot: int) -> None:
+        """Clear a request's settings: the device may still sample with them, and the token is discarded."""
         self._configs[slot] = None
 
     def choose(self, logits: Tensor, form: Form) -> Tensor:
-        """Draw every slot's token into `token`, keep its log-probability beside it, and count it.
+        """Sample every slot's token into `token`, store its log-probability, and count it.
 
         Shape: logits [B, V] to [B].
         """

@@ -17,18 +17,18 @@ from caramba.infer.decode import decode_step
 from caramba.infer.device_steps import (
     Captured,
     DecodeForm,
-    asked_form,
-    captured,
-    compiled_logits,
+    capture_graph,
+    compile_logits,
     find_angles,
     form_of,
     next_logits,
-    replayed,
+    replay_graph,
+    resolve_form,
     step_refusal,
 )
-from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, packed, sizes_of
+from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, pack_prompts, sizes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
-from caramba.infer.engine.upload import uploaded
+from caramba.infer.engine.upload import upload
 from caramba.infer.scoring import default_kind
 from caramba.infer.step_pool import addresses
 from caramba.infer.threads import n_weights_of
@@ -87,8 +87,8 @@ class Slots:
         self._run = next_logits
         if self.form.startswith("compiled") and self.step is not None:
             find_angles(model, self.step)
-            self._run = compiled_logits(model, n, config.max_len, *form_of(model, stepped))
-        # Of more priority than prompts that run beside a step, and so another stream than these were captured on:
+            self._run = compile_logits(model, n, config.max_len, *form_of(model, stepped))
+        # Of higher priority than prompts that overlap a step, and so another stream than these were captured on:
         # libraries keep their working memory by stream, and graphs that run at once may not share it.
         is_captured = self.form.endswith("graph")
         self._on = torch.cuda.Stream(self.device, priority=-1) if is_captured else None
@@ -108,8 +108,7 @@ class Slots:
         return self.prompts is not None and n_tokens <= self.prompts.widest
 
     def tokens_together(self, n_prompts: int, n_tokens: int, most: int, *, is_first: bool = False) -> int:
-        """Return the tokens, at most `most`, of a forward of whole prompts of `n_tokens` in all, padding included; 0
-        where they fit none.
+        """Return the padded size, at most `most`, of a forward of whole prompts of `n_tokens` in all; 0 if none.
 
         One prompt that is the first of a step fits all that has a shape.
         """
@@ -125,19 +124,19 @@ class Slots:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
         ctx = self.rows[slot]
         with unplanned_attention(self.device, len(tokens) * (ctx.position + len(tokens))):
-            hidden = self.model.hidden(uploaded([list(tokens)], self.device), ctx)
+            hidden = self.model.hidden(upload([list(tokens)], self.device), ctx)
         self.lengths[slot] = ctx.position
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
 
     @property
-    def runs_beside(self) -> bool:
-        """Whether `prefill_together` launches what the device may run beside a step."""
+    def runs_overlapped(self) -> bool:
+        """Whether prompts of `prefill_together` overlap decode steps."""
         return self.prompts is not None
 
-    def go_on(self) -> bool:
-        """Launch the next piece of the prompts that run beside the steps, if there is one."""
-        return self.prompts is not None and self.prompts.go_on()
+    def launch_next(self) -> bool:
+        """Launch the next chunk of the prompts that overlap the steps, if there is one."""
+        return self.prompts is not None and self.prompts.launch_next()
 
     @property
     def are_prompts_done(self) -> bool:
@@ -150,14 +149,16 @@ class Slots:
         if forwards is not None:
             self._first = forwards.run(slots, prompts)
         else:
-            given = uploaded(packed(slots, prompts, sum(map(len, prompts)), len(prompts)), self.device)
+            given = upload(pack_prompts(slots, prompts, sum(map(len, prompts)), len(prompts)), self.device)
             self._first = fill_slots(self.model, self.ctx, given, len(prompts))
         for slot, prompt in zip(slots, prompts, strict=True):
             self.lengths[slot] = len(prompt)
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Let the slots that `prefill_together` was given last decode, on the device when their prompts have run; rows
-        ahead wait for a slot to `move` to."""
+        """Start decoding the slots of the last `prefill_together`, on the device after their prompts.
+
+        Spare rows wait for a slot to `move` to.
+        """
         assert self._first is not None
         if self.prompts is not None:
             self._follow_weights()  # no step may have run since they moved
@@ -178,7 +179,7 @@ class Slots:
         return self.prompts
 
     def move(self, row: int, slot: int) -> None:
-        """Let an idle slot go on from where a row ahead stands, and overwrite what that row holds."""
+        """Copy a prefilled spare row's cache, logits and length into a free slot."""
         assert self._all_logits is not None
         memory, into = (
             [part for cache in self.rows[index].caches for part in cache.memory] for index in (row, slot)
@@ -190,7 +191,7 @@ class Slots:
         self.set_decoding(slot, True)
 
     def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Fill a slot with what a row held."""
+        """Restore a slot from a row's cache state."""
         self.rows[slot].load_state_dict(state)
         self.lengths[slot] = self.rows[slot].position
 
@@ -208,14 +209,14 @@ class Slots:
         else:
             if form not in self._draws:
                 trial = sampler.trial()
-                self._draws[form] = captured(
+                self._draws[form] = capture_graph(
                     self.logits,
                     lambda given: sampler.choose(given, form),
                     lambda given: trial.choose(given, form),
                     on=self._on,
                     in_place=True,
                 )
-            replayed(self._draws[form], self.logits)
+            replay_graph(self._draws[form], self.logits)
         sampler.send()
 
     def top_logprobs(self, slots: Sequence[int], n_tokens: int) -> tuple[Tensor, Tensor]:
@@ -224,12 +225,12 @@ class Slots:
         Shape: int64 and float32 of [len(slots), min(n_tokens, V)].
         """
         assert self.logits is not None
-        logits = self.logits.index_select(0, uploaded(slots, self.device))
+        logits = self.logits.index_select(0, upload(slots, self.device))
         values, tokens = logits.float().log_softmax(-1).topk(min(n_tokens, logits.shape[-1]), dim=-1)
         return tokens, values
 
     def forward(self) -> Mapping[int, Exception]:
-        """Run the drawn tokens of the decoding slots, and return what failed, by slot."""
+        """Run the sampled tokens of the decoding slots, and return what failed, by slot."""
         decoding = [slot for slot, is_decoding in enumerate(self.is_decoding) if is_decoding]
         if self.step is None:
             return self._forward_one_by_one(decoding)
@@ -254,7 +255,7 @@ class Slots:
         self.lengths[slot] = 0
         self.rows[slot].clear()
         if slot < self.n_slots:
-            self.sampler.leave(slot)
+            self.sampler.release(slot)
         if self._all_logits is not None:
             self._all_logits[slot] = 0.0
 
@@ -275,14 +276,14 @@ class Slots:
     def _choose_form(self, config: EngineConfig, refused: str | None) -> tuple[DecodeForm | str, str | None]:
         if refused is not None:
             return "rows", refused
-        return asked_form(config.compiled, self.device)
+        return resolve_form(config.compiled, self.device)
 
     def _ahead_refusal(self, config: EngineConfig) -> str | None:
         """Return why prompts cannot run whole ahead of a free slot, None where they can: in captured forwards, which
         nothing kept goes into."""
         if self.device.type != "cuda":
             return f"prompts are captured on CUDA alone, the model is on {self.device.type}"
-        form, reason = asked_form(config.compiled, self.device)
+        form, reason = resolve_form(config.compiled, self.device)
         if form == "eager":
             return reason or "compiled=false captures no prompts"
         if self.kind not in EXACT_KINDS:
@@ -297,7 +298,7 @@ class Slots:
         if self._all_logits is None:
             self._all_logits = logits.new_zeros(len(self.rows), logits.shape[-1])
             self.logits = self._all_logits[: self.n_slots]
-        self._all_logits.index_copy_(0, uploaded(slots, self.device), logits)
+        self._all_logits.index_copy_(0, upload(slots, self.device), logits)
         for slot in slots:
             if slot < self.n_slots:
                 self.set_decoding(slot, True)
@@ -329,12 +330,12 @@ class Slots:
             return
         self._follow_weights()
         if self._next is None:
-            self._next = captured(self.sampler.token, run, trial, on=self._on, in_place=True)
+            self._next = capture_graph(self.sampler.token, run, trial, on=self._on, in_place=True)
             self._hold(step)
-        replayed(self._next, self.sampler.token)
+        replay_graph(self._next, self.sampler.token)
 
     def _follow_weights(self) -> None:
-        """Forget the graphs of forwards whose weights have moved: they would go on reading the memory that those left.
+        """Drop the graphs of forwards whose weights have moved: they would read the old memory.
 
         They do when a generation on the same model, or the engine's thread, lays them side by side.
         """

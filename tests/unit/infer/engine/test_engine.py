@@ -14,7 +14,7 @@ from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer
 from caramba.errors import CacheFull, CheckpointError, ConfigError, EngineClosed, QueueFull
 from caramba.infer import generate
-from caramba.infer.engine import Engine, Event, Ticket, slots
+from caramba.infer.engine import Engine, Event, RequestHandle, slots
 from caramba.model import Model, build_model
 from tests.unit.infer.test_generator import byte_spec, sharp
 from tests.unit.model.model_specs import block, looped, spec, transformer
@@ -42,7 +42,7 @@ def architecture(name: str) -> ModelSpec:
     return looped(kind, inner, times=3) if kind else transformer(inner, repeat=1)
 
 
-def submit_all(engine: Engine) -> list[Ticket]:
+def submit_all(engine: Engine) -> list[RequestHandle]:
     return [
         engine.submit(prompt, seed=7 + index, max_new_tokens=2 + index, **settings)
         for index, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
@@ -351,12 +351,12 @@ def test_a_graph_is_captured_again_where_the_weights_have_moved(monkeypatch: pyt
             read.append(weight.data_ptr())
         return run, weight.data_ptr()
 
-    def replayed(graph: tuple[Any, int], given: torch.Tensor) -> torch.Tensor:
+    def replay_graph(graph: tuple[Any, int], given: torch.Tensor) -> torch.Tensor:
         assert given.ndim > 1 or graph[1] == weight.data_ptr()
         return graph[0](given)
 
-    monkeypatch.setattr(slots, "captured", captured)
-    monkeypatch.setattr(slots, "replayed", replayed)
+    monkeypatch.setattr(slots, "capture_graph", captured)
+    monkeypatch.setattr(slots, "replay_graph", replay_graph)
     engine = Engine(model, n_slots=1, max_len=32)
     engine.batch.slots.form = "graph"
     wanted = generate(model, [[1, 2, 3]], max_new_tokens=9, temperature=0)[0].tokens

@@ -101,11 +101,11 @@ class Waits(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("beside", [1, batch.BESIDE])
+@pytest.mark.parametrize("beside", [1, batch.MAX_OVERLAP_STEPS])
 def test_nothing_but_the_read_of_tokens_waits_for_the_device(
     beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "BESIDE", beside)
+    monkeypatch.setattr(batch, "MAX_OVERLAP_STEPS", beside)
     model = build_model(transformer("gqa_scaled"), seed=0)
     alone = [
         generate(model, [PROMPTS[index]], seeds=[7 + index], max_new_tokens=2 + index, **settings)[0].tokens

@@ -10,11 +10,11 @@ import torch
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.infer import generate
+from caramba.infer.chunked_cuda_graph import ChunkedGraph
 from caramba.infer.device_steps import WARM_UPS
-from caramba.infer.engine import Engine, Ticket, batch, prompts
+from caramba.infer.engine import Engine, RequestHandle, batch, prompts
 from caramba.infer.engine import slots as slots_module
 from caramba.infer.engine.prompts import PromptForwards, sizes_of
-from caramba.infer.pieces import Pieces
 from caramba.layer import RotaryEmbedding
 from caramba.model import Model
 from tests.unit.infer.engine.test_engine import run
@@ -34,7 +34,7 @@ def test_sizes_are_multiples_of_a_grain_and_then_quarters() -> None:
     assert sizes_of(1 << 20, 1 << 20, limit=300) == [64, 128, 192, 256, 300]
 
 
-def submit_all(engine: Engine) -> list[Ticket]:
+def submit_all(engine: Engine) -> list[RequestHandle]:
     return [
         engine.submit(text, seed=7 + index, max_new_tokens=3 + index % 4, temperature=0.7)
         for index, text in enumerate(TEXTS)
@@ -69,9 +69,9 @@ def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         own = given.clone()
         out = run(own)
         rest = [Graph(n_pieces, lambda: None)] * (n_pieces - 1)
-        return Pieces([*rest, Graph(n_pieces, lambda: out.copy_(run(own)))], own, out)  # pyright: ignore[reportArgumentType]
+        return ChunkedGraph([*rest, Graph(n_pieces, lambda: out.copy_(run(own)))], own, out)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(prompts, "captured_in_pieces", captured)
+    monkeypatch.setattr(prompts, "capture_in_chunks", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return replays
 
@@ -90,7 +90,7 @@ def test_packed_prompts_give_what_each_gives_alone(
 ) -> None:
     for module, whole in ((prompts, "WHOLE"), (slots_module, "WHOLE")):
         monkeypatch.setattr(module, whole, 32 if chunk == 32 else 512)
-    monkeypatch.setattr(batch, "PATIENCE", 0)
+    monkeypatch.setattr(batch, "MAX_PREFILL_DELAY_STEPS", 0)
     monkeypatch.setattr(prompts, "GRAIN", 8)
     monkeypatch.setattr(prompts, "SHORTEST", 4)
     monkeypatch.setattr(prompts, "USUAL", 12)
@@ -130,7 +130,7 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
     slots = engine.batch.slots
     slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=True)
 
-    def submit(n_tokens: int, n_new: int, seed: int) -> Ticket:
+    def submit(n_tokens: int, n_new: int, seed: int) -> RequestHandle:
         return engine.submit(TEXTS[1][:n_tokens], max_new_tokens=n_new, seed=seed, temperature=0.7)
 
     first, other = submit(8, 20, 1), submit(5, 3, 2)
@@ -140,7 +140,9 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
     for _ in range(3):
         engine.step()
     assert (len(other.tokens), engine.stats().active, engine.stats().queued) == (3, 2, 1)
-    for _ in range(batch.PATIENCE):  # few tokens, and another request queues up: its slot may come free soon
+    for _ in range(
+        batch.MAX_PREFILL_DELAY_STEPS
+    ):  # few tokens, and another request queues up: its slot may come free soon
         assert slots.lengths[1] == 0
         engine.step()
     assert (slots.lengths[1], slots.is_decoding[1], waiting.tokens) == (9, False, ())
@@ -187,7 +189,7 @@ def test_prompts_that_take_long_run_beside_several_steps(
     second = engine.submit(TEXTS[1], max_new_tokens=4, seed=2, temperature=0.7)
     engine.step()
     third = engine.submit(TEXTS[2], max_new_tokens=4, seed=3, temperature=0.7)
-    n_beside = min(n_until_done + 1, batch.BESIDE)
+    n_beside = min(n_until_done + 1, batch.MAX_OVERLAP_STEPS)
     for n in range(n_beside):
         assert (slots.is_decoding, slots.lengths[1:]) == ([True, False, False], [len(TEXTS[1]), 0])
         assert len(first.tokens) == 1 + n
@@ -308,7 +310,7 @@ def test_layers_of_equal_frequencies_share_the_angles_of_packed_prompts(
     ctx = model.new_context(2, 48, KVCacheKind.FP32, static=True)
     for texts in (TEXTS[:2], TEXTS[2:4]):
         made.clear()
-        given = torch.tensor(prompts.packed([0, 1], texts, sum(map(len, texts)), 2))
+        given = torch.tensor(prompts.pack_prompts([0, 1], texts, sum(map(len, texts)), 2))
         with torch.inference_mode():
             found = prompts.fill_slots(model, ctx, given, 2)
             n_made = len(made)
@@ -322,7 +324,7 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_for_graphs(monkeypatch)
-    capture, made = prompts.captured_in_pieces, list[int]()
+    capture, made = prompts.capture_in_chunks, list[int]()
 
     def captured(*given: Any) -> Any:
         made.append(len(given))
@@ -330,7 +332,7 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
             raise torch.OutOfMemoryError("no room for a graph")
         return capture(*given)
 
-    monkeypatch.setattr(prompts, "captured_in_pieces", captured)
+    monkeypatch.setattr(prompts, "capture_in_chunks", captured)
     monkeypatch.setattr(prompts, "GRAIN", 16)
     model = sharp(transformer("gqa_scaled", repeat=1))
     engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=32)

@@ -19,8 +19,8 @@ FIRST_WORTH = (0.4, 0.8, 1.4, 2.0)
 RATE = 1 / 12
 
 
-class LookupPace:
-    """Learns how many drafts behind a run of each length become text, and says what drafting next would gain.
+class DraftController:
+    """Learns how many drafts after a match of each length become text, and estimates the gain of drafting next.
 
     Drafts cost nothing to look up, so those that are not verified are judged as well, by the text that comes.
     """
@@ -34,7 +34,7 @@ class LookupPace:
             tuple[int, Sequence[int], int]
         ] = []  # run, drafts, and those that became text so far
 
-    def gain(self, size: int, left: int) -> float:
+    def expected_accepted(self, size: int, left: int) -> float:
         """Return the tokens that drafts behind a run of `size` tokens are expected to add, of at most `left`.
 
         It is 0 where there are none or drafting has stopped, and `left` where it does not adapt.
@@ -44,14 +44,13 @@ class LookupPace:
         return min(self.worth[size], left) if self.config.spec_k_adaptive else float(left)
 
     def learn(self, size: int, drafts: Sequence[int], tokens: Sequence[int], drafted: int) -> int:
-        """Learn which tokens came where drafts behind a run were offered, `drafted` of them verified; return how many
-        of these were accepted."""
-        accepted = agreeing(drafts[:drafted], tokens)
+        """Update from the tokens after offered drafts, `drafted` of them verified; return the number accepted."""
+        accepted = common_prefix_len(drafts[:drafted], tokens)
         self.length.update(drafted, accepted, len(tokens))
         offered = self._open if size == 0 else [*self._open, (size, drafts, 0)]
         self._open = []
         for run, own, n_before in offered:
-            n = n_before + agreeing(own[n_before:], tokens)
+            n = n_before + common_prefix_len(own[n_before:], tokens)
             if n == n_before + len(tokens) and n < len(own):
                 self._open.append((run, own, n))
             else:
@@ -59,7 +58,7 @@ class LookupPace:
         return accepted
 
 
-def agreeing(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+def common_prefix_len(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     """Return how many tokens two texts begin with in common."""
     for at, (mine, theirs) in enumerate(zip(drafts, tokens, strict=False)):
         if mine != theirs:

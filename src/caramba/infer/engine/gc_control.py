@@ -17,11 +17,10 @@ _was_empty = False
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
-    """Collect, and let the collector leave what is left alone in this block.
+def gc_frozen() -> Iterator[None]:
+    """Run gc.collect and gc.freeze; unfreeze after the last block, unless frozen before the first.
 
-    Blocks may overlap, in threads of their own. After the last one the collector looks at everything again, unless
-    something had been left alone before the first.
+    Blocks may overlap, each in its own thread.
     """
     global _engines, _was_empty
     with _lock:

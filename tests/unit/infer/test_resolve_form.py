@@ -12,7 +12,7 @@ from caramba.config.generate import Compiled, GenerateConfig
 from caramba.data import ByteTokenizer
 from caramba.infer import Generator, SpeculativeGenerator, device_steps, speculative
 from caramba.infer.chat_session import ChatSession
-from caramba.infer.device_steps import asked_form
+from caramba.infer.device_steps import resolve_form
 from caramba.infer.dialogue import Dialogue
 from caramba.infer.engine import Engine
 from caramba.infer.generate_command import steps_remark
@@ -35,19 +35,19 @@ NO_CUDA = "CUDA graphs need a CUDA device, the model is on cpu"
     ],
 )
 def test_the_form_is_that_of_the_word_on_the_device(compiled: Compiled, on_cpu: Any, on_cuda: Any) -> None:
-    assert asked_form(compiled, CPU) == on_cpu
-    assert asked_form(compiled, CUDA) == on_cuda
-    assert asked_form(compiled, torch.device("mps"))[0] == on_cpu[0]
+    assert resolve_form(compiled, CPU) == on_cpu
+    assert resolve_form(compiled, CUDA) == on_cuda
+    assert resolve_form(compiled, torch.device("mps"))[0] == on_cpu[0]
 
 
 def test_auto_captures_nothing_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_steps, "is_distributed", lambda: True)
     monkeypatch.setattr(device_steps, "get_world_size", lambda: 2)
     reason = "2 ranks take part, and auto captures the steps of one alone"
-    assert asked_form("auto", CUDA) == ("eager", reason)
-    assert asked_form("auto", CPU) == ("eager", None)
-    assert asked_form("graph", CUDA) == ("graph", None)
-    assert asked_form(True, CUDA) == ("compiled graph", None)
+    assert resolve_form("auto", CUDA) == ("eager", reason)
+    assert resolve_form("auto", CPU) == ("eager", None)
+    assert resolve_form("graph", CUDA) == ("graph", None)
+    assert resolve_form(True, CUDA) == ("compiled graph", None)
 
 
 def test_without_a_word_steps_run_as_auto_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +58,8 @@ def test_without_a_word_steps_run_as_auto_says(monkeypatch: pytest.MonkeyPatch) 
         generator.generate([[1, 2, 3]])
         assert (generator.stats.decode, generator.stats.not_compiled) == ("eager", None)
     refused = ("eager", "not here")
-    monkeypatch.setattr(device_steps, "asked_form", lambda *_: refused)
-    monkeypatch.setattr(speculative, "asked_form", lambda *_: refused)
+    monkeypatch.setattr(device_steps, "resolve_form", lambda *_: refused)
+    monkeypatch.setattr(speculative, "resolve_form", lambda *_: refused)
     for generator in (Generator(model, **values), SpeculativeGenerator(model, **values)):
         generator.generate([[1, 2, 3]])
         assert (generator.stats.decode, generator.stats.not_compiled) == refused

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from caramba.infer.row import Row
+from caramba.infer.row import GenerationRow
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """`stop` is an end mark or a stop text."""
@@ -35,7 +35,7 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-class Ticket:
+class RequestHandle:
     """One request. Iterating waits for its events, the last of which alone has a `finish_reason`; any number of
     threads may. Tokens and log-probabilities are those that `generate` gives for the same seed: without the end mark,
     with the one that completed a stop text.
@@ -44,7 +44,7 @@ class Ticket:
     """
 
     def __init__(
-        self, row: Row, on_event: OnEvent | None = None, wake: Callable[[], None] | None = None
+        self, row: GenerationRow, on_event: OnEvent | None = None, wake: Callable[[], None] | None = None
     ) -> None:
         self.row = row
         self.error: BaseException | None = None

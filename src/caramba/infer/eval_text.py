@@ -11,30 +11,30 @@ import numpy as np
 from caramba.data import Corpus, Tokenizer, open_benchmark_text, open_corpus
 from caramba.data.stream import Tokens
 from caramba.errors import ConfigError, DataError
-from caramba.infer.opened import OpenedModel
+from caramba.infer.load_model import LoadedModel
 
 HASHED_TOKENS = 1_000_000
 TOKEN_FILES = (".npy", ".tokens")
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Tokens to judge a cache on; without any, `name` says why there are none."""
+class EvalText:
+    """Tokens to evaluate a cache on; without any, `name` is the reason."""
 
     name: str
     tokens: Tokens | None = None
     fingerprint: str = ""
 
     @classmethod
-    def of_corpus(cls, corpus: Corpus) -> HeldOut:
+    def of_corpus(cls, corpus: Corpus) -> EvalText:
         """Return the split that no training has seen."""
         return cls(f"the held-out split of {corpus.name}", corpus.val, f"{corpus.fingerprint}:val")
 
     @classmethod
     def of_file(
         cls, text: str, tokenizer: Tokenizer | None, vocab_size: int, key: str = "cache_quality_text"
-    ) -> HeldOut:
-        """Open a token folder, a .npy or .tokens file, or any other file as UTF-8 text; `key` is what named it.
+    ) -> EvalText:
+        """Open a token folder, a .npy or .tokens file, or another file as UTF-8 text; `key` named it.
 
         Raises:
             ConfigError: no such file, text that is not UTF-8, or text and no tokenizer.
@@ -57,14 +57,14 @@ class HeldOut:
         return cls(str(path), tokens, _hash(tokens))
 
 
-def held_out_of(opened: OpenedModel) -> HeldOut:
+def held_out_of(opened: LoadedModel) -> EvalText:
     """Return the held-out split of the data that a run's model was trained on, or why there is none."""
     corpus = corpus_of(opened, "cache_quality_text")
-    return HeldOut(corpus) if isinstance(corpus, str) else HeldOut.of_corpus(corpus)
+    return EvalText(corpus) if isinstance(corpus, str) else EvalText.of_corpus(corpus)
 
 
-def corpus_of(opened: OpenedModel, key: str) -> Corpus | str:
-    """Return the data that a run's model was trained on, or why there is none; `key` is what could name some.
+def corpus_of(opened: LoadedModel, key: str) -> Corpus | str:
+    """Return the data that a run's model was trained on, or why there is none; `key` could name some.
 
     Raises:
         DataError: tokens outside the model's vocabulary.

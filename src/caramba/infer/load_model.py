@@ -28,11 +28,11 @@ Role = Literal["teacher", "student"]
 
 
 @dataclass(frozen=True)
-class OpenedModel:
+class LoadedModel:
     """A trained model in eval mode and where it came from.
 
     Of a file or folder of weights there is no run; `context` is then the longest sequence that its config.json or
-    metadata states. `quantised` says what became of its weights where they are of 8 or 4 bits.
+    metadata states. `quantised` describes its weights if they have 8 or 4 bits.
     """
 
     model: Model
@@ -55,16 +55,17 @@ class OpenedModel:
         return max(seen, default=2048)
 
 
-def open_model(
+def load_model(
     text: str,
     *,
     role: Role = "student",
     device: torch.device | str = "cpu",
     with_tokenizer: bool = True,
     tokenizer: str | None = None,
-) -> OpenedModel:
-    """Load the model of `role` from a run (a directory, a name, or `latest`), a weights file, an export, or a Hugging
-    Face folder, and attach the device's kernels unless its run asked for the reference.
+) -> LoadedModel:
+    """Load a model from a run (directory, name or `latest`), weights file, export or Hugging Face folder.
+
+    The device's kernels are attached unless its run asked for the reference.
 
     Args:
         with_tokenizer: whether to open the tokenizer: that of the run's data, or of the folder where it has one.
@@ -89,7 +90,7 @@ def open_model(
     return dataclasses.replace(opened, tokenizer=chosen)
 
 
-def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: bool) -> OpenedModel:
+def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: bool) -> LoadedModel:
     if not text:
         resolve_run(text)  # refuses it: an empty path is the folder that this is called in
     path = Path(text).expanduser()
@@ -114,12 +115,12 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
         return dataclasses.replace(opened, run_dir=run_dir, manifest=manifest)
     if not with_tokenizer:
         model, labels = load_pretrained(weights, device=device, where="RUN")
-        return OpenedModel(model, weights, labels, run_dir, manifest)
+        return LoadedModel(model, weights, labels, run_dir, manifest)
     tokenizer = open_corpus(group.data).tokenizer
     model, labels = load_pretrained(
         weights, device=device, where="RUN", tokenizer_hash=tokenizer.hash if tokenizer is not None else ""
     )
-    return OpenedModel(model, weights, labels, run_dir, manifest, tokenizer)
+    return LoadedModel(model, weights, labels, run_dir, manifest, tokenizer)
 
 
 def _read(run_dir: Path) -> Manifest:
@@ -154,17 +155,17 @@ def _holds_model(folder: Path) -> bool:
     return is_hf_folder(folder) or is_dcp(folder) or any((folder / name).is_file() for name in EXPORTED)
 
 
-def _open_weights(place: Path, device: torch.device | str, with_tokenizer: bool) -> OpenedModel:
+def _open_weights(place: Path, device: torch.device | str, with_tokenizer: bool) -> LoadedModel:
     model, labels = load_pretrained(place, device=device, where="RUN")
     if not is_hf_folder(place):
         stated = read_model_metadata(place).get("max_positions")  # of an export
-        return OpenedModel(model, place, labels, context=None if stated is None else int(stated))
+        return LoadedModel(model, place, labels, context=None if stated is None else int(stated))
     tokenizer = load_tokenizer(place) if with_tokenizer and (place / "tokenizer.json").is_file() else None
     context = read_hf_config(place).get("max_position_embeddings")
-    return OpenedModel(model, place, labels, tokenizer=tokenizer, context=context)
+    return LoadedModel(model, place, labels, tokenizer=tokenizer, context=context)
 
 
-def need_tokenizer(opened: OpenedModel, what: str) -> Tokenizer:
+def need_tokenizer(opened: LoadedModel, what: str) -> Tokenizer:
     """Return the tokenizer.
 
     Raises:

@@ -15,10 +15,10 @@ from caramba.infer.device_steps import CAPTURING, WARM_UPS, warm_up
 
 
 @dataclass
-class Pieces:
+class ChunkedGraph:
     """Graphs of a computation in their order, with its own input and, after the last of them, its output.
 
-    What one leaves for the next lies in their pool: until the last has run, no other graph of that pool may.
+    What one leaves for the next is in their pool: until the last has run, no other graph of that pool may.
     """
 
     graphs: Sequence[torch.cuda.CUDAGraph]
@@ -27,7 +27,7 @@ class Pieces:
 
 
 class _Cuts:
-    """Stands for one graph in `torch.cuda.graph`, and is several: a cut ends one and begins the next."""
+    """Replaces one graph in `torch.cuda.graph` by several: a cut ends one and begins the next."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -47,18 +47,18 @@ class _Cuts:
         self.capture_begin(*args, **options)
 
 
-def captured_in_pieces(
+def capture_in_chunks(
     given: Tensor,
     run: Callable[[Tensor], Tensor],
     places: Sequence[nn.Module],
     n_pieces: int,
     pool: Any,
     on: torch.cuda.Stream | None,
-) -> Pieces:
-    """Capture `run` on a copy of its input as at most `n_pieces` graphs, cut where it calls `places`, with about as
-    many of these calls in each.
+) -> ChunkedGraph:
+    """Capture `run` on a copy of its input as at most `n_pieces` graphs, cut at calls of `places`.
 
-    They share `pool` and are captured on the stream `on`, as `captured` has it.
+    Each graph has about as many of these calls. They share `pool` and are captured on the stream `on`, as in
+    `capture_graph`.
 
     Raises:
         RuntimeError: the device's, in a capture.
@@ -83,7 +83,7 @@ def captured_in_pieces(
     whole = torch.cuda.graph(cast(torch.cuda.CUDAGraph, cuts), pool=pool, stream=on)
     with CAPTURING, torch.cuda.device_of(given), stream, before_each(places, cut), whole:
         out = run(fixed)
-    return Pieces(tuple(cuts.graphs), fixed, out)
+    return ChunkedGraph(tuple(cuts.graphs), fixed, out)
 
 
 def cut_calls(n_calls: int, n_pieces: int) -> set[int]:
@@ -92,13 +92,13 @@ def cut_calls(n_calls: int, n_pieces: int) -> set[int]:
 
 
 @contextmanager
-def before_each(places: Sequence[nn.Module], told: Callable[[], None]) -> Iterator[None]:
-    """Call `told` before each forward of these modules in the block, of this thread's."""
+def before_each(places: Sequence[nn.Module], callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` before each forward of these modules in the block, of this thread's."""
     own = threading.get_ident()
 
     def hook(*_: object) -> None:
         if threading.get_ident() == own:
-            told()
+            callback()
 
     handles = [place.register_forward_pre_hook(hook) for place in places]
     try:

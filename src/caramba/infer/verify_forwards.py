@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import RaggedContext
-from caramba.infer.device_steps import Captured, captured, compiled_logits, form_of, replayed
+from caramba.infer.device_steps import Captured, capture_graph, compile_logits, form_of, replay_graph
 from caramba.model import Model
 from caramba.ops.decode_arguments import MAX_QUERIES
 
@@ -14,12 +14,12 @@ WIDTHS = (1, 2, 4, MAX_QUERIES)
 """Tokens per row that a forward takes: fewer are filled up, so that a few graphs serve every number of drafts."""
 
 
-class RowSteps:
+class VerifyForwards:
     """Forwards over rows of a model at positions of their own, with the logits after every token.
 
-    The host counts the rows' lengths beside the device, where each width's forward is one graph. Tokens that only fill
-    up a row lie behind those that count: nothing attends to them, and the `rewind` that says what a row keeps, which
-    has to follow every call, forgets them. `captures` counts graphs.
+    Host and device both count the rows' lengths; each width's forward is one graph on the device. Padding tokens follow
+    a row's own: nothing attends to them, and `rewind`, which must follow every call, discards them. `captures` counts
+    graphs.
     """
 
     def __init__(self, model: Model, ctx: RaggedContext, *, is_compiled: bool, is_captured: bool) -> None:
@@ -60,10 +60,10 @@ class RowSteps:
                     return self.logits(given)
 
                 self.captures += 1
-                self._graphs[width] = captured(tokens, self.logits, trial)
+                self._graphs[width] = capture_graph(tokens, self.logits, trial)
                 ctx.device_lengths.copy_(start)
             if self.is_captured:
-                return replayed(self._graphs[width], tokens)
+                return replay_graph(self._graphs[width], tokens)
             return self.logits(tokens)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class RowSteps:
         if not self.is_compiled:
             return row_logits(self.model, tokens, self.ctx)
         form = form_of(self.model, self.ctx.ctx)
-        return compiled_logits(self.model, tokens.shape[0], *form, tokens.shape[1], run=row_logits)(
+        return compile_logits(self.model, tokens.shape[0], *form, tokens.shape[1], run=row_logits)(
             self.model, tokens, self.ctx
         )
 
