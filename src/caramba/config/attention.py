@@ -11,7 +11,7 @@ from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.attention_weights import attention_shapes
 from caramba.config.cost import Cost, Width
 from caramba.config.kvcache import CacheFormat
-from caramba.config.leaf import Dimension, LayerConfig, Probability, Shapes
+from caramba.config.layer_base import Dimension, LayerConfig, Probability, Shapes
 from caramba.config.names import member
 from caramba.config.rope import RopeScalingConfig
 
@@ -276,7 +276,7 @@ class AttentionLayerConfig(LayerConfig):
     def _first_tokens_rules(self) -> None:
         reasons = {
             "local_window": "a query would see tokens that its window hides",
-            "null_attn": "one row stands before the tokens already, that of the first ones",
+            "null_attn": "one row precedes the tokens already, that of the first ones",
             "dropout": "the first tokens' probabilities would be dropped together",
         }
         for name, reason in reasons.items():

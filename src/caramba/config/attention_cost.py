@@ -11,7 +11,7 @@ from caramba.config.attention_dims import (
     PART_NARROWEST,
     PART_WIDEST,
     AttentionMode,
-    aligned,
+    align_width,
 )
 from caramba.config.attention_weights import COPIED, first_tokens_shapes
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
@@ -47,7 +47,7 @@ def attention_cost(config: AttentionLayerConfig, width: Width) -> Cost:
         work,
         dims.streams,
         COPIED if config.is_latent else (),
-        _spared(config) if trains_in_parts(config) else 0,
+        _spared(config) if uses_split_keys(config) else 0,
     )
     return _with_first_tokens(config, cost, work) if dims.first_tokens else cost
 
@@ -57,10 +57,10 @@ def _with_first_tokens(config: AttentionLayerConfig, cost: Cost, work: Attention
     their own, and the query's product with the mean of keys."""
     dims, heads, width = config.dims(), config.n_heads, config.query_dim
     once = sum(math.prod(shape) for shape in first_tokens_shapes(config).values() if len(shape) > 1)
-    expanded = heads * (aligned(width + dims.rope + 2) + aligned(width + 1))
+    expanded = heads * (align_width(width + dims.rope + 2) + align_width(width + 1))
     work = replace(
         work,
-        width=2 * heads * aligned(dims.qk + 2),
+        width=2 * heads * align_width(dims.qk + 2),
         forward_width=expanded if _trains_expanded(config) else None,
         first=dims.first_tokens,
         first_width=2 * heads * width,
@@ -100,7 +100,7 @@ def _saved_latent(config: AttentionLayerConfig) -> int:
     scaled = (width + heads * dims.rope) * config.learned_temperature
     keys, first = config.query_dim + dims.rope if _trains_expanded(config) else dims.qk, 0
     if dims.first_tokens:
-        keys = aligned(keys + 2)
+        keys = align_width(keys + 2)
         first = (3 if _trains_expanded(config) else 4) * width + 2 * heads * (dims.first_tokens + 1)
         first += width * config.learned_temperature
     if _trains_expanded(config):
@@ -111,9 +111,11 @@ def _saved_latent(config: AttentionLayerConfig) -> int:
     return projected + scaled + form + heads + width + first + norm
 
 
-def trains_in_parts(config: AttentionLayerConfig) -> bool:
-    """Whether training attends by the kernel that keeps keys in two parts, in 16 bits on a device that has it: to keys
-    wider than fused backends take, of widths that are its tiles'; with a window some forwards may not."""
+def uses_split_keys(config: AttentionLayerConfig) -> bool:
+    """Whether training uses the kernel with split keys, in 16 bits on a device that has it.
+
+    It takes keys wider than fused backends do, of its tiles' widths; with a window some forwards may not use it.
+    """
     if not config.is_latent or config.null_attn or config.exact_first_tokens or config.dropout > 0:
         return False
     dims = config.dims()

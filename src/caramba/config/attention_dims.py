@@ -45,6 +45,6 @@ class AttentionDims:
         return sum(heads * width for _, heads, width in self.streams)
 
 
-def aligned(width: int) -> int:
+def align_width(width: int) -> int:
     """Return the next multiple of 8, the widths that fused backends take."""
     return -(-width // 8) * 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from caramba.config.attention_dims import AttentionMode
-from caramba.config.leaf import Shapes
+from caramba.config.layer_base import Shapes
 
 if TYPE_CHECKING:
     from caramba.config.attention import AttentionLayerConfig
@@ -73,8 +73,10 @@ def attention_shapes(config: AttentionLayerConfig) -> Shapes:
 
 
 def first_tokens_shapes(config: AttentionLayerConfig) -> Shapes:
-    """Return the weights that only the first tokens go through; the value's bias holds minus the mean that
-    surgery splits off."""
+    """Return the weights of the first tokens alone.
+
+    The value's bias holds minus the mean that surgery splits off.
+    """
     if not config.exact_first_tokens:
         return {}
     width = (config.n_kv_heads or config.n_heads) * config.query_dim

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from caramba.config.names import nearest
-from caramba.config.plain import is_list, is_mapping, is_sequence
+from caramba.config.narrowing import is_list, is_mapping, is_sequence
 
 __all__ = ["EXECUTABLE_KEYS", "Config", "Later", "Seed", "nearest", "refuse_executable"]
 
@@ -24,8 +24,8 @@ class Later:
     """Marks a schema field, or some of its values, whose behaviour is not built yet.
 
     Used as `Annotated[T, Later("what brings it", values...)]`. Without values every setting other than the
-    field's default is refused; with values only those are. `caramba.config.later.refuse_unbuilt` walks a manifest
-    before it runs, so nothing that is accepted by the schema is ever ignored in silence.
+    field's default is refused; with values only those are. `caramba.config.not_implemented.refuse_unbuilt` walks a
+    manifest before it runs, so nothing that is accepted by the schema is ever ignored in silence.
     """
 
     def __init__(self, comes_with: str, *values: Any) -> None:

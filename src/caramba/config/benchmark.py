@@ -132,7 +132,7 @@ ControlName = Literal["copy", "weight_svd", "random", "teacher_continued"]
 
 
 class ControlsBenchmarkConfig(Config):
-    """What else the same teacher and the same cache bytes give, beside the student, on held-out windows.
+    """Alternatives to the student from the same teacher and cache bytes, compared on held-out windows.
 
     `copy` pools key/value heads, `weight_svd` and `random` have the student's widths, `teacher_continued` is the phase
     with `control: true`; each of `cache_kinds` is the teacher itself read through a cache of that kind in

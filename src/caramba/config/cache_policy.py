@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.kvcache import CacheKind, KVCacheKind
-from caramba.config.leaf import Positive
+from caramba.config.layer_base import Positive
 
 Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Q_CHUNK_BUCKETS = ((2048, None), (16384, 2048), (65536, 1024))
@@ -62,7 +62,7 @@ class CacheKeys(Config):
     )
     cache_plan_probe: bool = Field(
         default=False,
-        description="while generating compare with 16 bits, and go on with those if the KL is too high",
+        description="while generating compare with 16 bits, and continue with those if the KL is too high",
     )
     cache_plan_probe_interval_sec: Limit = Field(
         default=60.0, description="seconds between two probes of cache_plan_probe"

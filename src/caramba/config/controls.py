@@ -25,8 +25,9 @@ def map_attention(node: Any, change: Callable[[AttentionLayerConfig], AttentionL
 
 
 def fewer_kv_heads(teacher: ModelSpec, elements: int) -> ModelSpec:
-    """Return the teacher with its key/value heads divided by one number, its cache as near as that comes to
-    `elements` per token over all layers; of two equally near the larger cache.
+    """Return the teacher with fewer key/value heads, its cache closest to `elements` per token over all layers.
+
+    Heads are divided by one number; of two equally close caches the larger is taken.
 
     Raises:
         ConfigError: the teacher has decoupled attention, or the nearest possible is the teacher itself.
@@ -50,7 +51,7 @@ def fewer_kv_heads(teacher: ModelSpec, elements: int) -> ModelSpec:
             f"no head is pooled; the next possible is {cached // factors[1] if len(factors) > 1 else 'none'}"
         )
 
-    def pooled(layer: AttentionLayerConfig) -> AttentionLayerConfig:
+    def pool_kv_heads(layer: AttentionLayerConfig) -> AttentionLayerConfig:
         dims = layer.dims()
         return AttentionLayerConfig.model_validate(
             {
@@ -61,4 +62,4 @@ def fewer_kv_heads(teacher: ModelSpec, elements: int) -> ModelSpec:
             }
         )
 
-    return teacher.model_copy(update={"topology": map_attention(teacher.topology, pooled)})
+    return teacher.model_copy(update={"topology": map_attention(teacher.topology, pool_kv_heads)})

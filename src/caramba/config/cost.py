@@ -31,7 +31,7 @@ class Width:
         return self.d_model * (self.stack or 1)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The width as an error message names it."""
         return str(self.d_model) if self.stack is None else f"a stack of {self.stack} x {self.d_model}"
 
@@ -73,7 +73,7 @@ class AttentionWork:
     `null` the keys that belong to no token and that every query sees besides. `forward_width` is the width where
     a sequence of two or more tokens runs in one forward, None when that is the width of a decode too. The `first`
     tokens of a sequence go through `first_weights` of their own and are seen at `first_width`; the queries after them
-    see one key of `width` besides that stands for them. `forward_weights` multiply one row per such forward, whatever
+    see one key of `width` besides that represents them. `forward_weights` multiply one row per such forward, whatever
     its length: those that expand a null latent to every head.
     """
 
@@ -87,8 +87,10 @@ class AttentionWork:
     forward_weights: int = 0
 
     def mean_keys(self, context: int) -> Fraction:
-        """Mean number of keys that a causal query sees over positions 1..context, its own and null included, those
-        of the first tokens not."""
+        """Mean number of keys that a causal query sees over positions 1..context.
+
+        Its own key and null count, those of the first tokens do not.
+        """
         after = max(context - self.first, 0)
         seen = min(after, self.window or after)
         standing_in = after if self.first else 0
@@ -112,7 +114,7 @@ class Cost:
         attention: score and value work, one entry per attention application in execution order.
         kv: cached streams (name, heads, width per head), one entry per attention application, same order.
         kv_first: tokens and streams of which only a sequence's first tokens are cached, of the applications that
-            keep any; a constant per sequence, apart from every figure per token.
+            keep any; a constant per sequence, not part of any figure per token.
         copied_params: elements of a leaf that surgery takes from the teacher as they are.
         activation_elements: elements kept per token for the backward pass, summed over what autograd saves:
             each matrix product and norm keeps its input (one tensor where several read the same one), a norm
@@ -151,7 +153,7 @@ class Cost:
 
     @property
     def attention_width(self) -> int:
-        """Sum of H * (qk + v) over attention applications; S keys cost a query 2 * S times that in FLOPs."""
+        """Sum of H * (qk + v) over attention applications; a query of S keys costs 2 * S FLOPs times that."""
         return sum(work.width for work in self.attention)
 
     @property
@@ -177,7 +179,7 @@ class Cost:
     def first_bytes(self, kind: KVCacheKind, tokens: int | None = None) -> int:
         """Bytes that a sequence's first tokens take at full precision, besides the bytes of every token.
 
-        They have the cache's own type, bfloat16 beside a quantised one. `tokens` is the sequence's length.
+        They have the cache's own type, bfloat16 with a quantised one. `tokens` is the sequence's length.
         """
         size = EXACT_BYTES.get(kind, EXACT_BYTES[KVCacheKind.BF16])
         return sum(
@@ -185,13 +187,13 @@ class Cost:
             for n, streams in self.kv_first
         )
 
-    def in_two_parts(self) -> Cost:
+    def with_split_keys(self) -> Cost:
         """Return the same where that kernel runs: in 16 bits, on a device that has it."""
         return replace(
             self,
             activation_elements=self.activation_elements - self.spared_elements,
             spared_elements=0,
-            children=tuple(child.in_two_parts() for child in self.children),
+            children=tuple(child.with_split_keys() for child in self.children),
         )
 
     def flops_per_token(self, context: int) -> float:
@@ -240,9 +242,10 @@ def layer_cost(
     copied: Collection[str] = (),
     spared: int = 0,
 ) -> Cost:
-    """Return the cost of a leaf; parameters of two or more dimensions multiply activations, and `copied` names those
-    that surgery copies. `saved` counts the elements per token that backward needs, None where that is not known, and
-    `spared` those that it does not where keys stay in two parts."""
+    """Return the cost of a leaf layer.
+
+    Parameters of two or more dimensions multiply activations, and `copied` names those that surgery copies. `saved`
+    counts the elements per token that backward needs, None if unknown, and `spared` those that split keys save."""
     return Cost(
         label=label,
         type=type,
@@ -301,8 +304,8 @@ def expect_width(width: Width, expected: int, field: str) -> None:
     if width.stack is not None:
         raise WidthError(
             f"expects width {expected}",
-            width.words,
+            width.label,
             "put a LinearLayer with reduce: mean, sum or concat between them",
         )
     if width.d_model != expected:
-        raise WidthError(f"expects width {expected}", width.words, f"set {field}: {width.d_model}")
+        raise WidthError(f"expects width {expected}", width.label, f"set {field}: {width.d_model}")

@@ -13,7 +13,7 @@ from caramba.config.benchmark import (
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
-from caramba.config.decoding import check_own_layers
+from caramba.config.decoding import check_custom_layers
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
@@ -31,7 +31,7 @@ def cross_check(manifest: Manifest) -> None:
     """Check what spans several sections of a manifest, except the vocabulary (`check_vocabulary`).
 
     Raises:
-        ConfigError: naming both sides and the ways to make them agree.
+        ConfigError: naming both sides and how to make them agree.
     """
     model = manifest.model
     teacher = model.teacher.manifest if model.teacher is not None else None
@@ -42,8 +42,8 @@ def cross_check(manifest: Manifest) -> None:
         )
     check_surgery(model)
     check_parallel(manifest)
-    check_own_layers(manifest)
-    for group in manifest.selected_groups():
+    check_custom_layers(manifest)
+    for group in manifest.groups_to_run():
         for run in group.runs:
             if run.verify and model.teacher is None:
                 raise ConfigError(
@@ -74,7 +74,7 @@ def check_vocabulary(manifest: Manifest) -> None:
         ConfigError: naming both vocabulary sizes.
     """
     vocab = manifest.model.embedder.vocab_size
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         if not group.runs and not group.benchmarks and manifest.model.teacher is None:
             continue  # nothing reads the data
         data = group.data

@@ -17,8 +17,8 @@ class DataConfig(Config):
     teacher's Hugging Face folder, `tokenizer_path`, which a launch fills in; `auto` is `model` where there is such a
     folder and `bpe` elsewhere. For `tokens`, `vocab_size` and `tokenizer_hash` are what the file must have been made
     with, when they are set. `packing` is `concat` (windows of
-    one long stream) or `best_fit` (windows of whole documents, kept apart); `document_mask` keeps the documents of
-    concatenated windows apart as well. Apart means: no attention across them, positions from 0 in each, and no
+    one long stream) or `best_fit` (windows of whole documents, kept separate); `document_mask` keeps the documents of
+    concatenated windows separate as well. Separate means: no attention across them, positions from 0 in each, and no
     first token predicted from the document before.
     """
 
@@ -93,7 +93,7 @@ class DataConfig(Config):
     def _check_documents(self) -> None:
         if self.packing == "best_fit" and self.document_mask is False:
             raise ValueError(
-                "packing=best_fit always keeps documents apart, got document_mask=False; leave it out"
+                "packing=best_fit always separates documents, got document_mask=False; leave it out"
             )
         if not self.keeps_documents_apart:
             return

@@ -1,4 +1,4 @@
-"""What asks layers of somebody's own for more than a forward over whole sequences: refused before anything runs."""
+"""Checks of custom layers that need more than a forward over whole sequences; refused before anything runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from caramba.config.benchmark import (
     PerplexityBenchmarkConfig,
 )
 from caramba.config.eval_cases import EvalVerifyConfig, IntGreedyCase
-from caramba.config.leaf import LayerConfig
+from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
-from caramba.config.own_layer import own_layers
+from caramba.config.own_layer import custom_layers
 from caramba.config.verify import KVCacheVerifyConfig, VerifyConfig
 from caramba.errors import ConfigError, quote
 
@@ -22,28 +22,29 @@ PATHS = {"student": "model.topology", "teacher": "model.teacher.manifest.topolog
 DECODING_BENCHMARKS = (LatencyBenchmarkConfig, MemoryBenchmarkConfig, InferenceLadderConfig)
 
 
-def own_layers_by_role(manifest: Manifest) -> dict[str, list[tuple[str, LayerConfig]]]:
-    """Return (path, layer) of the layers of somebody's own in a manifest's student and, if it has one, its teacher."""
+def custom_layers_by_role(manifest: Manifest) -> dict[str, list[tuple[str, LayerConfig]]]:
+    """Return (path, layer) of the custom layers in a manifest's student and, if it has one, its teacher."""
     teacher = manifest.model.teacher.manifest if manifest.model.teacher is not None else None
     specs = {"student": manifest.model, "teacher": teacher}
     return {
-        role: list(own_layers(spec.topology, PATHS[role])) for role, spec in specs.items() if spec is not None
+        role: list(custom_layers(spec.topology, PATHS[role]))
+        for role, spec in specs.items()
+        if spec is not None
     }
 
 
-def check_own_layers(manifest: Manifest) -> None:
-    """Refuse runs, checks and benchmarks that decode a model which cannot be, and documents kept apart in layers that
-    may look across them.
+def check_custom_layers(manifest: Manifest) -> None:
+    """Refuse to decode models that cannot decode, and separate documents in layers that may mix them.
 
     Raises:
-        ConfigError: naming what decodes, the layer and the ways on.
+        ConfigError: naming what decodes, the layer and the fixes.
     """
-    layers = own_layers_by_role(manifest)
+    layers = custom_layers_by_role(manifest)
     undecodable = {
         role: next(((path, layer) for path, layer in found if layer.decoding == "refused"), None)
         for role, found in layers.items()
     }
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         for what, roles in _decoders(group):
             for role in roles:
                 found = undecodable.get(role)
@@ -60,7 +61,7 @@ def check_own_layers(manifest: Manifest) -> None:
         if mixing and (group.runs or group.benchmarks):
             path, layer = mixing[0]
             raise ConfigError(
-                f"group {group.name!r}: data.packing or data.document_mask keeps documents apart, and {path} is a "
+                f"group {group.name!r}: data.packing or data.document_mask separates documents, and {path} is a "
                 f"{layer.type}, which may look at other tokens and so across documents; leave documents joined, or set "
                 f'decoding = "per_token" in {type(layer).__name__} if it looks at none'
             )

@@ -9,7 +9,7 @@ from pydantic import Field
 from caramba.config.base import Config
 from caramba.config.generate import Compiled
 from caramba.config.kvcache import CacheKind
-from caramba.config.leaf import Positive
+from caramba.config.layer_base import Positive
 
 
 class EngineConfig(Config):
@@ -21,7 +21,7 @@ class EngineConfig(Config):
     n_ahead: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="requests whose prompts run before a slot is free, each in one more row of the cache: no slot "
-        "stands idle for a prompt then; on CUDA, with captured steps, an exact cache and no prefix_cache_bytes",
+        "is idle for a prompt then; on CUDA, with captured steps, an exact cache and no prefix_cache_bytes",
     )
     max_len: Positive = Field(
         default=2048, description="most tokens of a request's prompt and new text together"

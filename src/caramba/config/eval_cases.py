@@ -66,7 +66,7 @@ class ChoiceLogprobCase(Config):
             raise ValueError(
                 f"case {quote(self.id)}: answer={quote(self.answer)} is none of the choices "
                 f"{', '.join(quote(choice) for choice in self.choices[:4])}; "
-                "write one of them as it stands, or its index"
+                "write one of them literally, or its index"
             )
         return self
 

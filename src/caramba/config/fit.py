@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from caramba.config.base import Config
-from caramba.config.leaf import Positive
+from caramba.config.layer_base import Positive
 from caramba.errors import quote
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", re.IGNORECASE)

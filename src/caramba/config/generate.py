@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config, Seed
 from caramba.config.cache_policy import CacheKeys
-from caramba.config.leaf import Positive
+from caramba.config.layer_base import Positive
 
 DEFAULT_SEED = 1337
 TokenIds = tuple[Annotated[int, Field(ge=0)], ...]
@@ -19,7 +19,7 @@ Compiled = bool | Literal["graph", "auto"]
 class GenerateConfig(CacheKeys):
     """One generation. `temperature=0` takes the most likely token; the filters then change nothing.
 
-    The distribution that a token is drawn from is built in this order: repetition penalty, temperature, top_k, top_p,
+    The distribution that a token is sampled from is built in this order: repetition penalty, temperature, top_k, top_p,
     min_p; each filter works on what the one before left, renormalised.
     """
 
@@ -90,7 +90,7 @@ class SampleConfig(Config):
 class ChatConfig(Config):
     """What a run of `mode: chat` opens: a conversation with the model as it is at that point.
 
-    The messages are said first. On a terminal the conversation then goes on there; without one, and without messages,
+    The messages are sent first. On a terminal the conversation then continues there; without one, and without messages,
     it takes its lines from a pipe.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from caramba.config.json_file import read_object
 from caramba.config.model import ModelSpec
 from caramba.config.names import nearest
-from caramba.config.plain import is_mapping, is_sequence, list_of, mapping_of
+from caramba.config.narrowing import is_mapping, is_sequence, list_of, mapping_of
 from caramba.errors import CheckpointError, quote
 
 CONFIG = "config.json"
@@ -40,7 +40,7 @@ def is_hf_folder(path: Path) -> bool:
     try:
         return "model_type" in read_object(path / CONFIG, CheckpointError, "", max_bytes=MAX_CONFIG_BYTES)
     except CheckpointError:
-        return True  # damaged, which `read_hf_config` says
+        return True  # damaged, which `read_hf_config` reports
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: no such folder; give a Hugging Face model folder")
     if not file.is_file():
         raise CheckpointError(
-            f"{folder}: has no {CONFIG}; give the folder that holds it beside the .safetensors files"
+            f"{folder}: has no {CONFIG}; give the folder with it and the .safetensors files"
         )
     return read_object(file, CheckpointError, "download it again", max_bytes=MAX_CONFIG_BYTES)
 
@@ -229,17 +229,17 @@ class _Reader:
                 f"rope_type={kind[:100]} is not read from {CONFIG}; expected {', '.join(ROPE_TYPES)}"
             )
         settings = {key: reader.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        self.ordered(settings, "low_freq_factor", "high_freq_factor")
+        self.check_order(settings, "low_freq_factor", "high_freq_factor")
         original = reader.integer("original_max_position_embeddings")
         return theta, {"type": kind, **settings, "original_max_position_embeddings": original}
 
-    def ordered(self, settings: dict[str, Any], low: str, high: str) -> None:
+    def check_order(self, settings: dict[str, Any], low: str, high: str) -> None:
         """Refuse a band of frequencies that ends before it begins."""
         if settings[low] >= settings[high]:
             raise self.error(f"{low}={settings[low]:g} must be below {high}={settings[high]:g}")
 
     def yarn(self) -> dict[str, Any]:
-        """Return YaRN's settings, where rope_parameters stand beside the rest of config.json.
+        """Return YaRN's settings, where rope_parameters are next to the rest of config.json.
 
         `mscale` and `mscale_all_dim` give the attention factor as the quotient of theirs.
         """
@@ -258,7 +258,7 @@ class _Reader:
             "beta_fast": self.number("beta_fast", 32.0) or 32.0,
             "beta_slow": self.number("beta_slow", 1.0) or 1.0,
         }
-        self.ordered(settings, "beta_slow", "beta_fast")
+        self.check_order(settings, "beta_slow", "beta_fast")
         if self.values.get("attention_factor") is not None:
             return settings | {"attention_factor": self.number("attention_factor")}
         scales = [self.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]

@@ -72,7 +72,7 @@ FORMER_ORDER.insert(FORMER_ORDER.index("fp8") + 1, "bf16_weights")
 CHECKPOINTING = ("selective", "full")
 """Rows that give speed for memory, which pays at the largest batch if anywhere; the top of the ladder is without."""
 SAME_SPEED = 0.02
-"""Share by which the speeds of two rows have to differ to be told apart: medians of a row's steps repeat that well."""
+"""Share by which the speeds of two rows must differ to count: medians of a row's steps repeat that well."""
 
 
 class LadderConfig(Config):
@@ -80,7 +80,7 @@ class LadderConfig(Config):
 
     Every row trains the model from the same fresh weights on the same `loss_steps` steps, and is timed over
     `timed_steps` of them after `warmup_steps`. The rate rises over `lr_warmup_ratio` of the steps and falls to zero as
-    `scheduler` says, and gradients are clipped at the norm of any phase: a constant rate leaves a run wherever its last
+    `scheduler` sets, and gradients are clipped at the norm of any phase: a constant rate leaves a run wherever its last
     steps have thrown it, which after few steps of few tokens differs by more than any row changes.
     The ladder's top is its fastest row that keeps all activations and whose held-out loss is within
     `loss_tolerance` nats of row 0's (`top_of`): speed that is paid for in loss is no more than a row. `twins`

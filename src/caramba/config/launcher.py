@@ -31,7 +31,7 @@ _USED_BY = {
     "requeue": SLURM,
     "signal_s": SLURM,
 }
-# What the script says itself, by the key that sets it.
+# What the script sets itself, by the key that sets it.
 _SET_BY_US = {
     "job-name": "name",
     "chdir": "the folder that you launch from",
@@ -59,7 +59,7 @@ _SET_BY_US = {
 
 class LauncherConfig(Config):
     """What starts the worker: `inline` in this process, `process` in processes of its own, `torchrun` as ranks of this
-    node, `slurm` as a job that goes on without us, `slurm_sbatch_only` writes that job's script and stops."""
+    node, `slurm` as a detached job, `slurm_sbatch_only` writes that job's script and stops."""
 
     type: Literal["inline", "process", "torchrun", "slurm", "slurm_sbatch_only"] = Field(
         default="inline",

@@ -9,7 +9,7 @@ from pydantic import Field
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
-from caramba.config.leaf import Dimension, LayerConfig, Positive, Probability, Shapes
+from caramba.config.layer_base import Dimension, LayerConfig, Positive, Probability, Shapes
 from caramba.config.rope import RopeScalingConfig
 
 __all__ = [
@@ -139,7 +139,7 @@ class LinearLayerConfig(LayerConfig):
             if reduced.d_model != self.d_in:
                 message = f"expects width {self.d_in} after reduce: {self.reduce}"
                 raise WidthError(
-                    message, f"{reduced.d_model} ({width.words})", f"set d_in: {reduced.d_model}"
+                    message, f"{reduced.d_model} ({width.label})", f"set d_in: {reduced.d_model}"
                 )
         label = f"{self.d_in} -> {self.d_out}" + (f", reduce {self.reduce}" if self.reduce else "")
         return layer_cost(label, self.type, width, Width(self.d_out), self.parameter_shapes(), self.d_in)

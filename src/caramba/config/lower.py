@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from caramba.config.explicit_defaults import has_teacher_weights, infer_trained_model, write_explicit_defaults
 from caramba.config.names import nearest
-from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
-from caramba.config.settle import has_teacher_weights, settle, trained_model
+from caramba.config.narrowing import is_list, is_mapping, list_of, mapping_of
 from caramba.config.source import Path
 from caramba.config.train import PhaseConfig, PhaseName
 from caramba.errors import ConfigError
@@ -95,7 +95,7 @@ def lower_groups(
         "benchmarks": list_of(mapping_of(tree.get("benchmark")).get("benchmarks")),
     }
     lowered = Lowered({**shared, "groups": [group]}, origins)
-    settle(lowered.manifest, lowered.origins, given)
+    write_explicit_defaults(lowered.manifest, lowered.origins, given)
     return lowered
 
 
@@ -112,7 +112,7 @@ def keeps_checks(tree: Mapping[str, Any], given: Collection[Path], chosen: Colle
     for index, phase in enumerate(phases):
         later = [item.get("phase") for item in phases[index + 1 :]]
         if phase.get("trains") is None:
-            phase["trains"] = trained_model(phase, later, tree)
+            phase["trains"] = infer_trained_model(phase, later, tree)
     return has_teacher_weights({**tree, "groups": [{"runs": [{"train": phase} for phase in phases]}]})
 
 
@@ -143,7 +143,7 @@ def lower_file(tree: Mapping[str, Any], name: str, given: Collection[Path]) -> L
         manifest["groups"] = [_file_group(group, index, data, origins) for index, group in enumerate(groups)]
         if "verify" in sugar:
             _verify_last(manifest["groups"], sugar["verify"], origins)
-    settle(manifest, origins, given)
+    write_explicit_defaults(manifest, origins, given)
     return Lowered(manifest, origins)
 
 
@@ -188,7 +188,7 @@ def _phases(
     if common.get("phase", (None, None))[1] is not None:
         if phases:
             raise ConfigError(
-                f"train.phase is set beside train.phases ({', '.join(phases)}); keep one of the two"
+                f"train.phase is set together with train.phases ({', '.join(phases)}); keep one of the two"
             )
         phases = {str(common["phase"][1]): dict[str, Any]()}
     common.pop("phase", None)

@@ -66,7 +66,7 @@ class SettingsConfig(Config):
         if len(shown) > 1:
             raise ValueError(
                 f"instrument names {' and '.join(shown)}, and the console shows one of them; keep one of "
-                f"{', '.join(CONSOLES)}, beside any of {', '.join(STREAMS)}"
+                f"{', '.join(CONSOLES)}, with any of {', '.join(STREAMS)}"
             )
         return self
 
@@ -79,7 +79,7 @@ class SettingsConfig(Config):
         return (self.instrument,) if isinstance(self.instrument, str) else self.instrument
 
 
-STAGES = ("transplant", "final", "verify")  # what is recorded beside a group's runs, under these ids
+STAGES = ("transplant", "final", "verify")  # recorded with a group's runs, under these ids
 
 
 class RunConfig(Config):
@@ -100,7 +100,9 @@ class RunConfig(Config):
         default=(), description="checks of the student against its teacher after the phase"
     )
     sample: SampleConfig | None = Field(default=None, description="what mode=sample generates")
-    chat: ChatConfig | None = Field(default=None, description="what mode=chat says, and how it is answered")
+    chat: ChatConfig | None = Field(
+        default=None, description="messages of mode=chat, and how they are answered"
+    )
 
     @model_validator(mode="after")
     def _talks_alone(self) -> RunConfig:
@@ -174,7 +176,7 @@ class LoggerConfig(Config):
     """Where metrics go besides metrics.csv and events.jsonl, which every run writes."""
 
     tensorboard: bool = Field(default=True, description="whether TensorBoard files are written")
-    hdf5: bool = Field(default=False, description="metrics.h5, readable while the run goes on")
+    hdf5: bool = Field(default=False, description="metrics.h5, readable during the run")
     wandb: bool = Field(default=False, description="whether metrics go to W&B")
     wandb_mode: Literal["online", "offline", "disabled"] = Field(
         default="offline", description="W&B mode: online, offline or disabled"
@@ -212,7 +214,7 @@ class Manifest(Config):
         default="auto", description="device: auto (the fastest one available), cpu, cuda or mps"
     )
     group: str | None = Field(default=None, description="the only group to run; unset: all")
-    resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")
+    resume: str = Field(default="auto", description="auto, never, or the path of a run to resume")
     kernels: Literal["auto", "require", "reference"] = Field(
         default="auto",
         description="device kernels: auto (where available), require (an error without them) or reference "
@@ -220,7 +222,7 @@ class Manifest(Config):
     )
     plan: str = Field(
         default="auto",
-        description="auto: measure what a key leaves to auto, once per machine; refresh: anew; off: measure nothing; "
+        description="auto: measure what a key leaves to auto, once per machine; refresh: again; off: measure nothing; "
         "else the path of a plan.json to go by",
     )
     model: ModelConfig = Field(description="the network, and the teacher that it comes from")
@@ -281,6 +283,6 @@ class Manifest(Config):
             return None
         return int(number) // tp * tp
 
-    def selected_groups(self) -> tuple[GroupConfig, ...]:
+    def groups_to_run(self) -> tuple[GroupConfig, ...]:
         """Return the groups that run, in order."""
         return tuple(group for group in self.groups if self.group in (None, group.name))

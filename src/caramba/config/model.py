@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from caramba.config.base import Config
 from caramba.config.kvcache import CacheFormat
-from caramba.config.leaf import Dimension, Positive
+from caramba.config.layer_base import Dimension, Positive
 from caramba.config.node import parse_node
 from caramba.config.topology import TopologyConfig
 from caramba.errors import quote

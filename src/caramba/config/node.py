@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, ValidationError, WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from caramba.config.base import Config, nearest, refuse_executable
-from caramba.config.blame import blame
 from caramba.config.cost import Cost, Width
-from caramba.config.plain import is_mapping
+from caramba.config.narrowing import is_mapping
+from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 
 
@@ -101,7 +101,7 @@ def parse_node(value: Any) -> Any:
     except ValidationError:
         raise
     except Exception as error:  # what pydantic does not turn into a problem of the value
-        raise ConfigError(f"the rules of {schema.__name__} failed: {blame(error)}") from error
+        raise ConfigError(f"the rules of {schema.__name__} failed: {user_traceback(error)}") from error
 
 
 # The JSON schema of a node is the union of every registered class, which only `caramba.config.schema` can write out.

@@ -44,7 +44,7 @@ def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:
     """Yield what is wrong with a phase's optimiser, schedule and clipping taken together."""
     name = phase.optimizer
     if name in LR_HINTS and phase.lr == "auto":
-        yield f"lr=auto stands for AdamW's published rates, got optimizer={name}; give {LR_HINTS[name]}"
+        yield f"lr=auto uses AdamW's published rates, got optimizer={name}; give {LR_HINTS[name]}"
     if name in ("sgd", "adafactor") and phase.betas != BETAS:
         yield f"betas belongs to optimizer=adamw, lion or muon, got optimizer={name}; remove it"
     if phase.momentum is not None and name not in MOMENTUM:

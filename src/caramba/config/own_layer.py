@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-from caramba.config.blame import blame
 from caramba.config.cost import Cost, Unknown, Width, WidthError
-from caramba.config.leaf import LayerConfig
+from caramba.config.layer_base import LayerConfig
+from caramba.config.narrowing import is_mapping, list_of
 from caramba.config.node import NodeConfig, is_own
-from caramba.config.plain import is_mapping, list_of
+from caramba.config.user_traceback import user_traceback
 
 
 class LayerError(Exception):
@@ -31,12 +31,12 @@ def is_own_layer(node: Any) -> TypeGuard[LayerConfig]:
     return isinstance(node, LayerConfig) and is_own(type(node))
 
 
-def own_layers(node: Any, path: str) -> Iterator[tuple[str, LayerConfig]]:
+def custom_layers(node: Any, path: str) -> Iterator[tuple[str, LayerConfig]]:
     """Yield (path, layer) of a topology's layers that are a person's own."""
     if is_own_layer(node):
         yield path, node
     for index, child in enumerate(list_of(getattr(node, "layers", None))):
-        yield from own_layers(child, f"{path}.layers[{index}]")
+        yield from custom_layers(child, f"{path}.layers[{index}]")
 
 
 def infer_node(node: NodeConfig, width: Width) -> Cost:
@@ -59,7 +59,9 @@ def infer_node(node: NodeConfig, width: Width) -> Cost:
     except (WidthError, LayerError):
         raise
     except Exception as error:
-        raise LayerError(f"{name}: what the layer declares cannot be read: {blame(error)}") from error
+        raise LayerError(
+            f"{name}: what the layer declares cannot be read: {user_traceback(error)}"
+        ) from error
     if problem is not None:
         raise LayerError(f"{name}: {problem}")
     unknown: set[tuple[Unknown, str]] = {("cache", node.type)} if node.decoding == "refused" else set()

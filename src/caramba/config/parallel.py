@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from caramba.config.base import Config
 from caramba.config.checkpointing import Checkpointing
 from caramba.config.layer import Positive
-from caramba.config.plain import is_sequence
+from caramba.config.narrowing import is_sequence
 
 StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp", "pipeline"]
 SHARDED = ("fsdp2", "fsdp2_tp")
@@ -33,7 +33,7 @@ class ParallelConfig(Config):
     """How a run is spread over devices: dp * tp * pp ranks, each a process that reads the same manifest.
 
     A rank reads `batch_size` sequences of its own, so that a step sees batch_size * gradient_accumulation_steps * dp of
-    them. A run that goes on with another number of ranks keeps that product, by accumulating more or less.
+    them. A run that resumes with another number of ranks keeps that product, by accumulating more or less.
     """
 
     strategy: StrategyName = Field(
@@ -74,7 +74,7 @@ class ParallelConfig(Config):
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="what ddp and fsdp2 sum gradients of all ranks in while backward goes on; bfloat16 is half the "
+        description="what ddp and fsdp2 sum gradients of all ranks in during backward; bfloat16 is half the "
         "traffic, and rounds them. Under fsdp2 it is of blocks: embedding, head and last norm are summed in float32. "
         "Phases of blocks, and weights in bfloat16 under ddp, keep their own dtype",
     )
@@ -89,7 +89,7 @@ class ParallelConfig(Config):
     )
     bucket_cap_mb: Positive | Literal["auto"] = Field(
         default="auto",
-        description="of ddp: MiB of gradients that are averaged at once, while backward goes on, where they lie; auto: "
+        description="of ddp: MiB of gradients that are averaged in place at once, during backward; auto: "
         "a twelfth of them, 25 at least",
     )
     blockwise: Literal["data", "blocks"] = Field(
@@ -147,7 +147,7 @@ class ParallelConfig(Config):
         return found
 
     def _pipeline_problems(self) -> Iterator[str]:
-        """Yield what contradicts a pipeline, which is of one dimension: pp ranks and nothing beside them."""
+        """Yield what contradicts a pipeline, which is of one dimension: pp ranks and no others."""
         if self.strategy != "pipeline":
             for name, default in (("pp", 1), ("num_micro_batches", None)):
                 if getattr(self, name) != default:
@@ -182,8 +182,8 @@ class ParallelConfig(Config):
     def bytes_at_once(self, gradients_bytes: int) -> int:
         """Return how many bytes of gradients ddp averages at once.
 
-        A collective holds multiprocessors while it waits for the slowest rank, so that many small ones slow products
-        down beside them; the last one, after backward, is hidden by nothing, so that none is large.
+        A collective holds multiprocessors while it waits for the slowest rank, so that many small ones slow
+        concurrent products; the last one, after backward, is hidden by nothing, so that none is large.
         """
         if self.bucket_cap_mb == "auto":
             return max(25 * 2**20, gradients_bytes // 12)

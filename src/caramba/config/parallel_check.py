@@ -8,7 +8,7 @@ from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import ParallelConfig
 from caramba.config.pipeline import pipeline_conflicts, pipeline_problem
-from caramba.config.split import float16_conflict, whole_model_keys
+from caramba.config.sharding_limits import float16_conflict, whole_model_keys
 from caramba.config.tensor_parallel import check_layers
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError, quote
@@ -25,7 +25,7 @@ def check_parallel(manifest: Manifest) -> None:
     parallel = manifest.parallel
     if parallel.strategy == "single":
         return
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         for run in group.runs:
             for problem in () if run.train is None else conflicts(run.train, parallel):
                 raise ConfigError(f"run {run.id!r}: {problem}")
@@ -33,7 +33,7 @@ def check_parallel(manifest: Manifest) -> None:
                 _check_model(manifest, run.id, run.train)
         if parallel.strategy == "pipeline" and group.runs and group.data.keeps_documents_apart:
             raise ConfigError(
-                f"group {group.name!r}: documents kept apart (data.packing, data.document_mask) are known to the "
+                f"group {group.name!r}: separate documents (data.packing, data.document_mask) are known to the "
                 "first stage of parallel=pipeline alone; use parallel=fsdp2, or leave them joined"
             )
         for bench in group.benchmarks:
@@ -110,7 +110,7 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
         yield f"{key} is not made for sharded weights, got {name}; use parallel=ddp, or remove {key}"
     if parallel.wrap is not None and phase.compile_model is not False:
         yield (
-            f"parallel.wrap={list(parallel.wrap)} gathers weights where it says, which may be within code that "
+            f"parallel.wrap={list(parallel.wrap)} gathers weights at these types, which may be within code that "
             f"compile_model={phase.compile_model} compiles as one; use one of the two"
         )
     compiles, granularity = phase.compile_model is not False, phase.activation_checkpoint_granularity

@@ -13,9 +13,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from caramba.config.base import Config, refuse_executable
 from caramba.config.manifest import SLUG, Manifest
 from caramba.config.names import nearest
-from caramba.config.plain import is_mapping, is_sequence
+from caramba.config.narrowing import is_mapping, is_sequence
 from caramba.config.plugins import use_plugins
-from caramba.config.source import Path, Source, placed, retrace, show_path
+from caramba.config.source import Path, Source, format_place, retrace, show_path
 from caramba.errors import ConfigError, clip, quote
 
 MOST_ERRORS = 10
@@ -34,7 +34,7 @@ def parse_manifest(
 ) -> Manifest:
     """Validate a lowered manifest, such as the content of manifest.json, with the types of the plugins that it names.
 
-    `source` says where values were written, `origins` which of the user's paths became which path of the manifest,
+    `source` maps values to files and lines, `origins` which of the user's paths became which path of the manifest,
     and `typed` is the tree that the user's paths lead through.
 
     Raises:
@@ -59,7 +59,7 @@ def parse_as(
     except PydanticCustomError as error:
         context = error.context or {}
         path = retrace((*context["path"], context["key"]), origins)
-        raise ConfigError(f"{show_path(path)}: {error.message()}{placed(path, source)}") from None
+        raise ConfigError(f"{show_path(path)}: {error.message()}{format_place(path, source)}") from None
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -117,8 +117,10 @@ def error_lines(
 
 def _place(path: Path, text: str, user: Path, source: Source | None, origins: Mapping[Path, Path]) -> str:
     """Where a problem was written; for a rule between keys, one of those it names, a typed one first."""
-    places = [placed(retrace((*path, key), origins), source) for key in re.findall(r"\b([a-z_]+)=", text)]
-    whole = placed(user, source)
+    places = [
+        format_place(retrace((*path, key), origins), source) for key in re.findall(r"\b([a-z_]+)=", text)
+    ]
+    whole = format_place(user, source)
     typed = [place for place in (*places, whole) if place.startswith(" (command line")]
     return next((place for place in (*typed, *places, whole) if place), "")
 
@@ -177,7 +179,7 @@ def _explain(items: list[ErrorDetails], *, is_shown: bool = True) -> str:
         hint = nearest(context["tag"], tags) or ";"
         return f"{quote(context['tag'])} unknown type{hint} one of: {', '.join(tags)}"
     if kind == "union_tag_not_found":
-        return f"needs the key {context['discriminator']}, which says what it is"
+        return f"needs the key {context['discriminator']}, which sets its kind"
     if kind == "value_error":
         return first["msg"].removeprefix("Value error, ")
     if kind == "string_pattern_mismatch":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
-from caramba.config.split import float16_conflict, whole_model_keys
+from caramba.config.sharding_limits import float16_conflict, whole_model_keys
 from caramba.config.topology import NestedTopologyConfig, StackedTopologyConfig
 from caramba.config.train import PhaseConfig
 
@@ -14,7 +14,7 @@ ELSE = "use parallel=fsdp2"
 
 
 def stack_of(spec: ModelSpec) -> tuple[int, NestedTopologyConfig] | None:
-    """Return which node of a model's root is its one repeated list, and that list; None where there is not one."""
+    """Return the index of the root's one repeated list, and that list; None if there is not one."""
     if not isinstance(spec.topology, StackedTopologyConfig):
         return None
     found = [

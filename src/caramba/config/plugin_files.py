@@ -1,4 +1,4 @@
-"""The source of a plugin: its module, the modules that its targets are in, and what these import beside it."""
+"""The source of a plugin: its module, the modules that its targets are in, and what these import from its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from caramba.config.node import NodeConfig
 from caramba.config.plugin_import import root_of
 from caramba.config.plugin_types import schemas_of
 
-COMPILED = (".so", ".pyd", ".pyc")  # the last without a source beside it
+COMPILED = (".so", ".pyd", ".pyc")  # the last without a source next to it
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PluginSource:
 def read_source(name: str) -> PluginSource:
     """Read the source of a plugin that is imported. Nothing is imported for it.
 
-    Modules are followed through their import statements, at any depth of them, as far as they lie beside the plugin:
+    Modules are followed through their import statements, at any depth of them, if they are next to the plugin:
     in the same folder, or, of an installed one, in the same package.
     """
     module = sys.modules[name]
@@ -61,8 +61,10 @@ def _targets(schemas: list[type[NodeConfig]]) -> list[str]:
 
 
 def _closure(root: Path | None, begin: list[str], tops: set[str] | None) -> dict[str, Path]:
-    """Return the files of modules and of all that they import beside them, `tops` alone where given, by their path
-    below `root`, or as modules lead to them where an installation maps these to folders of other names."""
+    """Return the files of modules and of all that they import from their folder, by their path below `root`.
+
+    With `tops` of these packages alone. Paths follow modules if an installation maps these to folders of other names.
+    """
     found: dict[str, Path] = {}
     pending = list(begin)
     seen: set[str] = set()
@@ -85,7 +87,7 @@ def _closure(root: Path | None, begin: list[str], tops: set[str] | None) -> dict
 
 
 def _mapped(parts: list[str]) -> Path | None:
-    """Return where a module lies by the nearest package above it that is loaded, or by itself; its file may not be."""
+    """Return the path of a module by the nearest package above it that is loaded, or by itself; its file may not be."""
     for depth in range(len(parts), 0, -1):
         places = [*getattr(sys.modules.get(".".join(parts[:depth])), "__path__", ())]
         if places:

@@ -10,13 +10,13 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-from caramba.config.blame import blame, shown
 from caramba.config.plugin_loader import holds, load_from_source
+from caramba.config.user_traceback import shown, user_traceback
 from caramba.errors import ConfigError
 
 
 def import_module(name: str, folder: str | None) -> ModuleType:
-    """Import a module, looked for in `folder`, or in the current folder where that does not have it, and as installed.
+    """Import a module from `folder`, else from the current folder, else as installed.
 
     What it prints goes to the standard error: the standard output is that of the command. The folder stays on the
     search path, for what the module imports later, such as the target of a layer.
@@ -38,7 +38,7 @@ def import_module(name: str, folder: str | None) -> ModuleType:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             module = importlib.import_module(name)
-        # That of an editable installation, where targets may lie beside it.
+        # That of an editable installation, where targets may be next to it.
         load_from_source(top, root_of(module))
         return module
     except ModuleNotFoundError as error:
@@ -70,7 +70,7 @@ def check_folder(name: str, folder: str) -> None:
 
 
 def _failed(error: BaseException) -> ConfigError:
-    return ConfigError(f"cannot be imported: {blame(error)}; mend it, or remove it from plugins")
+    return ConfigError(f"cannot be imported: {user_traceback(error)}; mend it, or remove it from plugins")
 
 
 def _put_first(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Importing a person's own modules from their source, never from bytecode that is kept beside it.
+"""Importing user modules from their source, never from cached bytecode.
 
 Python takes kept bytecode for that of a source file of the same size and second. Of two versions of a layer that were
 copied with their times, or edited within a second, the former would run under the SHA-256 of the latter.
@@ -23,7 +23,7 @@ class _FromSource(SourceFileLoader):
 class _OwnModules(MetaPathFinder):
     """Finds modules as Python does, those in `folders` and of the packages `tops` with a loader that reads source.
 
-    What lies deeper in a folder than its modules and packages is no part of them.
+    Files deeper in a folder than its modules and packages are not part of them.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _OwnModules(MetaPathFinder):
         if spec is None or type(spec.loader) is not SourceFileLoader:
             return spec
         file = Path(spec.loader.path)
-        # An environment that lies in the folder holds packages of others.
+        # An environment in the folder holds packages of others.
         in_folder = any(
             file == folder / f"{top}.py" or file.is_relative_to(folder / top) for folder in self.folders
         )
@@ -55,7 +55,7 @@ _own = _OwnModules()
 
 
 def load_from_source(top: str, folder: Path | None) -> None:
-    """From now on import a package, and all that lies in a folder, from source."""
+    """From now on import a package, and all modules in a folder, from source."""
     _own.tops.add(top)
     if folder is not None:
         _own.folders.add(folder)
@@ -64,5 +64,5 @@ def load_from_source(top: str, folder: Path | None) -> None:
 
 
 def holds(folder: Path, top: str) -> bool:
-    """Whether a module or package of that name lies in a folder."""
+    """Whether a folder has a module or package of that name."""
     return PathFinder.find_spec(top, [str(folder)]) is not None

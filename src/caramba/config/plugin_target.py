@@ -1,4 +1,4 @@
-"""Is there a class where a schema's `target` says? Answered from the source, so that no torch is loaded for it."""
+"""Check that a schema's `target` names a class. The source is read, so that no torch is loaded for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from caramba.config.blame import blame, shown
 from caramba.config.names import nearest
 from caramba.config.node import NodeConfig
 from caramba.config.plugin_import import is_installed
 from caramba.config.plugin_loader import load_from_source
+from caramba.config.user_traceback import shown, user_traceback
 from caramba.errors import ConfigError
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -39,7 +39,9 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
     except ModuleNotFoundError:
         spec = None
     except Exception as error:  # a package that the module is in runs when it is looked for
-        raise ConfigError(f"{name}: {module} cannot be looked for: {blame(error)} ({place})") from error
+        raise ConfigError(
+            f"{name}: {module} cannot be looked for: {user_traceback(error)} ({place})"
+        ) from error
     if spec is None:
         raise ConfigError(f"{name}: there is no module {module}; correct the target ({place})")
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -48,7 +50,9 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{name}: {shown(file)} is not Python: {blame(error)} ({place})") from error
+        raise ConfigError(
+            f"{name}: {shown(file)} is not Python: {user_traceback(error)} ({place})"
+        ) from error
     names = _names(tree.body)
     if "*" in names and wanted not in names:
         return

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Literal, get_args, get_origin
 
-from caramba.config.blame import shown
-from caramba.config.leaf import Decoding, LayerConfig
+from caramba.config.layer_base import Decoding, LayerConfig
 from caramba.config.node import NodeConfig, is_own, type_of
 from caramba.config.plugin_target import check_target
 from caramba.config.topology import TopologyConfig
+from caramba.config.user_traceback import shown
 from caramba.errors import ConfigError
 
 METHODS = "parameter_shapes() and, without a field d_model, infer(width)"

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from caramba.config.base import Config
+from caramba.config.narrowing import is_mapping, is_sequence, mapping_of
 from caramba.config.node import NodeConfig, type_of, types_kept
-from caramba.config.plain import is_mapping, is_sequence, mapping_of
 from caramba.config.plugin_import import check_folder, import_module, root_of
 from caramba.config.plugin_types import check_types, schemas_of
-from caramba.config.source import Path, Source, placed
+from caramba.config.source import Path, Source, format_place
 from caramba.errors import ConfigError, quote
 
 
@@ -130,7 +130,7 @@ def use_plugins(data: Any, *, source: Source | None = None, is_typed: bool = Fal
             return []
     if tree.get("origin", "human") == "agent":
         raise ConfigError(
-            f"plugins: a manifest whose origin is an agent may not name plugins{placed(('plugins',), source)}; "
+            f"plugins: a manifest whose origin is an agent may not name plugins{format_place(('plugins',), source)}; "
             "remove plugins"
         )
     section = parse_as(PluginSection, {"plugins": named}, source=source)
@@ -141,12 +141,12 @@ def use_plugins(data: Any, *, source: Source | None = None, is_typed: bool = Fal
         except ConfigError as error:
             where: Path = ("plugins", index)
             raise ConfigError(
-                f"plugins[{index}]={plugin.module}: {error}{placed(where, source)}"
+                f"plugins[{index}]={plugin.module}: {error}{format_place(where, source)}"
             ) from error.__cause__
     try:
         activate(found)
     except ConfigError as error:
-        raise ConfigError(f"{error}{placed(('plugins',), source)}") from None
+        raise ConfigError(f"{error}{format_place(('plugins',), source)}") from None
     return [plugin.model_dump(mode="json") for plugin in found]
 
 
@@ -167,7 +167,7 @@ def _imported(plugin: PluginConfig, *, is_typed: bool) -> PluginConfig:
 
 
 def activate(plugins: Sequence[PluginConfig]) -> None:
-    """Make the types of imported plugins those that nodes may have, beside caramba's own.
+    """Make the types of imported plugins those that nodes may have, in addition to caramba's own.
 
     Raises:
         ConfigError: two of them answer to the same type.

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config
-from caramba.config.leaf import Positive
+from caramba.config.layer_base import Positive
 
 
 class WeightFormat(StrEnum):
-    """What linear layers store: codes of 8 or 4 bits, beside 16-bit activations or 8-bit ones (`int8_dynamic`)."""
+    """What linear layers store: codes of 8 or 4 bits, with 16-bit activations or 8-bit ones (`int8_dynamic`)."""
 
     INT8 = "int8"
     INT4 = "int4"

@@ -7,8 +7,8 @@ from typing import Any
 
 from caramba.config.expansion import MOST_DEPTH, MOST_NODES, MOST_TEXT, too_deep, too_large
 from caramba.config.names import nearest
-from caramba.config.plain import is_list, is_mapping
-from caramba.config.source import Path, Source, is_index, placed, show_path
+from caramba.config.narrowing import is_list, is_mapping
+from caramba.config.source import Path, Source, format_place, is_index, show_path
 from caramba.errors import ConfigError, quote
 
 MISSING = "???"
@@ -117,7 +117,7 @@ class _Resolver:
         return node
 
     def error(self, path: Path, text: str) -> ConfigError:
-        return ConfigError(f"{show_path(path)}: {text}{placed(path, self.source)}")
+        return ConfigError(f"{show_path(path)}: {text}{format_place(path, self.source)}")
 
 
 def _child(node: Any, part: str) -> tuple[bool, Any, str | int]:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config
-from caramba.config.leaf import Positive
+from caramba.config.layer_base import Positive
 
 
 class RopeScalingConfig(Config):

@@ -12,8 +12,8 @@ from pydantic_core import PydanticUndefined
 
 from caramba.config.base import Later
 from caramba.config.manifest import Manifest
+from caramba.config.narrowing import is_list, is_mapping, is_sequence
 from caramba.config.node import NODE_MARK, NodeConfig
-from caramba.config.plain import is_list, is_mapping, is_sequence
 from caramba.config.topology import TopologyConfig
 
 

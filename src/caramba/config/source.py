@@ -47,14 +47,14 @@ def is_index(part: str) -> bool:
     return len(part) < 10 and part.isascii() and part.isdigit()
 
 
-def placed(path: Path, source: Source | None) -> str:
+def format_place(path: Path, source: Source | None) -> str:
     """Return " (conf/model/tiny.yaml:14)", or an empty string when the place is unknown."""
     where = source.place(path) if source is not None else ""
     return f" ({where})" if where else ""
 
 
 def retrace(path: Path, origins: Mapping[Path, Path]) -> Path:
-    """Turn a path of a lowered manifest into the path that the user typed, by the longest prefix that was moved."""
+    """Map a path of a lowered manifest to the path that the user typed, by its longest moved prefix."""
     for length in range(len(path), 0, -1):
         origin = origins.get(path[:length])
         if origin is not None:

@@ -135,7 +135,7 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
         if getattr(teacher, name):
             raise ConfigError(
                 f"{where}: the teacher's {name} cannot be transplanted: {reason}; use a teacher without it, or "
-                "method: copy with fewer key/value heads (method: random starts attention anew)"
+                "method: copy with fewer key/value heads (method: random initialises attention)"
             )
     for name in _STUDENT_PARTS:
         if getattr(student, name):
@@ -169,7 +169,7 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
 
 
 def first_tokens_apart(node: Any) -> int:
-    """Return how many first tokens every decoupled layer of a topology keeps apart: what statistics may leave out."""
+    """Return how many first tokens every decoupled layer of a topology keeps separate: statistics may skip them."""
     counts = [
         config.exact_first_tokens
         for config in attention_configs(node)

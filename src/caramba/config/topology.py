@@ -1,4 +1,4 @@
-"""Schemas of the topologies: how nodes are wired. A topology's width rule stands beside its fields."""
+"""Schemas of the topologies: how nodes are wired. A topology's width rule is next to its fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Nodes = Annotated[tuple[Node, ...], Field(min_length=1)]
 
 
 class TopologyConfig(NodeConfig):
-    """A node that holds other nodes. Unless a subclass says otherwise they run in order, once."""
+    """A node that holds other nodes. By default they run in order, once."""
 
     layers: Nodes = Field(description="the nodes of this topology, in order")
 
@@ -40,9 +40,9 @@ class TopologyConfig(NodeConfig):
         if keeps is not None and current != width:
             last = f"layers[{len(self.layers) - 1}]"
             raise WidthError(
-                f"keeps its width ({keeps}): expects {width.words} out",
-                current.words,
-                f"end it with width {width.words}",
+                f"keeps its width ({keeps}): expects {width.label} out",
+                current.label,
+                f"end it with width {width.label}",
                 source=last,
             )
         return container_cost(self.type, width, current, tuple(costs), repeat, shared)
@@ -55,7 +55,7 @@ class TopologyConfig(NodeConfig):
                 fix = "end the branch with a LinearLayer with reduce: mean, sum or concat"
                 raise WidthError(
                     "expects one stream from each branch",
-                    cost.width_out.words,
+                    cost.width_out.label,
                     fix,
                     source=f"layers[{index}]",
                 )
@@ -138,7 +138,7 @@ class ParallelTopologyConfig(TopologyConfig):
             if cost.width_out != first:
                 message = f"stacks its branches: expects width {first.d_model}, as layers[0] gives"
                 fix = f"end the branch with width {first.d_model}, or use a BranchingTopology"
-                raise WidthError(message, cost.width_out.words, fix, source=f"layers[{index}]")
+                raise WidthError(message, cost.width_out.label, fix, source=f"layers[{index}]")
         return container_cost(self.type, width, Width(first.d_model, len(costs)), costs)
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from caramba.config.base import Config, Later, Seed
 from caramba.config.checkpointing import Checkpointing
 from caramba.config.layer import Positive
+from caramba.config.narrowing import is_mapping
 from caramba.config.optimizer import (
     BETAS,
     LION_BETAS,
@@ -18,14 +19,13 @@ from caramba.config.optimizer import (
     optimizer_conflicts,
     precision_conflicts,
 )
-from caramba.config.plain import is_mapping
 
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 SWITCHING = "the switching of optimisers within a phase"
 BLOCK_PHASES = ("blockwise", "drift")
-# What `lr: auto` stands for: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
+# The value of `lr: auto`: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
 # that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
 AUTO_LR_WIDTH = 2048
 AUTO_LR = {"pretrain": (3e-4, 1.0), "blockwise": (2e-4, 1.0), "drift": (1e-4, 1.0), "global": (8e-5, 0.5)}
@@ -51,7 +51,7 @@ class ConvergenceConfig(Config):
 
 
 class LoraConfig(Config):
-    """Train low-rank updates W + (alpha / rank) B A of the linear layers that `targets` name; merged at the end.
+    """Train low-rank updates W + (alpha / rank) B A of the `targets` linear layers; merged at the end.
 
     A target is the last part of a module's name (`q_sem`, `out`, `down`); `all-linear` is every linear layer but the
     head (Hu et al., 2021, arXiv:2106.09685).
@@ -102,7 +102,7 @@ class PhaseConfig(Config):
     )
     control: bool = Field(
         default=False,
-        description="train the teacher further on the tokens of the student's phases, beside the comparison",
+        description="train the teacher further on the tokens of the student's phases, for comparison",
     )
     objective: Literal["ce", "kl", "mixed"] = Field(
         default="ce",
@@ -313,7 +313,7 @@ class PhaseConfig(Config):
             )
         if self.activation_checkpoint_threshold is not None and self.activation_checkpointing == "none":
             raise ValueError(
-                f"activation_checkpoint_threshold={self.activation_checkpoint_threshold:g} says when to checkpoint, "
+                f"activation_checkpoint_threshold={self.activation_checkpoint_threshold:g} sets when to checkpoint, "
                 "got activation_checkpointing=none; use selective, full or auto, or remove the threshold"
             )
         if self.control and (self.phase != "pretrain" or self.trains == "student"):
@@ -363,7 +363,7 @@ class PhaseConfig(Config):
 
     @property
     def measured_keys(self) -> tuple[str, ...]:
-        """The keys that a measurement on the machine decides, empty when the phase says everything itself."""
+        """The keys that a measurement on the machine decides, empty when the phase sets everything itself."""
         keys = ("batch_size", "compile_model", "num_workers")
         found = tuple(key for key in keys if getattr(self, key) == "auto")
         if self.phase in BLOCK_PHASES:  # whose step holds the graph of one block: nothing to checkpoint
@@ -374,8 +374,11 @@ class PhaseConfig(Config):
         return (*found, "activation_checkpointing") if has_choice else found
 
     def learning_rate_at(self, d_model: int, ranks: int = 1) -> float:
-        """Return `lr` times `lr_factor`; `auto` is the phase's published rate at width 2048 times
-        (2048 / d_model)^power, power 1 for pretraining and blocks and 1/2 for a whole student."""
+        """Return `lr` times `lr_factor`.
+
+        `auto` is the phase's published rate at width 2048 times (2048 / d_model)^power, power 1 for pretraining and
+        blocks and 1/2 for a whole student.
+        """
         rate, power = AUTO_LR[self.phase]
         lr = rate * (AUTO_LR_WIDTH / d_model) ** power if self.lr == "auto" else self.lr
         return lr * self.lr_factor(ranks)

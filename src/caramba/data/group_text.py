@@ -45,7 +45,7 @@ def check_text(manifest: Manifest) -> None:
     Raises:
         DataError: data that is missing or damaged, or does not fit the model, a phase or a benchmark.
     """
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         if reads_text(manifest, group) and (is_built(group.data) or _may_be_short(group)):
             open_text(manifest, group)
 

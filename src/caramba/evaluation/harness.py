@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from caramba.config.extras import need_harness
 from caramba.config.names import nearest
+from caramba.config.optional_deps import need_harness
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.model import Model

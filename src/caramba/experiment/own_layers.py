@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from caramba.config.decoding import own_layers_by_role
+from caramba.config.decoding import custom_layers_by_role
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.model.topology import build_node
@@ -17,7 +17,7 @@ def check_builds(manifest: Manifest) -> None:
         ConfigError: a target that is no torch module, a constructor that fails, or parameters other than declared, with
             the layer's path.
     """
-    for layers in own_layers_by_role(manifest).values():
+    for layers in custom_layers_by_role(manifest).values():
         for path, layer in layers:
             try:
                 with torch.device("meta"):

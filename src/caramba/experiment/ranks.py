@@ -240,7 +240,7 @@ def follow(manifest: Manifest, run_dir: Path, ranks: Ranks) -> None:
 
 def _session(manifest: Manifest, name: str, run_dir: Path) -> Session:
     group = next(item for item in manifest.groups if item.name == name)
-    several = len(manifest.selected_groups()) > 1
+    several = len(manifest.groups_to_run()) > 1
     folder = run_dir / "groups" / name if several else run_dir
     return Session(
         manifest, group, folder, torch.device("cpu"), open_text(manifest, group), Ledger(folder)

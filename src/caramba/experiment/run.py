@@ -62,7 +62,7 @@ def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
 
 def run_groups(manifest: Manifest, run_dir: Path, ranks: Ranks | None) -> tuple[RunResult, ...]:
     """Run the selected groups in order; where ranks have joined, on rank 0 of them."""
-    groups = manifest.selected_groups()
+    groups = manifest.groups_to_run()
     if len(groups) == 1:
         return (run_group(manifest, groups[0], run_dir, run_dir, ranks),)
     results = tuple(

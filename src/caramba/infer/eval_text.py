@@ -71,7 +71,7 @@ def corpus_of(opened: LoadedModel, key: str) -> Corpus | str:
     """
     if opened.manifest is None:
         return f"{opened.path} is no run, so its held-out text is not known; name {key}"
-    groups = opened.manifest.selected_groups()
+    groups = opened.manifest.groups_to_run()
     parts = opened.path.parts
     named = [group for group in groups if "groups" in parts and group.name in parts]
     corpus = open_corpus((named or groups)[-1].data)

@@ -50,7 +50,7 @@ class LoadedModel:
         stated = self.model.spec.embedder.max_positions or self.context
         if stated is not None:
             return stated
-        groups = self.manifest.selected_groups() if self.manifest is not None else ()
+        groups = self.manifest.groups_to_run() if self.manifest is not None else ()
         seen = [run.train.block_size for group in groups for run in group.runs if run.train is not None]
         return max(seen, default=2048)
 
@@ -105,7 +105,7 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
     else:
         run_dir = resolve_run(text)
         manifest = _read(run_dir)
-        group = manifest.selected_groups()[-1]
+        group = manifest.groups_to_run()[-1]
         own = run_dir / "groups" / group.name
         weights = _weights_of(own if own.is_dir() else run_dir, role)
     if is_hf_folder(weights):  # as it was read: its own tokenizer goes with it, whatever text the run opened
@@ -138,7 +138,7 @@ def _run_of(file: Path) -> tuple[Path, Manifest, GroupConfig] | None:
     if file.parent.name != "checkpoints" or not (run_dir / MANIFEST).is_file():
         return None
     manifest = _read(run_dir)
-    groups = manifest.selected_groups()
+    groups = manifest.groups_to_run()
     named = [group for group in groups if group.name == folder.name] if run_dir != folder else []
     return run_dir, manifest, (named or groups)[-1]
 

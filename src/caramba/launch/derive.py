@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from caramba.config.hf import CONFIG, DERIVED, describe_hf, hf_name, is_hf_folder, read_hf_config
-from caramba.config.plain import is_mapping
-from caramba.config.source import Source, placed
+from caramba.config.narrowing import is_mapping
+from caramba.config.source import Source, format_place
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder
 from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.preflight import from_hub
@@ -45,8 +45,8 @@ def derive_models(tree: dict[str, Any], source: Source | None) -> dict[str, Any]
         for key in DERIVED:
             if key in model:
                 raise ConfigError(
-                    f"model.{key}: follows from {CONFIG} of model.path={model['path']} and cannot be set beside it"
-                    f"{placed(('model', key), source)}; remove it (with model=hf nothing else describes the network)"
+                    f"model.{key}: follows from {CONFIG} of model.path={model['path']} and cannot be set with it"
+                    f"{format_place(('model', key), source)}; remove it (model=hf describes the whole network)"
                 )
         folder = _path_folder(model["path"], "model.path")
         model |= _described(folder)
@@ -72,7 +72,7 @@ def _student(
         if key in model:
             raise ConfigError(
                 f"model.{key}: follows from the teacher, as model.topology does, and cannot be set without it"
-                f"{placed(('model', key), source)}; remove it, or write the whole network"
+                f"{format_place(('model', key), source)}; remove it, or write the whole network"
             )
     surgery = dict(model["surgery"])
     layers = [node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer"]
@@ -90,7 +90,7 @@ def _student(
     if missing and surgery["layout"] == "per_head":
         raise ConfigError(
             f"model.surgery.{', '.join(missing)}: layout=per_head has no default widths"
-            f"{placed(('model', 'surgery', 'layout'), source)}; set them, to multiples of the "
+            f"{format_place(('model', 'surgery', 'layout'), source)}; set them, to multiples of the "
             f"{attention['n_kv_heads']} key/value heads, or use layout=latent"
         )
     keys = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens", "cache_format")

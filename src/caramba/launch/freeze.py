@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from caramba.config.composition import Composition
 from caramba.config.crosscheck import check_vocabulary, cross_check
-from caramba.config.later import refuse_unbuilt
 from caramba.config.lower import Lowered, lower_file, lower_groups
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
+from caramba.config.not_implemented import refuse_unbuilt
 from caramba.config.parse import parse_as, parse_manifest
 from caramba.config.plugins import use_plugins
-from caramba.config.source import Path, placed, read_path
+from caramba.config.source import Path, format_place, read_path
 from caramba.errors import ConfigError
 from caramba.launch.derive import derive_models
 from caramba.launch.groups import groups
@@ -84,7 +84,7 @@ def _check_widths(frozen: Frozen) -> None:
         check_widths(frozen.manifest.model)
     except ConfigError as error:
         path = read_path(str(error).partition(": ")[0])
-        raise ConfigError(f"{error}{placed(path, frozen.source)}") from None
+        raise ConfigError(f"{error}{format_place(path, frozen.source)}") from None
     check_variants(frozen.manifest)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from caramba.artifacts.across_runs.arguments import Arguments
-from caramba.config.later import find_unbuilt
 from caramba.config.names import nearest
+from caramba.config.not_implemented import find_unbuilt
 from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
@@ -52,7 +52,7 @@ def paper(argv: list[str]) -> int:
     logger.quiet = words.quiet
     run = resolve_run(words.run)
     manifest = read_manifest(run)
-    known = [group.name for group in manifest.selected_groups()]
+    known = [group.name for group in manifest.groups_to_run()]
     group = words.group
     if group is not None and group not in known:
         raise ConfigError(

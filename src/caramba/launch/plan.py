@@ -68,7 +68,7 @@ def _finished(manifest: Manifest) -> dict[tuple[str, str], str]:
     run_dir = run_to_resume(manifest)
     if run_dir is None:
         return {}
-    groups = manifest.selected_groups()
+    groups = manifest.groups_to_run()
     folders = {
         group.name: run_dir if len(groups) == 1 else run_dir / "groups" / group.name for group in groups
     }

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from caramba.config.benchmark import AccuracyBenchmarkConfig
 from caramba.config.crosscheck import cross_check
-from caramba.config.extras import need_harness, need_library
 from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
+from caramba.config.optional_deps import need_harness, need_library
 from caramba.config.phase_checks import check_batch_is_given, check_block_steps, check_cpu_precision
 from caramba.config.surgery import attention_configs
 from caramba.config.train import BLOCK_PHASES
@@ -73,7 +73,7 @@ def check_phases(manifest: Manifest) -> None:
         ConfigError: naming the setting and the fix.
     """
     n_blocks = len(attention_configs(manifest.model.topology))
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         for run in group.runs:
             phase = run.train
             if phase is None:
@@ -168,7 +168,7 @@ def check_extras(manifest: Manifest) -> None:
         check_model(manifest.paper)
         if manifest.paper.citations.bibliography is not None:
             read_bibliography(Path(manifest.paper.citations.bibliography).expanduser())
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         for bench in group.benchmarks:
             if isinstance(bench.config, AccuracyBenchmarkConfig):
                 where, folder = f"benchmarks.{bench.id} (accuracy)", bench.config.include_path
@@ -194,7 +194,7 @@ def _check_student_has_weights(manifest: Manifest) -> None:
     model = manifest.model
     if model.checkpoint is not None or model.path is not None or model.teacher is not None:
         return
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         has_weights = False
         for run in group.runs:
             if run.train is not None and run.train.phase == "global" and not has_weights:
@@ -209,7 +209,7 @@ def _check_student_has_weights(manifest: Manifest) -> None:
 
 def _check_teacher_is_trained(manifest: Manifest) -> None:
     """Without a checkpoint, a run that trains the teacher comes before any that needs its weights."""
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         is_trained = False  # a group starts from models of its own
         for run in group.runs:
             phase = run.train

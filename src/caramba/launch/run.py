@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from caramba.config.later import refuse_unbuilt
 from caramba.config.manifest import Manifest
+from caramba.config.not_implemented import refuse_unbuilt
 from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import OmegaConf
 
 from caramba.config.lower import keeps_checks
-from caramba.config.plain import mapping_of
+from caramba.config.narrowing import mapping_of
 from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.compose import compose

@@ -120,8 +120,8 @@ def default_metric(manifest: Manifest) -> str:
     Raises:
         ConfigError: the runs measure neither.
     """
-    group = manifest.selected_groups()[-1]
-    prefix = f"{group.name}/" if len(manifest.selected_groups()) > 1 else ""
+    group = manifest.groups_to_run()[-1]
+    prefix = f"{group.name}/" if len(manifest.groups_to_run()) > 1 else ""
     if any(bench.config.type == "perplexity" for bench in group.benchmarks):
         return f"{prefix}perplexity.student.perplexity"
     phases = [run.id for run in group.runs if run.train is not None]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.config.attention_dims import aligned
+from caramba.config.attention_dims import align_width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.projection import angles_at, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
@@ -183,7 +183,7 @@ def attend_with_prefix(
 
 def _pad_to(x: Tensor, width: int) -> Tensor:
     """Pad x with zero features to `width`, rounded up to the alignment of fused backends."""
-    return F.pad(x, (0, aligned(width) - x.shape[-1]))
+    return F.pad(x, (0, align_width(width) - x.shape[-1]))
 
 
 def _row(one: Tensor, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from caramba.config.attention_dims import aligned
+from caramba.config.attention_dims import align_width
 from caramba.errors import KernelUnavailable
 
 WIDEST = 256
@@ -82,7 +82,7 @@ class VarlenKernel:
         Shape: q [B, H, T, Dqk], k [B, K, T, Dqk], v [B, K, T, Dv], starts as `Documents` has them -> [B, H, T, Dv].
         """
         (batch, n_heads, tokens, _), v_width = q.shape, v.shape[-1]
-        width = aligned(max(q.shape[-1], v_width))
+        width = align_width(max(q.shape[-1], v_width))
         groups = n_heads // k.shape[1]
         words: dict[str, Any] = {}
         if "scale" in self.takes:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba.cache import CustomLayerCache, LayerCache, new_layer_cache
-from caramba.config.blame import blame
 from caramba.config.kvcache import KVCacheKind
+from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.model.topology.base import applications
@@ -213,7 +213,7 @@ def _outputs(model: Model, parts: list[Tensor], ctx: Any = None) -> list[tuple[s
         raise
     except Exception as error:
         raise ConfigError(
-            f"a forward of {parts[0].shape[1]} tokens through a layer of your own failed: {blame(error)}"
+            f"a forward of {parts[0].shape[1]} tokens through a layer of your own failed: {user_traceback(error)}"
         ) from error
     finally:
         for hook in hooks:

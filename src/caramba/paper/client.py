@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from caramba.config.extras import need_library
+from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import WAY_ON, Ledger, Price

@@ -16,7 +16,7 @@ from caramba.artifacts.tables import number
 from caramba.artifacts.write import REPORT_FILE, TABLES_FILE
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
-from caramba.config.plain import is_mapping, is_sequence
+from caramba.config.narrowing import is_mapping, is_sequence
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs.files import sha256_of
 from caramba.runs.manifest import read_manifest
@@ -201,7 +201,7 @@ def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) 
     plain = manifest.model_dump(mode="json")
     chosen = next(
         (item for item in plain["groups"] if item["name"] == group),
-        manifest.selected_groups()[0].model_dump(mode="json"),
+        manifest.groups_to_run()[0].model_dump(mode="json"),
     )
     shown = {key: value for key, value in plain.items() if key not in _UNTOLD}
     shown |= {key: chosen[key] for key in ("data", "runs", "benchmarks")}

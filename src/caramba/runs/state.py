@@ -144,7 +144,7 @@ def select_retries(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]
     What fails under the name of a whole ladder, or of all controls, is that its model is not there, which no resume
     changes.
     """
-    benchmarks = [bench for group in manifest.selected_groups() for bench in group.benchmarks]
+    benchmarks = [bench for group in manifest.groups_to_run() for bench in group.benchmarks]
     return tuple(sorted(set(failed) - {bench.id for bench in benchmarks if isinstance(bench.config, STAGED)}))
 
 

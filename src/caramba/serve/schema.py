@@ -18,7 +18,7 @@ from pydantic import (
 
 from caramba.config.base import Config
 from caramba.config.generate import GenerateConfig
-from caramba.config.leaf import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.parse import MOST_ERRORS, error_lines
 from caramba.serve.failure import ApiError
 

@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from caramba.config.later import find_unbuilt, refuse_unbuilt
 from caramba.config.lower import lower_file
 from caramba.config.manifest import Manifest
 from caramba.config.node import NodeConfig
+from caramba.config.not_implemented import find_unbuilt, refuse_unbuilt
 from caramba.config.parse import parse_manifest
 from caramba.config.resolve import resolve
 from caramba.config.schema import json_schema, key_table
@@ -77,7 +77,7 @@ def test_groups_share_top_level_data_and_a_text_is_a_token_file():
         ("stdlib", None),
         ("tokens", "x.npy"),
     ]
-    assert [group.name for group in manifest.selected_groups()] == ["paper"]
+    assert [group.name for group in manifest.groups_to_run()] == ["paper"]
     with pytest.raises(
         ConfigError,
         match=r"group='papr' is not a group of this manifest; did you mean 'paper'\? groups: quick, paper",

@@ -138,7 +138,7 @@ def test_flat_files_are_refused_by_name(asked: dict[str, object], paths: dict[st
 
 
 def test_best_fit_without_masks_is_refused() -> None:
-    with pytest.raises(ValidationError, match="always keeps documents apart"):
+    with pytest.raises(ValidationError, match="always separates documents"):
         DataConfig.model_validate(
             {"type": "tokens", "path": "x", "packing": "best_fit", "document_mask": False}
         )

@@ -86,7 +86,7 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         (["group=paper"], r"write benchmark=paper"),
         (["data=tokens"], r"^data.path: required, and still '\?\?\?'.*\(conf/data/tokens.yaml:3\)"),
         (["model=tiny", "train=blockwise"], r"phase=blockwise needs model.teacher.*model=tiny_dba"),
-        (["train.phase=global"], r"train.phase is set beside train.phases"),
+        (["train.phase=global"], r"train.phase is set together with train.phases"),
         (
             ["model.teacher.manifest.embedder.vocab_size=99"],
             r"vocab_size=2048 differs from model.teacher.*=99",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context, LatentLayerKVCache
-from caramba.config.attention_cost import trains_in_parts
+from caramba.config.attention_cost import uses_split_keys
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import (
@@ -303,7 +303,7 @@ def test_what_autograd_keeps_of_two_parts_is_what_the_plan_says(
     in_parts = kept()
     with backend.without_kernels("decoupled_attention"):
         joined = kept()
-    assert in_parts == pytest.approx(cost.in_two_parts().activation_elements, rel=0.02)
+    assert in_parts == pytest.approx(cost.with_split_keys().activation_elements, rel=0.02)
     assert joined == pytest.approx(cost.activation_elements, rel=0.02)
     assert joined - in_parts == cost.spared_elements > 0
 
@@ -315,7 +315,7 @@ def test_the_plan_knows_which_layers_keep_two_parts(monkeypatch: pytest.MonkeyPa
     refused = ({"null_attn": True}, {"exact_first_tokens": 2}, {"dropout": 0.1}, {"local_window": 64})
     configs += [wide(**fields) for fields in refused]
     configs.append(AttentionLayerConfig(d_model=640, n_heads=2))
-    found = [trains_in_parts(config) for config in configs]
+    found = [uses_split_keys(config) for config in configs]
     assert found == [uses_split_keys_kernel(config, CPU, torch.bfloat16) for config in configs]
     assert 0 < sum(found) < len(found)
 

@@ -58,7 +58,7 @@ def test_groups_follow_the_formula_and_a_state_goes_on_bit_equal() -> None:
 def test_what_lion_cannot_use_is_refused() -> None:
     assert PhaseConfig(**PHASE, betas=(0.95, 0.98)).betas == (0.95, 0.98)
     with pytest.raises(
-        ValueError, match=r"lr=auto stands for AdamW's .* got optimizer=lion; give lr, 3 to 10 times"
+        ValueError, match=r"lr=auto uses AdamW's .* got optimizer=lion; give lr, 3 to 10 times"
     ):
         PhaseConfig(**{**PHASE, "lr": "auto"})
     with pytest.raises(

@@ -172,7 +172,7 @@ def test_a_saved_state_goes_on_bit_equal(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"optimizer": "sgd", "lr": "auto"}, "lr=auto stands for AdamW's published rates, got optimizer=sgd"),
+        ({"optimizer": "sgd", "lr": "auto"}, "lr=auto uses AdamW's published rates, got optimizer=sgd"),
         (
             {"optimizer": "adafactor", "lr": "auto"},
             "got optimizer=adafactor; give lr, the most that a weight may",

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from caramba.config.extras import need_library
+from caramba.config.optional_deps import need_library
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 from caramba.runs import events

@@ -131,7 +131,7 @@ class _Reach:
                 self.known[scale] = model_cost(scale_spec(self.spec, scale, self.block_size)).params
             except ValidationError as error:
                 raise ConfigError(
-                    f"fit: the model cannot be scaled to {scale.words}: {error.errors()[0]['msg']}"
+                    f"fit: the model cannot be scaled to {scale.label}: {error.errors()[0]['msg']}"
                 ) from None
         return self.known[scale]
 
@@ -176,9 +176,9 @@ class _Reach:
         head = f"fit.target_params={target:,} cannot be reached from {self.spec.name or self.spec.type}"
         kept = f"its vocabulary of {self.spec.embedder.vocab_size:,} and its width per head are kept"
         if target < smallest:
-            return f"{head}: the smallest is {format_count(smallest)} parameters ({low.words}), since {kept}"
+            return f"{head}: the smallest is {format_count(smallest)} parameters ({low.label}), since {kept}"
         if target > largest:
-            return f"{head}: the largest is {format_count(largest)} parameters ({high.words})"
+            return f"{head}: the largest is {format_count(largest)} parameters ({high.label})"
         near = min(self.known.values(), key=lambda count: abs(count - target))
         return (
             f"{head} within {TOLERANCE:.0%}: the nearest is {format_count(near)}; it ranges from "

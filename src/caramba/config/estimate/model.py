@@ -82,9 +82,9 @@ class ModelCost:
             default=0,
         )
 
-    def in_two_parts(self) -> ModelCost:
+    def with_split_keys(self) -> ModelCost:
         """Return the same where a kernel attends to keys in two parts, which keeps less of them for backward."""
-        return replace(self, topology=self.topology.in_two_parts())
+        return replace(self, topology=self.topology.with_split_keys())
 
     @property
     def kv_layers(self) -> tuple[Streams, ...]:
@@ -173,5 +173,5 @@ def _check_output(topology: Cost, embedded: Width) -> None:
         last = f"layers[{len(topology.children) - 1}]"
         message = f"feeds the head: expects width {embedded.d_model} out, the embedder's"
         raise WidthError(
-            message, topology.width_out.words, f"end it with width {embedded.d_model}", source=last
+            message, topology.width_out.label, f"end it with width {embedded.d_model}", source=last
         )

@@ -34,7 +34,7 @@ def peak_flops(device_name: str, arithmetic: Arithmetic) -> float | None:
     """
     if "MIG" in device_name:
         return None
-    for words, rates in _PEAKS:
-        if all(word in device_name for word in words):
+    for label, rates in _PEAKS:
+        if all(word in device_name for word in label):
             return rates[arithmetic] * 1e12 if arithmetic in rates else None
     return None

@@ -113,7 +113,7 @@ def plan(
     Raises:
         ConfigError: widths that do not fit, in the model or in its teacher.
     """
-    groups = manifest.selected_groups()
+    groups = manifest.groups_to_run()
     student = model_cost(manifest.model)
     teacher, source = None, None
     if manifest.model.teacher is not None:
@@ -223,7 +223,7 @@ def _stage(
     in_parts = keeps_parts(phase, manifest.device, manifest.kernels)
     if trained is not None and in_parts:
         in_parts = trained.topology.spared_elements > 0
-        trained = trained.in_two_parts()
+        trained = trained.with_split_keys()
     steps = run.steps or phase.steps
     if manifest.debug.max_steps is not None:
         steps = min(steps, manifest.debug.max_steps)

@@ -35,7 +35,7 @@ class Scale:
         return Fraction(self.to_d_model, self.d_model)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The scale as an error message names it."""
         depth = "" if self.repeat is None else f", repeat {self.repeat}"
         return f"d_model {self.to_d_model}{depth}" + ("" if self.d_ff is None else f", d_ff {self.d_ff}")

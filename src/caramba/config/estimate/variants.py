@@ -65,7 +65,7 @@ def check_variants(manifest: Manifest) -> None:
     Raises:
         ConfigError: naming the run whose variant the model does not allow, and the layer that ranks cannot share.
     """
-    for group in manifest.selected_groups():
+    for group in manifest.groups_to_run():
         for run in group.runs:
             if run.exp is not None:
                 try:

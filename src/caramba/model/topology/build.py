@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from caramba.config.blame import blame
-from caramba.config.leaf import LayerConfig
+from caramba.config.layer_base import LayerConfig
 from caramba.config.node import NodeConfig, is_own, types_kept
 from caramba.config.own_layer import is_own_layer
+from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 
 OWN = "own_config"  # the attribute by which a module of a person's own layer is known, whatever else is done to it
@@ -38,14 +38,18 @@ def build_node(config: NodeConfig) -> nn.Module:
     try:
         cls = getattr(_imported(config, module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        why = blame(error) if is_own(type(config)) and not isinstance(error, AttributeError) else error
+        why = (
+            user_traceback(error) if is_own(type(config)) and not isinstance(error, AttributeError) else error
+        )
         raise ConfigError(
             f"{config.type}: cannot find target {config.target!r} ({why}); expected 'package.module:Class'"
         ) from error
     except Exception as error:
         if not is_own(type(config)):
             raise
-        raise ConfigError(f"{config.type}: cannot import target {config.target!r}: {blame(error)}") from error
+        raise ConfigError(
+            f"{config.type}: cannot import target {config.target!r}: {user_traceback(error)}"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigError(f"{config.type}: target {config.target!r} is not a torch.nn.Module class; name one")
     if is_own_layer(config):
@@ -72,7 +76,8 @@ def _build_own(config: LayerConfig, cls: type[nn.Module]) -> nn.Module:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{where}: {cls.__name__}(config) failed: {blame(error)}; the constructor takes the schema object alone"
+            f"{where}: {cls.__name__}(config) failed: {user_traceback(error)}; "
+            "the constructor takes the schema object alone"
         ) from error
     try:
         inspect.signature(module.forward).bind(None, None)

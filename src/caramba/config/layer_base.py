@@ -24,7 +24,7 @@ Decoding = Literal["per_token", "cached", "refused"]
 class LayerConfig(NodeConfig):
     """A node without children; the torch module has exactly the tensors of `parameter_shapes`.
 
-    A person's own layer says by `decoding` how its model may be decoded token by token: `per_token` looks at no other
+    A custom layer declares by `decoding` how its model may be decoded token by token: `per_token` looks at no other
     token and needs no cache, `cached` keeps the streams of `cached_streams`, and a model with a `refused` layer decodes
     with no cache, and so not at all. The layers of caramba answer for themselves.
     """

@@ -1,4 +1,4 @@
-"""What an error in somebody's own code says, and the line of theirs that it came from."""
+"""The message of an error in user code, with the line of user code that raised it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def blame(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """Return `ZeroDivisionError: division by zero (my_pkg/layers.py:7)`, the innermost line that is the person's own.
 
     Of an error without such a line, the innermost one outside of caramba and of the import machinery.
@@ -29,6 +29,6 @@ def blame(error: BaseException) -> str:
 
 
 def shown(file: str | Path) -> str:
-    """Return a file's path as a message names it: relative to the current folder where it lies below it."""
+    """Return a file's path as a message names it: relative to the current folder if it is below it."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

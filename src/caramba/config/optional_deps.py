@@ -11,10 +11,10 @@ OLDEST_HARNESS = (0, 4, 13)
 
 
 def need_harness(where: str) -> None:
-    """Refuse when lm-evaluation-harness is not here, or is one that cannot be imported beside transformers 5.
+    """Refuse when lm-evaluation-harness is not here, or is one that cannot be imported with transformers 5.
 
     Raises:
-        ConfigError: naming the extra to install; `where` says what asks for it.
+        ConfigError: naming the extra to install; `where` names what needs it.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
@@ -23,7 +23,7 @@ def need_harness(where: str) -> None:
     found = tuple(int(part) for part in version("lm_eval").split(".")[:3] if part.isdigit())
     if found < OLDEST_HARNESS:
         raise ConfigError(
-            f"{where}: lm-evaluation-harness {version('lm_eval')} cannot be imported beside transformers 5; "
+            f"{where}: lm-evaluation-harness {version('lm_eval')} cannot be imported with transformers 5; "
             "pip install -U 'caramba[eval]'"
         )
 
@@ -32,7 +32,7 @@ def need_library(module: str, extra: str, where: str) -> None:
     """Refuse when an optional library is not here.
 
     Raises:
-        ConfigError: naming the extra to install; `where` says what asks for it.
+        ConfigError: naming the extra to install; `where` names what needs it.
     """
     if importlib.util.find_spec(module) is None:
         raise ConfigError(

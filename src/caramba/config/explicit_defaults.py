@@ -1,4 +1,4 @@
-"""Settling a lowered manifest: every setting that holds for several runs becomes explicit in each of them."""
+"""Explicit defaults of a lowered manifest: a setting for several runs is written into each of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from caramba.config.checkpointing import checkpointing_word
-from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
+from caramba.config.narrowing import is_list, is_mapping, list_of, mapping_of
 from caramba.config.source import Path
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError, bare, quote
@@ -19,10 +19,12 @@ BATCH_SIZE = PhaseConfig.model_fields["batch_size"].default
 LEAST_WINDOW = 256  # tokens of a fidelity check, whatever training reads
 
 
-def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]) -> None:
+def write_explicit_defaults(
+    manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]
+) -> None:
     """Make every setting that holds for more than one run explicit in each run, in place."""
     settings = mapping_of(manifest.get("settings"))
-    _settle_streams(manifest, settings)
+    _default_streams(manifest, settings)
     for index, group in enumerate(list_of(manifest.get("groups"))):
         if not is_mapping(group):
             continue
@@ -40,9 +42,11 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
         for number, run in enumerate(runs):
             if is_mapping(run) and is_mapping(run.get("train")):
                 later = [item["train"].get("phase") for item in runs[number + 1 :] if _trains(item)]
-                _settle_run(run, manifest, settings, later, ("groups", index, "runs", number), origins, given)
-        _settle_windows(runs)
-        _settle_controls(runs, mapping_of(manifest.get("debug")).get("max_steps"), given)
+                _default_run(
+                    run, manifest, settings, later, ("groups", index, "runs", number), origins, given
+                )
+        _default_windows(runs)
+        _default_controls(runs, mapping_of(manifest.get("debug")).get("max_steps"), given)
     if not has_teacher_weights(manifest):
         for group in list_of(manifest.get("groups")):
             for item in list_of(mapping_of(group).get("benchmarks")):
@@ -50,7 +54,7 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
                     item.setdefault("models", ["student"])
 
 
-def _settle_windows(runs: list[Any]) -> None:
+def _default_windows(runs: list[Any]) -> None:
     """Give fidelity checks without a `block_size` the longest window that a run trains on, 256 tokens or more."""
     trained = [run["train"].get("block_size") for run in runs if _trains(run)]
     longest = max((size for size in trained if isinstance(size, int)), default=0)
@@ -66,7 +70,7 @@ def _needs_window(check: Any) -> bool:
     return is_mapping(check) and check.get("type") == "fidelity" and check.get("block_size") is None
 
 
-def _settle_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:
+def _default_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:
     """Switch on the loggers that settings ask for; metrics.csv and events.jsonl need no switch."""
     asked = settings.get("instrument")
     words = [asked] if isinstance(asked, str) else list_of(asked)
@@ -81,7 +85,7 @@ def _settle_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:
 def _with_tokenizer(
     data: Mapping[str, Any], model: Mapping[str, Any], given: Collection[Path]
 ) -> dict[str, Any]:
-    """Return the data section with what tokenizer=auto is, and where that of the model lies.
+    """Return the data section with the value of tokenizer=auto, and the path of the model's.
 
     Raises:
         ConfigError: tokenizer=model with a size of its own, or where neither model nor teacher is a folder that has
@@ -120,7 +124,7 @@ def _trains(run: Any) -> bool:
     return is_mapping(run) and is_mapping(run.get("train"))
 
 
-def _settle_run(
+def _default_run(
     run: dict[str, Any],
     manifest: dict[str, Any],
     settings: dict[str, Any],
@@ -148,34 +152,34 @@ def _settle_run(
         if train.get(key) is None and settings.get(setting) is not None:
             train[key] = settings[setting]
             origins[(*here, "train", key)] = ("settings", setting)
-    _settle_checkpointing(run, mapping_of(manifest.get("parallel")), here, origins, given)
+    _default_checkpointing(run, mapping_of(manifest.get("parallel")), here, origins, given)
     if train.get("device") is None:
         train["device"] = manifest.get("device", "auto")
     if train.get("trains") is None and run.get("exp") is not None and train.get("control") is not True:
         train["trains"] = "variant"
     elif train.get("trains") is None:
-        train["trains"] = trained_model(train, later, manifest)
+        train["trains"] = infer_trained_model(train, later, manifest)
     _shorten(run, manifest, here, origins, given)
 
 
-def trained_model(train: Mapping[Any, Any], later: list[Any], manifest: Mapping[str, Any]) -> str:
+def infer_trained_model(train: Mapping[Any, Any], later: list[Any], manifest: Mapping[str, Any]) -> str:
     """Return `teacher` or `student`: the model that a phase trains when it names none, with the phases after it."""
     teaches = train.get("phase") == "pretrain" and any(phase in NEEDS_TEACHER for phase in later)
     trains_teacher = train.get("control") is True or (teaches and _has_teacher(manifest))
     return "teacher" if trains_teacher else "student"
 
 
-def _settle_checkpointing(
+def _default_checkpointing(
     run: dict[str, Any],
     parallel: Mapping[str, Any],
     here: Path,
     origins: dict[Path, Path],
     given: Collection[Path],
 ) -> None:
-    """Give a phase `parallel.activation_checkpointing`: typed, it replaces what a preset says, else it fills in.
+    """Give a phase `parallel.activation_checkpointing`: typed, it replaces a preset's value, else it fills in.
 
     Raises:
-        ConfigError: it was typed beside another value of the phase.
+        ConfigError: it was typed together with another value of the phase.
     """
     key, train = "activation_checkpointing", run["train"]
     asked, own = checkpointing_word(parallel.get(key)), checkpointing_word(train.get(key))
@@ -194,7 +198,7 @@ def _settle_checkpointing(
         origins[(*here, "train", key)] = ("parallel", key)
 
 
-def _settle_controls(runs: list[Any], most: Any, given: Collection[Path]) -> None:
+def _default_controls(runs: list[Any], most: Any, given: Collection[Path]) -> None:
     """Give each control as many steps as it takes to see what the student's phases see.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Settings that the schema knows and no code honours yet: refused before a run, noted by a plan, never ignored."""
+"""Settings of the schema that are not implemented: refused before a run, noted by a plan, never ignored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic_core import PydanticUndefined
 from caramba.config.base import Later
 from caramba.config.benchmark import PendingBenchmarkConfig
 from caramba.config.manifest import Manifest
-from caramba.config.plain import is_sequence, list_of
-from caramba.config.source import Path, Source, placed, retrace, show_path
+from caramba.config.narrowing import is_sequence, list_of
+from caramba.config.source import Path, Source, format_place, retrace, show_path
 from caramba.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Unbuilt:
-    """A setting whose behaviour is not built: where it is, its value, and the work that brings it."""
+class NotImplementedKey:
+    """A setting that is not implemented: its path, its value, and the work that will implement it."""
 
     path: Path
     value: Any
@@ -29,7 +29,7 @@ class Unbuilt:
         return f"{show_path(self.path)}={_text(self.value)} is not built yet: it comes with {self.comes_with}"
 
 
-def find_unbuilt(value: Any, path: Path = ()) -> Iterator[Unbuilt]:
+def find_unbuilt(value: Any, path: Path = ()) -> Iterator[NotImplementedKey]:
     """Walk a schema object and yield every setting marked `Later` that is in use."""
     if is_sequence(value):
         for index, item in enumerate(value):
@@ -37,12 +37,12 @@ def find_unbuilt(value: Any, path: Path = ()) -> Iterator[Unbuilt]:
     if not isinstance(value, BaseModel):
         return
     if isinstance(value, PendingBenchmarkConfig):
-        yield Unbuilt((*path, "type"), value.type, "the benchmark work")
+        yield NotImplementedKey((*path, "type"), value.type, "the benchmark work")
     for name, field in type(value).model_fields.items():
         item = getattr(value, name)
         for mark in field.metadata:
             if isinstance(mark, Later) and _refused(mark, item, field.get_default(call_default_factory=True)):
-                yield Unbuilt((*path, name), item, mark.comes_with)
+                yield NotImplementedKey((*path, name), item, mark.comes_with)
         yield from find_unbuilt(item, (*path, name))
 
 
@@ -57,7 +57,8 @@ def refuse_unbuilt(
     lines: list[str] = []
     for item in find_unbuilt(manifest):
         path = retrace(item.path, origins or {})
-        line = f"{Unbuilt(path, item.value, item.comes_with)}; remove it or choose another value{placed(path, source)}"
+        where = format_place(path, source)
+        line = f"{NotImplementedKey(path, item.value, item.comes_with)}; remove it or choose another value{where}"
         if line not in lines:
             lines.append(line)
     if lines:
