@@ -20,7 +20,7 @@ from caramba.cli import main
 from caramba.data import ByteTokenizer, load_tokenizer
 from caramba.errors import EngineClosed
 from caramba.export.write import export_model
-from caramba.infer import LoadedModel, generate
+from caramba.infer import ModelBundle, generate
 from caramba.infer.dialogue import Dialogue
 from caramba.model import Model
 from caramba.serve import schema, server
@@ -52,7 +52,7 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("served") / "bytes"
-    opened = LoadedModel(model, path, {}, tokenizer=ByteTokenizer(), context=CONTEXT)
+    opened = ModelBundle(model, path, {}, tokenizer=ByteTokenizer(), context=CONTEXT)
     export_model(opened, path, format="hf", role="student")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path

@@ -18,7 +18,7 @@ from caramba.errors import ConfigError
 from caramba.evaluation.accuracy import log_power
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
-from caramba.infer.load_model import LoadedModel, load_model, need_tokenizer
+from caramba.infer.load_model import ModelBundle, load_model, need_tokenizer
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device
 
@@ -129,7 +129,7 @@ def _harness_items(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _write(
-    opened: LoadedModel, words: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
+    opened: ModelBundle, words: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
 ) -> None:
     file = Path(words.out).expanduser() if words.out is not None else None
     if file is None and opened.run_dir is not None:
@@ -180,7 +180,7 @@ def _natural(text: str) -> int:
     return 0 if text == "0" else _positive(text)
 
 
-def _record(opened: LoadedModel, words: argparse.Namespace) -> dict[str, Any]:
+def _record(opened: ModelBundle, words: argparse.Namespace) -> dict[str, Any]:
     return {
         "which": words.which,
         "checkpoint": str(opened.path),

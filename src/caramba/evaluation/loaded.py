@@ -17,9 +17,9 @@ from caramba.evaluation.harness import run_harness, task_manager
 from caramba.evaluation.local_tasks import open_tasks, score_task
 from caramba.evaluation.perplexity import predicted_bytes, summarise
 from caramba.infer.arguments import DTYPES, end_marks
+from caramba.infer.eval_text import EvalText, corpus_of, held_out_of
 from caramba.infer.generator import Generated, Generator
-from caramba.infer.held_out import HeldOut, corpus_of, held_out_of
-from caramba.infer.opened import OpenedModel, Role, need_tokenizer, open_model
+from caramba.infer.load_model import ModelBundle, Role, load_model, need_tokenizer
 from caramba.metrics import windowed_nll
 from caramba.model import Model
 from caramba.runtime import choose_device
@@ -34,7 +34,7 @@ class LoadedModel:
     `model` is a torch module: tokens [B, T] int64 to logits [B, T, V]. `opened` has its origin.
     """
 
-    opened: OpenedModel
+    opened: ModelBundle
 
     @property
     def model(self) -> Model:
@@ -170,7 +170,7 @@ class LoadedModel:
             dataset, token_bytes = open_windows(corpus, "val", length), corpus.token_bytes
         else:
             entries = self.model.spec.embedder.vocab_size
-            held = HeldOut.of_file(os.fspath(text), known, entries, key="evaluate: text")
+            held = EvalText.of_file(os.fspath(text), known, entries, key="evaluate: text")
             assert held.tokens is not None
             dataset = TokenDataset(np.asarray(held.tokens), length)
             token_bytes = None if known is None else known.token_bytes
@@ -216,7 +216,7 @@ def load(
             raise ConfigError(
                 f"load: {name}={quote(value)}; expected one of {', '.join(str(item) for item in known if item)}"
             )
-    opened = open_model(os.fspath(source), role=which, device=choose_device(device), tokenizer=tokenizer)
+    opened = load_model(os.fspath(source), role=which, device=choose_device(device), tokenizer=tokenizer)
     if dtype is not None:
         opened.model.to(DTYPES[dtype])
     return LoadedModel(opened)

@@ -22,7 +22,7 @@ from caramba.export.llama import llama_config, llama_tensors, why_not_llama
 from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
 from caramba.export.tokenizer import write_tokenizer
-from caramba.infer.load_model import LoadedModel
+from caramba.infer.load_model import ModelBundle
 from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
 
@@ -88,7 +88,7 @@ def check_out(folder: Path, *, force: bool) -> None:
 
 
 def export_model(
-    opened: LoadedModel,
+    opened: ModelBundle,
     folder: Path,
     *,
     format: str,
@@ -124,7 +124,7 @@ def export_model(
     return Exported(folder, files, architecture, tuple(notes))
 
 
-def _write_hf(opened: LoadedModel, part: Path, role: str, dtype: torch.dtype | None) -> tuple[str, list[str]]:
+def _write_hf(opened: ModelBundle, part: Path, role: str, dtype: torch.dtype | None) -> tuple[str, list[str]]:
     model = opened.model
     reason = why_not_llama(model.spec)
     eos_id = opened.tokenizer.eos_id if opened.tokenizer is not None else None
@@ -151,7 +151,7 @@ def _write_hf(opened: LoadedModel, part: Path, role: str, dtype: torch.dtype | N
     return config["architectures"][0], notes
 
 
-def _write_companions(opened: LoadedModel, part: Path, config: dict[str, Any], notes: list[str]) -> None:
+def _write_companions(opened: ModelBundle, part: Path, config: dict[str, Any], notes: list[str]) -> None:
     source = opened.path if is_hf_folder(opened.path) else None
     if source is not None:
         for name in _COMPANIONS:
@@ -170,7 +170,7 @@ def _write_companions(opened: LoadedModel, part: Path, config: dict[str, Any], n
 
 
 def _write_own(
-    opened: LoadedModel, part: Path, format: str, role: str, dtype: torch.dtype | None
+    opened: ModelBundle, part: Path, format: str, role: str, dtype: torch.dtype | None
 ) -> tuple[str, list[str]]:
     spec = spec_of(opened.model.spec)
     metadata = {

@@ -4,7 +4,7 @@ from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.decode import decode_step, greedy, prefill
 from caramba.infer.eval_text import EvalText
 from caramba.infer.generator import Generated, GenerateStats, Generator, generate
-from caramba.infer.load_model import LoadedModel, load_model
+from caramba.infer.load_model import ModelBundle, load_model
 from caramba.infer.policy import CacheDecision
 from caramba.infer.scoring import Scored, greedy_until, score_continuations
 from caramba.infer.speculative import SpeculativeGenerator
@@ -16,7 +16,7 @@ __all__ = [
     "GenerateStats",
     "Generated",
     "Generator",
-    "LoadedModel",
+    "ModelBundle",
     "Scored",
     "SpeculativeConfig",
     "SpeculativeGenerator",

@@ -23,7 +23,7 @@ from caramba.errors import ConfigError
 from caramba.infer.dialogue import read_template
 from caramba.infer.eval_text import held_out_of
 from caramba.infer.generator import Generator
-from caramba.infer.load_model import LoadedModel, load_model, need_tokenizer
+from caramba.infer.load_model import ModelBundle, load_model, need_tokenizer
 from caramba.infer.quantised import LAST_BITS, add_weights, calibration_config, quantise_opened
 from caramba.infer.shared import refuse_ranks, share_layers
 from caramba.infer.speculative import SpeculativeGenerator
@@ -147,7 +147,7 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
 
 def open_generator(
     words: argparse.Namespace, config: GenerateConfig, mesh: DeviceMesh | None = None
-) -> tuple[LoadedModel, Generator]:
+) -> tuple[ModelBundle, Generator]:
     """Open the model and its tokenizer, and a generator that keeps within the model's context.
 
     The ranks of a mesh share the model's layers.
@@ -175,7 +175,7 @@ def open_generator(
     return opened, SpeculativeGenerator(opened.model, tokenizer, draft=draft, **values)
 
 
-def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> tuple[LoadedModel, Tokenizer]:
+def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> tuple[ModelBundle, Tokenizer]:
     """Load the model that the arguments name, in their dtype and weight format, and its tokenizer.
 
     Raises:
@@ -198,12 +198,12 @@ def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> 
     return opened, tokenizer
 
 
-def end_marks(opened: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+def end_marks(opened: ModelBundle, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a text: the tokenizer's end mark, and those that the model's folder states."""
     return (tokenizer.eos_id, *_stated_ends(opened))
 
 
-def chat_template(opened: LoadedModel, words: argparse.Namespace) -> str | None:
+def chat_template(opened: ModelBundle, words: argparse.Namespace) -> str | None:
     """Return the chat template of the tokenizer's folder; None without one, and with --plain.
 
     Raises:
@@ -219,7 +219,7 @@ def _given(words: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]
     return {key: getattr(words, key) for key in keys if getattr(words, key) is not None}
 
 
-def _open_draft(words: argparse.Namespace, target: LoadedModel) -> Model:
+def _open_draft(words: argparse.Namespace, target: ModelBundle) -> Model:
     """Open the draft model.
 
     Raises:
@@ -235,7 +235,7 @@ def _open_draft(words: argparse.Namespace, target: LoadedModel) -> Model:
     return opened.model if words.dtype is None else opened.model.to(DTYPES[words.dtype])
 
 
-def _stated_ends(opened: LoadedModel) -> tuple[int, ...]:
+def _stated_ends(opened: ModelBundle) -> tuple[int, ...]:
     """Return the end marks of a folder's generation_config.json: chat models end a turn with a mark of their own."""
     file = opened.path / "generation_config.json"
     if not opened.path.is_dir() or not file.is_file():

@@ -11,7 +11,7 @@ import numpy as np
 from caramba.data import Corpus, Tokenizer, open_benchmark_text, open_corpus
 from caramba.data.stream import Tokens
 from caramba.errors import ConfigError, DataError
-from caramba.infer.load_model import LoadedModel
+from caramba.infer.load_model import ModelBundle
 
 HASHED_TOKENS = 1_000_000
 TOKEN_FILES = (".npy", ".tokens")
@@ -57,13 +57,13 @@ class EvalText:
         return cls(str(path), tokens, _hash(tokens))
 
 
-def held_out_of(opened: LoadedModel) -> EvalText:
+def held_out_of(opened: ModelBundle) -> EvalText:
     """Return the held-out split of the data that a run's model was trained on, or why there is none."""
     corpus = corpus_of(opened, "cache_quality_text")
     return EvalText(corpus) if isinstance(corpus, str) else EvalText.of_corpus(corpus)
 
 
-def corpus_of(opened: LoadedModel, key: str) -> Corpus | str:
+def corpus_of(opened: ModelBundle, key: str) -> Corpus | str:
     """Return the data that a run's model was trained on, or why there is none; `key` could name some.
 
     Raises:

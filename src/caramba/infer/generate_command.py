@@ -19,7 +19,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, GenerateStats, Generator
-from caramba.infer.load_model import LoadedModel
+from caramba.infer.load_model import ModelBundle
 from caramba.infer.policy import COLUMNS
 from caramba.infer.shared import joined_ranks
 from caramba.infer.speculative import SpeculativeGenerator
@@ -176,7 +176,7 @@ def _prompts(words: argparse.Namespace) -> list[str]:
 
 
 def _record(
-    opened: LoadedModel,
+    opened: ModelBundle,
     generator: Generator,
     prompts: list[str],
     rows: list[Generated],

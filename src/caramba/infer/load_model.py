@@ -28,7 +28,7 @@ Role = Literal["teacher", "student"]
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class ModelBundle:
     """A trained model in eval mode and where it came from.
 
     Of a file or folder of weights there is no run; `context` is then the longest sequence that its config.json or
@@ -62,7 +62,7 @@ def load_model(
     device: torch.device | str = "cpu",
     with_tokenizer: bool = True,
     tokenizer: str | None = None,
-) -> LoadedModel:
+) -> ModelBundle:
     """Load a model from a run (directory, name or `latest`), weights file, export or Hugging Face folder.
 
     The device's kernels are attached unless its run asked for the reference.
@@ -90,7 +90,7 @@ def load_model(
     return dataclasses.replace(opened, tokenizer=chosen)
 
 
-def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: bool) -> LoadedModel:
+def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: bool) -> ModelBundle:
     if not text:
         resolve_run(text)  # refuses it: an empty path is the folder that this is called in
     path = Path(text).expanduser()
@@ -115,12 +115,12 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
         return dataclasses.replace(opened, run_dir=run_dir, manifest=manifest)
     if not with_tokenizer:
         model, labels = load_pretrained(weights, device=device, where="RUN")
-        return LoadedModel(model, weights, labels, run_dir, manifest)
+        return ModelBundle(model, weights, labels, run_dir, manifest)
     tokenizer = open_corpus(group.data).tokenizer
     model, labels = load_pretrained(
         weights, device=device, where="RUN", tokenizer_hash=tokenizer.hash if tokenizer is not None else ""
     )
-    return LoadedModel(model, weights, labels, run_dir, manifest, tokenizer)
+    return ModelBundle(model, weights, labels, run_dir, manifest, tokenizer)
 
 
 def _read(run_dir: Path) -> Manifest:
@@ -155,17 +155,17 @@ def _holds_model(folder: Path) -> bool:
     return is_hf_folder(folder) or is_dcp(folder) or any((folder / name).is_file() for name in EXPORTED)
 
 
-def _open_weights(place: Path, device: torch.device | str, with_tokenizer: bool) -> LoadedModel:
+def _open_weights(place: Path, device: torch.device | str, with_tokenizer: bool) -> ModelBundle:
     model, labels = load_pretrained(place, device=device, where="RUN")
     if not is_hf_folder(place):
         stated = read_model_metadata(place).get("max_positions")  # of an export
-        return LoadedModel(model, place, labels, context=None if stated is None else int(stated))
+        return ModelBundle(model, place, labels, context=None if stated is None else int(stated))
     tokenizer = load_tokenizer(place) if with_tokenizer and (place / "tokenizer.json").is_file() else None
     context = read_hf_config(place).get("max_position_embeddings")
-    return LoadedModel(model, place, labels, tokenizer=tokenizer, context=context)
+    return ModelBundle(model, place, labels, tokenizer=tokenizer, context=context)
 
 
-def need_tokenizer(opened: LoadedModel, what: str) -> Tokenizer:
+def need_tokenizer(opened: ModelBundle, what: str) -> Tokenizer:
     """Return the tokenizer.
 
     Raises:

@@ -15,7 +15,7 @@ from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.data.stream import Tokens
 from caramba.errors import ConfigError
 from caramba.infer.eval_text import EvalText, corpus_of
-from caramba.infer.load_model import LoadedModel
+from caramba.infer.load_model import ModelBundle
 from caramba.lower.quantize import QuantisedWeights, observe_ranges, quantise_weights
 from caramba.lower.quantize.weights import linear_layers
 
@@ -63,7 +63,7 @@ def calibration_config(words: argparse.Namespace) -> CalibrationConfig:
         raise ConfigError(f"--weights-calibration: {error}") from None
 
 
-def quantise_opened(opened: LoadedModel, words: argparse.Namespace) -> QuantisedWeights | None:
+def quantise_opened(opened: ModelBundle, words: argparse.Namespace) -> QuantisedWeights | None:
     """Quantise the weights of an opened model as the words ask for; None where they do not.
 
     Raises:
@@ -82,7 +82,7 @@ def quantise_opened(opened: LoadedModel, words: argparse.Namespace) -> Quantised
     return quantise_weights(opened.model, form, with_head=words.weights_head, ranges=ranges)
 
 
-def training_text(opened: LoadedModel, named: str | None) -> Tokens:
+def training_text(opened: ModelBundle, named: str | None) -> Tokens:
     """Return the tokens of a named text, else those that the run trained on: its held-out ones judge, they do not fit.
 
     Raises:

@@ -14,7 +14,7 @@ from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.arguments import ModelArguments, chat_template, end_marks, open_for_text
 from caramba.infer.engine import Engine
-from caramba.infer.load_model import LoadedModel
+from caramba.infer.load_model import ModelBundle
 from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
 from caramba.infer.quantised import calibration_config
 from caramba.runtime import is_out_of_memory
@@ -90,7 +90,7 @@ def serve(argv: list[str]) -> int:
     return 0
 
 
-def _engine(opened: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
+def _engine(opened: ModelBundle, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
     try:
         return Engine(opened.model, config, tokenizer=tokenizer, eos_token_id=end_marks(opened, tokenizer))
     except (RuntimeError, MemoryError) as error:
@@ -117,7 +117,7 @@ def _announce(service: Service, name: tuple[Any, ...], *, has_key: bool) -> None
         logger.warning(f"--prompts-ahead {service.engine.config.n_ahead} was not followed: {stats.not_ahead}")
 
 
-def model_name(opened: LoadedModel) -> str:
+def model_name(opened: ModelBundle) -> str:
     """Return the model's name for clients: of a run its name and time, of a folder or file its own."""
     if opened.run_dir is not None:
         folder = opened.run_dir.resolve()
