@@ -24,9 +24,10 @@ def matching(section: str, text: str) -> list[str]:
 
 
 def expression(pattern: str) -> str:
-    """Return a pattern as a regular expression: a name is any text that is not empty, {KIND} may be."""
+    """Return a pattern as a regular expression; only {CONDITIONS} may contain `@`, and only {KIND} may be empty."""
     parts = NAME.split(pattern)
-    names = ["(.*)" if name == "{KIND}" else "(.+)" for name in NAME.findall(pattern)]
+    kinds = {"{KIND}": "([^@]*)", "{CONDITIONS}": "(.+)"}
+    names = [kinds.get(name, "([^@]+)") for name in NAME.findall(pattern)]
     return "".join(re.escape(part) + name for part, name in zip(parts, [*names, ""], strict=True))
 
 

@@ -5,73 +5,69 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from markdown_cells import cell, code, heading, table
 
-import caramba.ops
+from caramba.ops import registry
 
-BACKENDS = ("triton", "cuda", "metal")
-SCHEMA_NAME = re.compile(r'"caramba::(\w+)"')
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+BACKENDS = ("triton", "metal")
 
 
-def op_modules() -> dict[str, ModuleType]:
-    """Return the modules under `caramba.ops` that define an op."""
-    functions = [getattr(caramba.ops, name) for name in caramba.ops.__all__]
-    modules = {inspect.getmodule(item) for item in functions if inspect.isfunction(item)}
-    found = {
-        module.__name__.rpartition(".")[2]: module for module in modules if module and schemas_of(module)
-    }
+def ops_by_module() -> dict[str, list[str]]:
+    """Return {module: its ops}, both in order."""
+    registry.all_ops()  # imports every module
+    found: dict[str, list[str]] = {}
+    for name, op in sorted(registry._ops.items()):
+        found.setdefault(op.module, []).append(name)
     return dict(sorted(found.items()))
 
 
-def schemas_of(module: ModuleType) -> list[str]:
-    """Return the ops that a module defines, as `torch.ops.caramba` shows them."""
-    names = dict.fromkeys(SCHEMA_NAME.findall(inspect.getsource(module)))
-    known = {
-        name.partition("::")[2]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("caramba::")
-    }
-    return [str(getattr(torch.ops.caramba, name).default._schema) for name in names if name in known]
+def schema_of(name: str) -> str:
+    """Return the schema of an op as `torch.ops.caramba` has it."""
+    return str(getattr(torch.ops.caramba, name).default._schema)
 
 
 def public_functions(module: ModuleType) -> dict[str, str]:
-    """Return {signature: summary} of the functions of a module that `caramba.ops` exports."""
+    """Return {call: summary} of the public functions of a module, without its references."""
     found = {}
-    for name in caramba.ops.__all__:
-        item = getattr(caramba.ops, name)
-        if inspect.isfunction(item) and item.__module__ == module.__name__:
+    for name, item in inspect.getmembers(module, inspect.isfunction):
+        if item.__module__ == module.__name__ and not name.startswith(("_", "reference_")):
             summary = (inspect.getdoc(item) or "").partition("\n")[0].rstrip(":.")
             found[f"{name}({', '.join(inspect.signature(item).parameters)})"] = summary
     return found
 
 
+def kernels_of(module: str, ops: list[str]) -> list[str]:
+    """Return the backends that have a launcher for one of the ops, on any machine."""
+    stem = module.rpartition(".")[2]
+    return [backend for backend in BACKENDS if any(_has_launcher(backend, op, stem) for op in ops)]
+
+
 def page() -> str:
     """Return the page of ops."""
-    launchers = {name: _launchers(name) for name in BACKENDS}
     lines = [
         "# Ops",
         "",
         "Every op has a reference in PyTorch. `caramba doctor` shows which implementation runs on a machine.",
         "",
     ]
-    for name, module in op_modules().items():
-        schemas = schemas_of(module)
-        ops = {schema.partition("::")[2].partition("(")[0] for schema in schemas}
-        kernels = [backend for backend, found in launchers.items() if ops & found]
+    for name, ops in ops_by_module().items():
+        module = importlib.import_module(name)
+        stem = name.rpartition(".")[2]
+        kernels = kernels_of(name, ops)
         rows = [[code(call), cell(text)] for call, text in public_functions(module).items()]
-        lines += [*heading(name, name), *table(["function", "meaning"], rows)]
+        lines += [*heading(stem, stem), *table(["function", "meaning"], rows)]
         lines += [f"Kernels: {', '.join(kernels) if kernels else 'none; the reference runs'}.", ""]
-        lines += ["```text", *schemas, "```", ""]
+        lines += ["```text", *map(schema_of, ops), "```", ""]
     return "\n".join(lines)
 
 
-def _launchers(backend: str) -> set[str]:
-    """Return the ops that a backend has a launcher for, on any machine."""
-    try:
-        package = importlib.import_module(f"caramba.kernels.{backend}")
-    except ImportError:
-        return set()
-    return set(getattr(package, "LAUNCHERS", {}))
+def _has_launcher(backend: str, op: str, stem: str) -> bool:
+    files = (KERNELS / backend / f"{name}.py" for name in (op, stem))
+    return any(
+        file.is_file() and re.search(rf"^def {op}\(", file.read_text(), re.MULTILINE) for file in files
+    )

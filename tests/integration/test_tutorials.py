@@ -5,6 +5,7 @@ The notes in comments of a page, listed in page_blocks.py, make short variants o
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -119,6 +120,33 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 def test_quickstart_leaves_a_report(quickstart: Path) -> None:
     (report,) = quickstart.glob("runs/*/*/artifacts/report.html")
     assert "<html" in report.read_text()
+
+
+def test_reference_lists_what_a_run_writes(quickstart: Path) -> None:
+    """Every file, column and metric of the quickstart's run has exactly one row in the reference."""
+    (run,) = (file.parent for file in quickstart.glob("runs/*/*/manifest.json"))
+    names = {
+        "run": [
+            str(file.relative_to(run))
+            for file in run.rglob("*")
+            if file.is_file() and "artifacts" not in file.parts
+        ],
+        "artifacts": [file.name for file in (run / "artifacts").iterdir()],
+        "columns": (run / "metrics.csv").read_text().splitlines()[0].split(","),
+        "metrics": list(json.loads((run / "artifacts/report.json").read_text())["metrics"]),
+    }
+    code = "import catalogue, json, sys; names = json.load(sys.stdin); print(json.dumps("
+    code += "[name for part in names for name in names[part] if len(catalogue.matching(part, name)) != 1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "scripts/docs",
+        input=json.dumps(names),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sum(map(len, names.values())) > 80
+    assert json.loads(done.stdout) == []
 
 
 @pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
