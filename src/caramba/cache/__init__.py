@@ -12,6 +12,7 @@ from caramba.cache.layer import (
     LayerKVCache,
     new_layer_cache,
 )
+from caramba.cache.memory_bank import MemoryLayerKVCache
 from caramba.cache.ragged_context import RaggedContext
 from caramba.cache.slot_context import SlotContext
 from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
@@ -30,6 +31,7 @@ __all__ = [
     "LatentLayerKVCache",
     "LayerCache",
     "LayerKVCache",
+    "MemoryLayerKVCache",
     "RaggedContext",
     "SlotContext",
     "new_layer_cache",

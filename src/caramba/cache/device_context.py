@@ -152,7 +152,7 @@ def refusal(ctx: Context, *, is_packed: bool = False) -> str | None:
         return "the model has no cache"
     for cache in ctx.caches:
         if cache.is_for_host:
-            return "a layer of your own reads its cache from the host"
+            return "a layer reads its cache from the host"
         if is_packed and cache.is_rotated:
             return "the cache is Hadamard-rotated"
         kinds = {tensor.config.kind for tensor in cache.tensors.values()}

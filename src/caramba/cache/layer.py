@@ -24,6 +24,8 @@ class LayerCache:
 
     names: ClassVar[tuple[str, ...]] = ()
     keeps_first_tokens: ClassVar[bool] = False
+    cuts_anywhere: ClassVar[bool] = True
+    """Whether a prefix of its content is the content after that prefix."""
     is_for_host: ClassVar[bool] = False
     """Whether its layer reads and writes it by itself, so that no step on the device can."""
 

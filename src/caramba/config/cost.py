@@ -115,6 +115,7 @@ class Cost:
         kv: cached streams (name, heads, width per head), one entry per attention application, same order.
         kv_first: tokens and streams of which only a sequence's first tokens are cached, of the applications that
             keep any; a constant per sequence, not part of any figure per token.
+        state_bytes: bytes of a sequence besides its tokens, whatever its length: memory slots.
         copied_params: elements of a leaf that surgery takes from the teacher as they are.
         activation_elements: elements kept per token for the backward pass, summed over what autograd saves:
             each matrix product and norm keeps its input (one tensor where several read the same one), a norm
@@ -138,6 +139,7 @@ class Cost:
     attention: tuple[AttentionWork, ...] = ()
     kv: tuple[Streams, ...] = ()
     kv_first: tuple[tuple[int, Streams], ...] = ()
+    state_bytes: int = 0
     activation_elements: int = 0
     spared_elements: int = 0
     copied_params: int = 0
@@ -177,12 +179,12 @@ class Cost:
         return tokens * self.kv_bytes_per_token(kind) + self.first_bytes(kind, tokens)
 
     def first_bytes(self, kind: KVCacheKind, tokens: int | None = None) -> int:
-        """Bytes that a sequence's first tokens take at full precision, besides the bytes of every token.
+        """Constant bytes of a sequence besides those of every token: first tokens at full precision, memory slots.
 
         They have the cache's own type, bfloat16 with a quantised one. `tokens` is the sequence's length.
         """
         size = EXACT_BYTES.get(kind, EXACT_BYTES[KVCacheKind.BF16])
-        return sum(
+        return self.state_bytes + sum(
             min(n, n if tokens is None else tokens) * sum(heads * width for _, heads, width in streams) * size
             for n, streams in self.kv_first
         )
@@ -289,6 +291,7 @@ def container_cost(
         attention=tuple(work for child in children for work in child.attention) * repeat,
         kv=tuple(streams for child in children for streams in child.kv) * repeat,
         kv_first=tuple(first for child in children for first in child.kv_first) * repeat,
+        state_bytes=sum(child.state_bytes for child in children) * repeat,
         activation_elements=sum(child.activation_elements for child in children) * repeat,
         spared_elements=sum(child.spared_elements for child in children) * repeat,
         children=children,

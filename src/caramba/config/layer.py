@@ -10,6 +10,7 @@ from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
 from caramba.config.layer_base import Dimension, LayerConfig, Positive, Probability, Shapes
+from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.rope import RopeScalingConfig
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LayerConfig",
     "LayerNormLayerConfig",
     "LinearLayerConfig",
+    "MemoryBankLayerConfig",
     "Positive",
     "Probability",
     "RMSNormLayerConfig",

@@ -7,6 +7,7 @@ from typing import Any
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionMode
 from caramba.config.manifest import GroupConfig
+from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelConfig, SurgeryConfig
 from caramba.config.topology import NestedTopologyConfig, TopologyConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
@@ -85,6 +86,12 @@ def check_pair(teacher: AttentionLayerConfig, student: AttentionLayerConfig, sur
     """
     if surgery.method == "random":
         return
+    for config, role in ((teacher, "teacher"), (student, "student")):
+        if isinstance(config, MemoryBankLayerConfig):
+            raise ConfigError(
+                f"surgery.method={surgery.method} knows no memory slots, got a MemoryBankLayer as {role}; use "
+                "method: random, or an AttentionLayer"
+            )
     where = f"surgery.method={surgery.method}"
     if teacher.mode is AttentionMode.DECOUPLED:
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.layer import AttentionDims, DropoutLayerConfig, SwiGLULayerConfig
+from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelSpec
 from caramba.config.node import NodeConfig, is_own
 from caramba.config.topology import TopologyConfig
@@ -37,6 +38,10 @@ def check_layer(layer: NodeConfig, n_ranks: int, *, split_sequence: bool) -> Non
     if is_own(type(layer)):
         raise ConfigError(
             f"tensor parallel: there is no plan for a {layer.type}, a layer of your own; use parallel=ddp or fsdp2"
+        )
+    if isinstance(layer, MemoryBankLayerConfig):
+        raise ConfigError(
+            "tensor parallel: there is no plan for a MemoryBankLayer; use parallel=ddp or fsdp2"
         )
     if isinstance(layer, AttentionLayerConfig):
         dims_of_rank(layer.dims(), n_ranks, layer.is_latent)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from caramba.config.cache_policy import CacheKeys, q_chunk_for
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.memory_bank import MemoryBankLayer
 from caramba.model import Model
 
 
@@ -27,6 +28,11 @@ def planned(model: Model, config: CacheKeys, n_tokens: int) -> Iterator[dict[str
     if window is not None and any(layer.dims.first_tokens for layer, _, _ in scores):
         raise ConfigError(
             f"decode_local_window={window}: this model has exact_first_tokens, which a window would hide; leave it out"
+        )
+    if window is not None and any(isinstance(layer, MemoryBankLayer) for layer, _, _ in scores):
+        raise ConfigError(
+            f"decode_local_window={window}: this model has memory slots, which are written for local_window; leave it "
+            "out"
         )
     try:
         for layer, q_chunk, own in scores:

@@ -8,6 +8,7 @@ from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
 from caramba.layer.layer_norm import LayerNormLayer
 from caramba.layer.linear import LinearLayer
+from caramba.layer.memory_bank import MemoryBankLayer
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
@@ -25,6 +26,7 @@ __all__ = [
     "LatentProjection",
     "LayerNormLayer",
     "LinearLayer",
+    "MemoryBankLayer",
     "Projection",
     "RMSNormLayer",
     "RotaryEmbedding",

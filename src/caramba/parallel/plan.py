@@ -16,6 +16,7 @@ from caramba.layer import (
     DropoutLayer,
     LayerNormLayer,
     LinearLayer,
+    MemoryBankLayer,
     RMSNormLayer,
     SwiGLULayer,
 )
@@ -108,7 +109,7 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _style(layer: nn.Module, n_ranks: int, *, by_sequence: bool) -> ParallelStyle:
-    if isinstance(layer, AttentionLayer):
+    if isinstance(layer, AttentionLayer) and not isinstance(layer, MemoryBankLayer):
         dims_of_rank(layer.dims, n_ranks, layer.config.is_latent)
         return HeadParallel(by_sequence=by_sequence)
     if isinstance(layer, SwiGLULayer):

@@ -11,9 +11,10 @@ from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.own_layer import LayerError
 from caramba.errors import ConfigError
 
-ATTENTION = "AttentionLayer"  # a person's own layer may count attention too, and is none that surgery knows
+ATTENTION = ("AttentionLayer", "MemoryBankLayer")
+"""Types of caramba's attention layers; a user's custom layer may count attention work too."""
 PARTS = {
-    ATTENTION: "attention",
+    **dict.fromkeys(ATTENTION, "attention"),
     "SwiGLULayer": "feed-forward",
     "RMSNormLayer": "norms",
     "LayerNormLayer": "norms",
@@ -61,7 +62,7 @@ class ModelCost:
     def attention_params(self) -> int:
         """Trainable elements of all attention layers: what blockwise distillation trains."""
         return sum(
-            leaf.params * copies for leaf, _, copies in self.topology.leaves() if leaf.type == ATTENTION
+            leaf.params * copies for leaf, _, copies in self.topology.leaves() if leaf.type in ATTENTION
         )
 
     @property
@@ -78,7 +79,7 @@ class ModelCost:
     def attention_activation_elements(self) -> int:
         """Elements kept per token for a backward pass through the attention layer that keeps most."""
         return max(
-            (leaf.activation_elements for leaf, _, _ in self.topology.leaves() if leaf.type == ATTENTION),
+            (leaf.activation_elements for leaf, _, _ in self.topology.leaves() if leaf.type in ATTENTION),
             default=0,
         )
 
@@ -116,7 +117,7 @@ class ModelCost:
         return sum(
             runs * leaf.flops_per_token(context)
             for leaf, runs, _ in self.topology.leaves()
-            if leaf.type == ATTENTION
+            if leaf.type in ATTENTION
         )
 
     def copied_flops_per_token(self) -> float:

@@ -401,6 +401,11 @@ class Batch:
                 "rounded depends on the length that it had, so a text would depend on what was asked before it; use "
                 f"one of {', '.join(EXACT_KINDS)}, or leave it at 0"
             )
+        if not all(cache.cuts_anywhere for cache in self.slots.ctx.caches):
+            raise ConfigError(
+                "engine: prefix_cache_bytes reuses any prefix of a text, and memory slots have no state of a prefix; "
+                "leave it at 0"
+            )
         return PrefixCache(self.config.prefix_cache_bytes)
 
 

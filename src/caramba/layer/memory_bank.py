@@ -1,0 +1,162 @@
+"""Attention with long-term memory: a window of tokens, and slots that hold what has left it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba.cache import Context, DeviceContext
+from caramba.cache.memory_bank import MemoryLayerKVCache
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.memory_bank import MemoryBankLayerConfig
+from caramba.errors import ConfigError
+from caramba.layer.attention import AttentionLayer
+from caramba.layer.documents import Documents, StoredDocuments
+from caramba.layer.projection import split_heads
+from caramba.layer.rms_norm import RMSNorm
+from caramba.layer.rope import rotate
+from caramba.layer.standard import StandardProjection
+from caramba.ops.memory_bank import MemoryState, memory_bank, write_slots
+from caramba.ops.upcast import upcast
+
+CHUNK = 32
+"""Queries of a step of the op, unless `q_chunk` is set."""
+GATE_STD = 0.5
+
+
+class MemoryBankLayer(AttentionLayer):
+    """Causal attention to the last `local_window` tokens and to memory slots, in one softmax.
+
+    A token is written to its key/value head's slots when it leaves the window: K_m = a_m K_m + (1 - a_m) k and V_m
+    alike, with a = sigmoid(slot_gate [k; v] + slot_gate_bias)^(1/tau). Gates read the key before RoPE and the value, so
+    that a cache stores nothing else per token. Slots are scored without RoPE unless `memory_rope` is set. A slot that
+    nothing was written to is masked.
+
+    The state belongs to a sequence: a forward without a context, and each document of a packed row, starts empty.
+
+    Shape: x [B, T, M] to [B, T, M]; slot_gate [K, slots, Dqk + Dv], slot_gate_bias [K * slots].
+
+    Reference: Zhang et al., 2024, arXiv:2409.07146 (gated slots).
+    """
+
+    config: MemoryBankLayerConfig
+    projection: StandardProjection
+
+    def __init__(self, config: MemoryBankLayerConfig) -> None:
+        super().__init__(config)
+        kv_heads, slots = self.dims.n_kv_heads, config.slots
+        self.slot_gate = nn.Parameter(torch.empty(kv_heads, slots, self.dims.qk + self.dims.v))
+        self.slot_gate_bias = nn.Parameter(torch.empty(kv_heads * slots))
+
+    def reset_parameters(self) -> None:
+        """Draw the gates; biases spread the slots from short memory to long."""
+        super().reset_parameters()
+        nn.init.normal_(self.slot_gate, std=GATE_STD)
+        spread = torch.linspace(0.0, 8.0, self.config.slots).repeat(self.dims.n_kv_heads)
+        with torch.no_grad():
+            self.slot_gate_bias.copy_(spread)
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_tokens: int,
+        kind: KVCacheKind = KVCacheKind.FP32,
+        device: torch.device | str = "cpu",
+        static: bool = False,
+        **format: object,
+    ) -> MemoryLayerKVCache:
+        """Return an empty cache; the arguments are those of `new_layer_cache`, and its size depends on none but batch
+        and kind."""
+        window, slots = self.config.local_window, self.config.slots
+        assert window is not None
+        return MemoryLayerKVCache(
+            self.dims.streams, window, slots, batch_size=batch_size, kind=kind, device=device
+        )
+
+    def gates(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log a and 1 - a, each [B, K, S, slots] in at least float32.
+
+        Shape: k before RoPE and v, [B, K, S, ·].
+        """
+        with torch.autocast(k.device.type, enabled=False):
+            kv = torch.cat((upcast(k), upcast(v)), dim=-1)
+            bias = upcast(self.slot_gate_bias).view(self.dims.n_kv_heads, 1, -1)
+            gate = torch.einsum("bksd,kmd->bksm", kv, upcast(self.slot_gate)) + bias
+            decay = F.logsigmoid(gate) / self.config.memory_tau
+            return decay, -torch.expm1(decay)
+
+    def read(
+        self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """Return the concatenated head outputs. Shape: [B, T, M] -> [B, T, H*Dv]."""
+        if isinstance(ctx, DeviceContext | StoredDocuments) or norm is not None:
+            raise ConfigError(
+                f"MemoryBankLayer: got a {type(ctx).__name__}, and the host reads its cache; use the context itself"
+            )
+        projection = self.projection
+        q = projection.q_norm(split_heads(projection.q(x), self.dims.n_heads))
+        k = projection.k_norm(split_heads(projection.k(x), self.dims.n_kv_heads))
+        v = split_heads(projection.v(x), self.dims.n_kv_heads)
+        k = k.to(v.dtype)
+        if ctx is None or isinstance(ctx, Documents):
+            positions = 0 if ctx is None else ctx.positions
+            first = None if ctx is None else ctx.first
+            heads, _ = self._attend(q, k, v, positions, positions, None, first)
+            return heads.transpose(1, 2).flatten(2)
+        cache = ctx.next_cache()
+        if not isinstance(cache, MemoryLayerKVCache):
+            raise ConfigError(
+                f"MemoryBankLayer: got a {type(cache).__name__}; make the context with this model's new_context()"
+            )
+        n_tokens, earlier = x.shape[1], cache.read_stored()
+        k, v = (torch.cat((old.to(new.dtype), new), dim=2) for old, new in zip(earlier, (k, v), strict=True))
+        state = cache.state
+        heads, gates = self._attend(q, k, v, ctx.position, ctx.position - cache.n_stored, state, None)
+        n = cache.excess(n_tokens)
+        if n:
+            state = write_slots(
+                state,
+                self._slot_keys(k[:, :, :n], ctx.position - cache.n_stored),
+                v[:, :, :n],
+                *(g[:, :, :n] for g in gates),
+            )
+        cache.put(k[:, :, n:], v[:, :, n:], state, n_tokens)
+        return heads.transpose(1, 2).flatten(2)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offset: int | Tensor,
+        k_offset: int | Tensor,
+        state: MemoryState | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return head outputs [B, H, T, Dv] and the tokens' gates, of queries and keys before RoPE."""
+        gates, dtype = self.gates(k, v), v.dtype
+        slot_q, slot_k = self.projection.scale_queries(q, dtype), k
+        rotated_q, rotated_k = slot_q, slot_k
+        if self.projection.rope is not None:
+            rotated_q = self.projection.scale_queries(self._rotate(q, q_offset), dtype)
+            rotated_k = self._rotate(k, k_offset).to(dtype)
+        if self.config.memory_rope:
+            slot_q, slot_k = rotated_q, rotated_k
+        window = self.config.local_window
+        assert window is not None
+        heads, _ = memory_bank(
+            *(rotated_q, rotated_k, v, slot_q, slot_k, *gates),
+            window=window,
+            state=state,
+            first=first,
+            chunk=self.config.q_chunk or CHUNK,
+        )
+        return heads, gates
+
+    def _slot_keys(self, k: Tensor, offset: int) -> Tensor:
+        return self._rotate(k, offset).to(k.dtype) if self.config.memory_rope else k
+
+    def _rotate(self, x: Tensor, offset: int | Tensor) -> Tensor:
+        rope = self.projection.rope
+        return x if rope is None else rotate(x, *rope(offset, x.shape[2], x.device))
