@@ -33,7 +33,9 @@ async function look(page, width) {
   await new Promise(done => frame.onload = done);
   const root = frame.contentDocument.documentElement;
   const size = frame.contentWindow.getComputedStyle(frame.contentDocument.querySelector("article p")).fontSize;
-  found.push([page, width, root.scrollWidth, parseFloat(size)]);
+  const tables = [...frame.contentDocument.querySelectorAll("article table")];
+  const cut = Math.max(0, ...tables.map(table => table.scrollWidth - table.clientWidth));
+  found.push([page, width, root.scrollWidth, parseFloat(size), cut]);
   frame.remove();
 }
 (async () => {
@@ -150,6 +152,7 @@ def test_pages_fit_wide_and_narrow_screens(site: Path, pages: dict[Path, Page], 
     assert len(found) == len(names) * len(WIDTHS)
     assert not [row for row in found if row[2] > row[1]], "wider than the screen"
     assert not [row for row in found if row[3] < 12], "letters under 12 px"
+    assert not [row for row in found if row[1] == 1280 and row[4]], "a table needs scrolling on a wide screen"
 
 
 SEARCH = """<script>
