@@ -1,4 +1,4 @@
-"""`caramba export RUN --format FORMAT --out DIR [--dtype DTYPE]`."""
+"""`caramba export RUN --format FORMAT --out DIR [--dtype DTYPE | --weights TYPE]`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.export.gguf import WEIGHTS, check_weights
 from caramba.export.precision import check_dtype
 from caramba.export.write import FORMATS, check_format, check_out, export_model
 from caramba.infer.load_model import load_model
@@ -29,6 +30,7 @@ def export(argv: list[str]) -> int:
     parser.add_argument("--format", default="hf")
     parser.add_argument("--out", required=True)
     parser.add_argument("--dtype")
+    parser.add_argument("--weights")
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--quiet", action="store_true")
@@ -38,9 +40,18 @@ def export(argv: list[str]) -> int:
     folder = Path(words.out)
     check_format(words.format)
     dtype = None if words.dtype is None else check_dtype(words.dtype)
+    weights = _weights_of(words.format, words.weights, words.dtype)
     check_out(folder.expanduser(), force=words.force)
     opened = load_model(words.run, role=words.which)
-    done = export_model(opened, folder, format=words.format, role=words.which, force=words.force, dtype=dtype)
+    done = export_model(
+        opened,
+        folder,
+        format=words.format,
+        role=words.which,
+        force=words.force,
+        dtype=dtype,
+        weights=weights,
+    )
     for note in done.notes:
         logger.info(note)
     size = sum((done.folder / name).stat().st_size for name in done.files)
@@ -49,3 +60,18 @@ def export(argv: list[str]) -> int:
     )
     print(f"exported: {done.folder}")
     return 0
+
+
+def _weights_of(format: str, weights: str | None, dtype: str | None) -> str:
+    """Return the type of a GGUF file's weights; other formats have a dtype instead."""
+    if format == "gguf":
+        if dtype is not None:
+            raise ConfigError(
+                f"export: --dtype {dtype} is of other formats; a GGUF file takes --weights {'|'.join(WEIGHTS)}"
+            )
+        return check_weights(weights or WEIGHTS[0])
+    if weights is not None:
+        raise ConfigError(
+            f"export: --weights {weights} belongs to --format gguf, got --format {format}; use --dtype there"
+        )
+    return WEIGHTS[0]

@@ -15,9 +15,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, max_positions: int) -
 
     No mark is added to text and a literal end mark in it stays text, as when the tokens were made.
     """
-    definition = (
-        json.dumps(_byte_definition()) if isinstance(tokenizer, ByteTokenizer) else tokenizer.definition
-    )
+    definition = definition_of(tokenizer)
     end = _mark(tokenizer.eos_id, json.loads(definition))
     write_whole(folder / "tokenizer.json", definition)
     config: dict[str, Any] = {
@@ -33,6 +31,11 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, max_positions: int) -
         config |= {"bos_token": start, "add_bos_token": tokenizer.adds_bos}
     write_json(folder / "tokenizer_config.json", config)
     return ["tokenizer.json", "tokenizer_config.json"]
+
+
+def definition_of(tokenizer: Tokenizer) -> str:
+    """Return the text of a tokenizer.json."""
+    return json.dumps(_byte_definition()) if isinstance(tokenizer, ByteTokenizer) else tokenizer.definition
 
 
 def _mark(index: int, definition: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from caramba.config.names import nearest
 from caramba.data.checkpoint import save_tensors
 from caramba.data.checkpoint.formats import write_model_file
 from caramba.errors import ConfigError
+from caramba.export.gguf import write_gguf
 from caramba.export.llama import llama_config, llama_tensors, why_not_llama
 from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
@@ -26,7 +27,7 @@ from caramba.infer.load_model import ModelBundle
 from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
 
-FORMATS = ("hf", "safetensors", "ckpt", "dcp")
+FORMATS = ("hf", "gguf", "safetensors", "ckpt", "dcp")
 # What a Hugging Face folder holds beside weights; a model that came from one takes it along.
 _COMPANIONS = (
     "tokenizer.json",
@@ -95,11 +96,13 @@ def export_model(
     role: str,
     force: bool = False,
     dtype: torch.dtype | None = None,
+    weights: str = "f16",
 ) -> Exported:
     """Write a model into `folder`, which appears complete or not at all.
 
     Args:
         dtype: of the weights that are written; None keeps that of the model in memory.
+        weights: the type of a GGUF file's matrices: f16, q8_0 or q4_0.
 
     Raises:
         ConfigError: an unknown format, a folder that is not empty without `force`, or a weight that `dtype` cannot
@@ -112,11 +115,12 @@ def export_model(
         prefix=f".{folder.name}.", suffix=".part", dir=folder.parent
     ) as temporary:
         part = Path(temporary)
-        architecture, notes = (
-            _write_hf(opened, part, role, dtype)
-            if format == "hf"
-            else _write_own(opened, part, format, role, dtype)
-        )
+        if format == "hf":
+            architecture, notes = _write_hf(opened, part, role, dtype)
+        elif format == "gguf":
+            architecture, notes = write_gguf(opened, part, weights), []
+        else:
+            architecture, notes = _write_own(opened, part, format, role, dtype)
         files = tuple(sorted(file.name for file in part.iterdir()))
         folder.mkdir(exist_ok=True)
         for name in files:

@@ -16,6 +16,7 @@ from caramba.console import logger
 from caramba.data import Tokenizer, load_tokenizer, open_corpus
 from caramba.data.checkpoint import read_metadata
 from caramba.data.checkpoint.formats import is_dcp, read_model_metadata
+from caramba.data.checkpoint.gguf_file import is_gguf, unpack_gguf
 from caramba.data.checkpoint.sharded import latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.lower.quantize import QuantisedWeights
@@ -94,6 +95,8 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
     if not text:
         resolve_run(text)  # refuses it: an empty path is the folder that this is called in
     path = Path(text).expanduser()
+    if is_gguf(path):
+        return _open_weights(unpack_gguf(path), device, with_tokenizer)
     is_state = latest_sharded_state(path) is not None
     is_weights = is_state or (path.is_file() and path.name != MANIFEST)
     if is_weights or (path.is_dir() and not (path / MANIFEST).is_file() and _holds_model(path)):

@@ -12,6 +12,7 @@ from typing import Any
 from caramba.config.hf import CONFIG, DERIVED, describe_hf, hf_name, is_hf_folder, read_hf_config
 from caramba.config.narrowing import is_mapping
 from caramba.config.source import Source, format_place
+from caramba.data.checkpoint.gguf_file import is_gguf, unpack_gguf
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder
 from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.preflight import from_hub
@@ -40,7 +41,7 @@ def derive_models(tree: dict[str, Any], source: Source | None) -> dict[str, Any]
     model = tree.get("model")
     if not is_mapping(model):
         return tree
-    model = dict(model)
+    model = _unpack_files(model)
     if isinstance(model.get("path"), str):
         for key in DERIVED:
             if key in model:
@@ -62,6 +63,21 @@ def derive_models(tree: dict[str, Any], source: Source | None) -> dict[str, Any]
             if follows:
                 model = _student(model, described, hf_name(found), source)
     return {**tree, "model": model}
+
+
+def _unpack_files(model: dict[str, Any]) -> dict[str, Any]:
+    """Return `model` with the folder that each GGUF file was unpacked to in place of the file."""
+    model, teacher = dict(model), model.get("teacher")
+    if isinstance(model.get("path"), str):
+        model["path"] = _unpack(model["path"])
+    if is_mapping(teacher) and isinstance(teacher.get("checkpoint"), str):
+        model["teacher"] = {**teacher, "checkpoint": _unpack(teacher["checkpoint"])}
+    return model
+
+
+def _unpack(text: str) -> str:
+    path = Path(text).expanduser()
+    return str(unpack_gguf(path)) if is_gguf(path) else text
 
 
 def _student(

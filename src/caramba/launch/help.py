@@ -44,9 +44,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "tests on the items that both have, and their curves in one figure",
     ),
     "export": (
-        "RUN --out DIR [--format hf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] [--which teacher|student] "
-        "[--force]",
-        "write a trained model for other programs; hf loads with transformers",
+        "RUN|DIR --out DIR [--format hf|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "
+        "[--weights f16|q8_0|q4_0] [--which teacher|student] [--force]",
+        "write a trained model for other programs; hf loads with transformers, gguf with llama.cpp",
     ),
     "eval": (
         "RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
