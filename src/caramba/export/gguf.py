@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba.config.extras import need_library
 from caramba.config.hf import is_hf_folder
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.names import nearest
+from caramba.config.optional_deps import need_library
 from caramba.data.checkpoint.gguf_file import LAYER_NAMES, TOP_NAMES, interleave_pairs, llama3_factors
 from caramba.data.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.data.gguf_tokenizer import tokenizer_metadata

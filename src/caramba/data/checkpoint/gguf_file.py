@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from caramba.config.extras import need_library
+from caramba.config.optional_deps import need_library
 from caramba.console import logger
 from caramba.data.checkpoint.folder import CONFIG, SINGLE, fingerprint
 from caramba.data.gguf_tokenizer import tokenizer_files
