@@ -8,13 +8,14 @@ from caramba.artifacts.report import Omission
 from caramba.artifacts.style import (
     COLOURS,
     OTHER_COLOUR,
+    Picture,
     label_ticks,
     log10_axis,
     name_of,
     new_figure,
     short_number,
     styled,
-    to_png,
+    to_picture,
 )
 from caramba.result import RunResult
 
@@ -40,7 +41,7 @@ def skipped_controls(result: RunResult) -> list[Omission]:
     ]
 
 
-def draw_controls(result: RunResult) -> bytes | None:
+def draw_controls(result: RunResult) -> Picture | None:
     """Return one point per row with its 95% interval, or None when there is none."""
     rows = control_rows(result)
     if not rows:
@@ -74,7 +75,7 @@ def draw_controls(result: RunResult) -> bytes | None:
         axes.set_xlabel("KV ratio: 16-bit teacher's bytes per token over the row's (right is smaller)")
         axes.set_ylabel("perplexity over the teacher's (lower is better)")
         axes.set_title("Controls at matched bytes; hollow: not trained further", loc="left")
-        return to_png(figure, result.labels)
+        return to_picture(figure, result.labels)
 
 
 def _name_points(axes: Any, rows: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from caramba.artifacts.metrics import STAGES, describe
 from caramba.artifacts.report import Omission
 from caramba.artifacts.rows import missing_reason
 from caramba.artifacts.style import (
+    Picture,
     byte_text,
     colour_of,
     label_ticks,
@@ -20,7 +21,7 @@ from caramba.artifacts.style import (
     new_figure,
     short_number,
     styled,
-    to_png,
+    to_picture,
 )
 from caramba.result import Metric, RunResult
 
@@ -35,7 +36,7 @@ _DASHES = ("-", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def draw_latency(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes | None, list[Omission]]:
+def draw_latency(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture | None, list[Omission]]:
     """Return decode tokens/s and prefill milliseconds against prompt length, or why there is none.
 
     Bars reach from the 20th to the 80th percentile where the benchmark's rows carry them.
@@ -51,20 +52,20 @@ def draw_latency(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes |
     if not drawn:
         return None, [Omission(LATENCY_FILE, reason)]
     with styled():
-        figure = new_figure(6.0 * len(drawn) + 0.4, 4.6)
-        grid = figure.subplots(1, len(drawn), squeeze=False)[0]
+        figure = new_figure(9.0, 3.8 * len(drawn))
+        grid = figure.subplots(len(drawn), 1, squeeze=False)[:, 0]
         for axes, (field, title, unit, lines) in zip(grid, drawn, strict=True):
             _draw_curves(axes, lines, _value, functools.partial(_percentiles, result, field))
             bars = "; bars: 20th to 80th percentile" if axes.containers else ""
             _finish(axes, lines, title, f"prompt length (tokens){bars}", unit)
-        return to_png(figure, result.labels), omitted
+        return to_picture(figure, result.labels), omitted
 
 
 def _value(metric: Metric, _: int) -> float:
     return metric.value
 
 
-def draw_memory(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes | None, list[Omission]]:
+def draw_memory(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture | None, list[Omission]]:
     """Return cache bytes against sequence length per model and format, with the models' own bytes dashed."""
     found = curves(metrics, "memory", "kv_bytes_per_token", "seq")
     if not found:
@@ -78,7 +79,7 @@ def draw_memory(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes | 
             label = f"{name_of(model)}, weights ({byte_text(metric.value)})"
             axes.axhline(metric.value, color=colour_of(model), ls="--", lw=1.5, label=label)
         _finish(axes, found, "KV cache, one sequence", "sequence length (tokens)", BYTES)
-        return to_png(figure, result.labels), []
+        return to_picture(figure, result.labels), []
 
 
 def curves(metrics: dict[str, Metric], family: str, field: str, along: str) -> list[Curve]:

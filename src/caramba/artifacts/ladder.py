@@ -6,7 +6,16 @@ from typing import Any
 
 from caramba.artifacts.report import Omission
 from caramba.artifacts.rows import missing_reason
-from caramba.artifacts.style import colour_of, label_ticks, name_of, new_figure, short_number, styled, to_png
+from caramba.artifacts.style import (
+    Picture,
+    colour_of,
+    label_ticks,
+    name_of,
+    new_figure,
+    short_number,
+    styled,
+    to_picture,
+)
 from caramba.result import RunResult
 
 KIND, PLOT_FILE = "inference_ladder", "inference_ladder.png"
@@ -36,7 +45,7 @@ def skipped_rows(result: RunResult) -> list[Omission]:
     ]
 
 
-def draw_ladder(result: RunResult) -> tuple[bytes | None, list[Omission]]:
+def draw_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return a bar per model and rung with its middle 60%; nothing where no ladder was asked for."""
     rows = measured_rows(result, KIND)
     if not rows:
@@ -71,4 +80,4 @@ def draw_ladder(result: RunResult) -> tuple[bytes | None, list[Omission]]:
         axes.grid(visible=False, axis="y")
         if len(models) > 1:
             axes.legend(loc="lower right")
-        return to_png(figure, result.labels), []
+        return to_picture(figure, result.labels), []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from urllib.parse import quote
 
+from caramba.artifacts.style import Picture
 from caramba.artifacts.tables import Cell
 
 _CSS = """
@@ -37,7 +38,12 @@ code, pre { font: 0.9em ui-monospace, "DejaVu Sans Mono", monospace; overflow-wr
 th code { white-space: nowrap; }
 pre { padding: 0.75rem; background: var(--head); white-space: pre-wrap; }
 figure { margin: 1rem 0; }
-figure img { max-width: min(100%, 52rem); height: auto; background: #fff; }
+figure img { display: block; max-width: none; height: auto; background: #fff; }
+figure .scroll { margin: 0; }
+.facts { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1rem; margin: 0.75rem 0; }
+.facts dt { color: var(--faint); } .facts dd { margin: 0; overflow-wrap: anywhere; min-width: 0; }
+.lead { font-size: 1.15rem; } .lead a { color: inherit; }
+@media (prefers-color-scheme: dark) { figure img { filter: invert(0.92) hue-rotate(180deg); } }
 figcaption, .note { color: var(--faint); }
 .failed { color: var(--bad); font-weight: 700; }
 .passed { color: var(--good); font-weight: 700; }
@@ -47,6 +53,7 @@ summary { cursor: pointer; padding: 0.25rem 0; font-weight: 600; }
 @media print { .skip, nav { display: none; } body { max-width: none; font-size: 0.7rem; }
   :root { color-scheme: light; --ink: #222; --faint: #555; --line: #ccc; --back: #fff; --head: #f3f3f3; --link: #005a94;
     --bad: #a31515; --good: #14672f; }
+  figure img { max-width: 100%; filter: none; }
   .scroll { overflow: visible; } th, td { padding: 0.15rem 0.4rem; }
   td.word:last-child { min-width: 11rem; overflow-wrap: anywhere; } th code { font-size: 0.85em; }
   tr, figure { break-inside: avoid; } h2, h3, caption { break-after: avoid; } }
@@ -104,15 +111,39 @@ def table(
     )
 
 
-def figure(png: str | bytes | None, alt: str, caption: str) -> str:
-    """Return a PNG inside the page, or nothing where there is none."""
-    if not isinstance(png, bytes):
+def figure(picture: Picture | None, alt: str, caption: str, name: str) -> str:
+    """Return an SVG inside the page with links to its other formats, or nothing where there is none.
+
+    It keeps its own width and scrolls sideways on a narrow screen: smaller, its texts could not be read.
+    """
+    if picture is None:
         return ""
-    data = base64.b64encode(png).decode()
-    return (
-        f'<figure><img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    data = base64.b64encode(picture.svg).decode()
+    links = ", ".join(
+        f'<a href="{quote(file)}">{file.rpartition(".")[2].upper()}</a>' for file in picture.files(name)
     )
+    return (
+        f'<figure><div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0">'
+        f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}"></div>'
+        f"<figcaption>{escape(caption)} ({links})</figcaption></figure>"
+    )
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return a list of names with their texts."""
+    inner = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs)
+    return f'<dl class="facts">{inner}</dl>' if pairs else ""
+
+
+def sentence(pieces: Sequence[Cell], known: frozenset[str], kind: str) -> str:
+    """Return a paragraph of pieces; a number whose key is in `known` links to its row."""
+    texts = [
+        f'<a href="#{quote(metric_id(piece.key))}" title="{escape(piece.key)}">{escape(piece.text)}</a>'
+        if piece.key is not None and piece.key in known
+        else escape(piece.text)
+        for piece in pieces
+    ]
+    return f'<p class="{kind}">{"".join(texts)}</p>'
 
 
 def paragraph(text: str, kind: str = "") -> str:

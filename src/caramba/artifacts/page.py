@@ -7,13 +7,29 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from caramba.artifacts.by_position import PLOT_FILE as POSITION_FILE
+from caramba.artifacts.conclusion import conclude
 from caramba.artifacts.controls import PLOT_FILE as CONTROLS_FILE
 from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE
+from caramba.artifacts.header import Fact
 from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
-from caramba.artifacts.markup import document, figure, file_link, folded, metric_id, paragraph, section, table
+from caramba.artifacts.markup import (
+    document,
+    facts,
+    figure,
+    file_link,
+    folded,
+    metric_id,
+    paragraph,
+    section,
+    sentence,
+    table,
+)
 from caramba.artifacts.report import Omission
+from caramba.artifacts.style import Picture
 from caramba.artifacts.summary import FILE as SUMMARY_FILE
 from caramba.artifacts.tables import NOTHING, Cell, Table, number
+from caramba.artifacts.training_curves import PLOT_FILE as TRAINING_FILE
 from caramba.artifacts.training_ladder import PLOT_FILE as TRAINING_LADDER_FILE
 from caramba.artifacts.transplant import PLOT_FILE as TRANSPLANT_FILE
 from caramba.result import Artifact, Metric, RunResult, to_plain
@@ -24,6 +40,16 @@ _MEASURED = (
         "Summary",
         ("comparison", "stages"),
         ((SUMMARY_FILE, "Perplexity by stage, throughput and cache, as bars"),),
+    ),
+    (
+        "Training",
+        (),
+        (
+            (
+                TRAINING_FILE,
+                "Training and held-out loss, learning rate and throughput; dashed lines are phase borders",
+            ),
+        ),
     ),
     ("Controls", ("controls",), ((CONTROLS_FILE, "Perplexity ratio against KV ratio, a point per control"),)),
     ("Weights in 8 and 4 bits", ("weights",), ()),
@@ -43,7 +69,11 @@ _MEASURED = (
         ),
     ),
     ("From scratch", ("variants",), ()),
-    ("Verification", ("verification", "cases"), ()),
+    (
+        "Verification",
+        ("verification", "cases"),
+        ((POSITION_FILE, "Perplexity ratio by position in the window"),),
+    ),
     ("Accuracy", ("accuracy",), ()),
     (
         "Time and memory",
@@ -68,18 +98,20 @@ def build_page(
     result: RunResult,
     metrics: dict[str, Metric],
     tables: Sequence[Table],
-    contents: Mapping[str, str | bytes | None],
+    pictures: Mapping[str, Picture | None],
     artifacts: Sequence[Artifact],
     omitted: Sequence[Omission],
+    header: Sequence[Fact] = (),
 ) -> str:
-    """Return the page; `contents` holds the figures by file name and `artifacts` the files beside it."""
+    """Return the page; `pictures` holds the figures by file name and `artifacts` the files next to it."""
     known = frozenset(metrics)
     found = {item.label: item for item in tables}
     parts: list[tuple[str, list[str]]] = []
     for title, labels, figures in _MEASURED:
         shown = [_written(found[label], known) for label in labels if label in found]
         shown += [
-            figure(contents.get(name), _ALT.format(caption=caption), caption) for name, caption in figures
+            figure(pictures.get(name), _ALT.format(caption=caption), caption, name)
+            for name, caption in figures
         ]
         parts.append((title, shown))
     parts += [
@@ -95,7 +127,7 @@ def build_page(
     links = "".join(f'<li><a href="#{anchor}">{escape(title)}</a></li>' for anchor, title, _ in anchors)
     body = [
         '<a class="skip" href="#content">Skip to the content</a>',
-        f"<header>\n<h1>{escape(result.name)}</h1>\n{_opening(result)}\n</header>",
+        f"<header>\n<h1>{escape(result.name)}</h1>\n{_opening(result, metrics, header)}\n</header>",
         f'<nav aria-label="Contents"><ul>{links}</ul></nav>',
         '<main id="content">',
         *(section(anchor, title, *shown) for anchor, title, shown in anchors),
@@ -104,9 +136,10 @@ def build_page(
     return document(f"{result.name}: report", "\n".join(body))
 
 
-def _opening(result: RunResult) -> str:
-    """Say what the run came to, before anything else."""
+def _opening(result: RunResult, metrics: dict[str, Metric], header: Sequence[Fact]) -> str:
+    """Return the conclusion, what failed, and the facts of the run, before anything else."""
     lines = [paragraph(f"Run {result.run_id}", "note")]
+    lines.append(sentence(conclude(result, metrics), frozenset(metrics), "lead"))
     if "proxy" in result.labels:
         lines.append(paragraph(f"Proxy teacher: {result.labels['proxy']}"))
     bounded = [check for verdict in result.verdicts for check in verdict.checks if check.bound is not None]
@@ -122,6 +155,7 @@ def _opening(result: RunResult) -> str:
     failed = [bench.id for bench in result.benchmarks if not bench.succeeded]
     if failed:
         lines.append(paragraph(f"Benchmarks failed: {', '.join(failed)}.", "failed"))
+    lines.append(facts([(fact.name, fact.text) for fact in header]))
     return "\n".join(lines)
 
 

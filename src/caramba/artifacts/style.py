@@ -6,11 +6,12 @@ import contextlib
 import io
 import textwrap
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 DPI = 150
 
-# Okabe and Ito's palette: told apart under the common kinds of colour blindness.
+# Okabe and Ito's palette: distinct under the common kinds of colour blindness.
 COLOURS = {
     "teacher": "#0072B2",
     "teacher_continued": "#56B4E9",
@@ -59,6 +60,7 @@ _STYLE: dict[str, Any] = {
     "lines.linewidth": 2.0,
     "lines.markersize": 7,
     "text.color": INK,
+    "svg.hashsalt": "caramba",  # the same names of clip paths each time
     "savefig.facecolor": "white",
     "figure.facecolor": "white",
 }
@@ -89,14 +91,39 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A figure as PNG, as SVG with texts as outlines, and as PDF, without time stamps."""
+
+    png: bytes
+    svg: bytes
+    pdf: bytes
+
+    def files(self, name: str) -> dict[str, bytes]:
+        """Return the contents by file name; `name` ends with .png."""
+        stem = name.removesuffix(".png")
+        return {name: self.png, f"{stem}.svg": self.svg, f"{stem}.pdf": self.pdf}
+
+
+def to_picture(figure: Any, labels: dict[str, str]) -> Picture:
+    """Return the figure in every format, with a note when the teacher is a proxy."""
+    png = to_png(figure, labels)  # adds the note
+    svg = _saved(figure, "svg", {"Date": None, "Creator": None})
+    return Picture(png, svg, _saved(figure, "pdf", {"CreationDate": None, "Creator": None, "Producer": None}))
+
+
 def to_png(figure: Any, labels: dict[str, str]) -> bytes:
     """Return the figure as a PNG without time stamp or version, with a note when the teacher is a proxy."""
     if "proxy" in labels:
         characters = int(figure.get_size_inches()[0] * 11)
         note = textwrap.fill(f"Proxy teacher: {labels['proxy']}", characters).replace("$", r"\$")
         figure.supxlabel(note, fontsize=9, color="#666666", style="italic", x=0.01, ha="left")
+    return _saved(figure, "png", {"Software": None})
+
+
+def _saved(figure: Any, form: str, metadata: dict[str, None]) -> bytes:
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=DPI, metadata={"Software": None})
+    figure.savefig(out, format=form, dpi=DPI, metadata=metadata)
     return out.getvalue()
 
 

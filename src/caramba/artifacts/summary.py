@@ -12,6 +12,7 @@ from caramba.artifacts.report import Omission
 from caramba.artifacts.rows import missing_reason
 from caramba.artifacts.style import (
     FAINT,
+    Picture,
     colour_of,
     label_ticks,
     log10_axis,
@@ -19,7 +20,7 @@ from caramba.artifacts.style import (
     new_figure,
     short_number,
     styled,
-    to_png,
+    to_picture,
 )
 from caramba.result import Metric, RunResult
 
@@ -27,10 +28,11 @@ Bars = list[tuple[str, Metric]]
 
 # Above this spread the small bars of a linear scale say nothing.
 LOG_SPREAD = 10.0
+WIDTH = 10.0  # inches: 960 px, the width of a page
 FILE = "summary.png"
 
 
-def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes | None, list[Omission]]:
+def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture | None, list[Omission]]:
     """Return the PNG and what is missing from it; the PNG is None when no panel has data."""
     panels = [
         ("perplexity", "perplexity", "perplexity (lower is better)", stage_bars(metrics)),
@@ -54,15 +56,15 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes |
         return None, [Omission(FILE, "; ".join(item.reason for item in omitted))]
     widths = [max(3.3, 1.2 * len(bars) + 0.8) for *_, bars in drawn]
     with styled():
-        figure = new_figure(max(6.0, sum(widths) + 1.2), 4.6)
-        grid = figure.subplots(1, len(drawn), width_ratios=widths, squeeze=False)[0]
+        grid = _panels(widths)
+        figure = grid[0].figure
         for axes, (name, _, unit, bars) in zip(grid, drawn, strict=True):
-            _draw_bars(axes, bars, unit)
+            _draw_bars(axes, bars, unit, has_teacher=any(model == TEACHER for model, _ in bars))
             axes.set_title(_title(name, bars, metrics), loc="left")
             notes = [describe(dict(parse_key(bars[0][1].key).conditions))]
             notes += [f"bars: {_error_name(bars)}"] if any(metric.std for _, metric in bars) else []
             axes.set_xlabel("\n".join(note for note in notes if note), fontsize=10, color="#555555")
-        return to_png(figure, result.labels), omitted
+        return to_picture(figure, result.labels), omitted
 
 
 def stage_bars(metrics: dict[str, Metric]) -> Bars:
@@ -93,6 +95,23 @@ def _reason(result: RunResult, kind: str) -> str:
     )
 
 
+def _panels(widths: list[float]) -> list[Any]:
+    """Return one panel a width in inches, in a row; the first above the others where the page is narrower."""
+    if sum(widths) + 1.2 <= WIDTH:
+        figure = new_figure(max(6.0, sum(widths) + 1.2), 4.6)
+        return list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
+    figure = new_figure(WIDTH, 8.6)
+    grid = figure.add_gridspec(2, max(1, len(widths) - 1))
+    return [
+        figure.add_subplot(grid[0, :]),
+        *(figure.add_subplot(grid[1, at]) for at in range(len(widths) - 1)),
+    ]
+
+
+def _bar_name(model: str, has_teacher: bool) -> str:
+    return "Model" if model == STUDENT and not has_teacher else name_of(model)
+
+
 def _error_name(bars: Bars) -> str:
     return "standard error" if is_standard_error(bars[0][1].key) else "standard deviation"
 
@@ -109,7 +128,7 @@ def ratio_key(field: str, metric: Metric) -> str:
     return f"ratio.{field}@{tail}" if tail else f"ratio.{field}"
 
 
-def _draw_bars(axes: Any, bars: Bars, unit: str) -> None:
+def _draw_bars(axes: Any, bars: Bars, unit: str, *, has_teacher: bool) -> None:
     values = [metric.value for _, metric in bars]
     errors = [metric.std or 0.0 for _, metric in bars]
     is_log = min(values) > 0 and max(values) / min(values) > LOG_SPREAD
@@ -134,7 +153,7 @@ def _draw_bars(axes: Any, bars: Bars, unit: str) -> None:
     else:
         axes.set_ylim(0, max(tops) * 1.14 or 1.0)
     axes.set_xlim(-0.6, len(bars) - 0.4)
-    axes.set_xticks(list(places), [textwrap.fill(name_of(model), 11) for model, _ in bars])
+    axes.set_xticks(list(places), [textwrap.fill(_bar_name(model, has_teacher), 11) for model, _ in bars])
     axes.set_ylabel(unit + (", log scale" if is_log else ""))
     label_ticks(axes.yaxis, short_number)
     axes.tick_params(axis="x", length=0)

@@ -73,11 +73,32 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
         ("verification", "Verification of ", ".", VERIFY_HEAD, _verification(result)),
         ("cases", "Cases of ", ", correct answers in bold.", CASE_HEAD, _cases(result)),
     ]
-    return [
+    tables = [
         Table(label, before, result.name, after + _spread_note(rows, metrics) + note, head, rows)
         for label, before, after, head, rows in listed
         if rows
     ]
+    return tables if has_teacher(result, metrics) else [_without_teacher(table) for table in tables]
+
+
+def has_teacher(result: RunResult, metrics: dict[str, Metric]) -> bool:
+    """Whether a run has a teacher: without one its only model is no student."""
+    roles = {phase.trains for phase in result.phases} | {parse_key(key).model for key in metrics}
+    answers = {answer.model for _, case in asked(result) for answer in case.answers}
+    return TEACHER in roles | answers or result.transplant is not None
+
+
+_OF_TEACHER = frozenset({"Teacher", "Change", "Ratio to teacher", "Teacher says"})
+
+
+def _without_teacher(table: Table) -> Table:
+    """Leave out the columns that need a teacher, and call the student the model."""
+    kept = [index for index, name in enumerate(table.head) if name not in _OF_TEACHER]
+    rows = [[row[index] for index in kept] for row in table.rows]
+    rows = [[replace(cell, text="Model") if cell.text == "Student" else cell for cell in row] for row in rows]
+    head = tuple(table.head[index].replace("Student", "Model") for index in kept)
+    before = "Model of " if table.label == "comparison" else table.before
+    return replace(table, before=before, head=head, rows=rows)
 
 
 def _spread_note(rows: list[list[Cell]], metrics: dict[str, Metric]) -> str:
@@ -98,7 +119,7 @@ CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
 # Columns of words stand left, numbers right.
 WORDS = frozenset(
     {*CASE_HEAD, "Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", "Rung", "Row"}
-    | {"Ran as", "Weights"}
+    | {"Ran as", "Weights", "Model says"}
 )
 TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")

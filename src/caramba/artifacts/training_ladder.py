@@ -8,7 +8,15 @@ from caramba.artifacts.key import MetricKey
 from caramba.artifacts.ladder import measured_rows
 from caramba.artifacts.report import Omission
 from caramba.artifacts.rows import missing_reason
-from caramba.artifacts.style import byte_text, label_ticks, new_figure, short_number, styled, to_png
+from caramba.artifacts.style import (
+    Picture,
+    byte_text,
+    label_ticks,
+    new_figure,
+    short_number,
+    styled,
+    to_picture,
+)
 from caramba.result import RunResult
 
 KIND, PLOT_FILE = "ladder", "ladder.png"
@@ -41,14 +49,14 @@ def ladder_keys(result: RunResult) -> list[tuple[tuple[str, str], list[str], str
     return found
 
 
-def draw_training_ladder(result: RunResult) -> tuple[bytes | None, list[Omission]]:
+def draw_training_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return bars of speed and memory for every row; nothing where no ladder was asked for."""
     rows = measured_rows(result, KIND)
     if not rows:
         asked = any(bench.type == KIND for bench in result.benchmarks)
         return None, [Omission(PLOT_FILE, missing_reason(result, KIND))] if asked else []
     with styled():
-        figure = new_figure(11.0, 1.8 + 0.48 * len(rows))
+        figure = new_figure(10.0, 1.8 + 0.48 * len(rows))
         speed, memory = figure.subplots(1, 2, sharey=True)
         _bars(speed, rows, "tok_s", "largest_tok_s", short_number)
         _bars(memory, rows, "peak_bytes", "largest_peak_bytes", byte_text)
@@ -60,7 +68,7 @@ def draw_training_ladder(result: RunResult) -> tuple[bytes | None, list[Omission
         handles, labels = speed.get_legend_handles_labels()
         if len(set(labels)) > 1:
             figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
-        return to_png(figure, result.labels), []
+        return to_picture(figure, result.labels), []
 
 
 def _bars(axes: Any, rows: list[dict[str, Any]], fixed: str, largest: str, text: Any) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import io
 
 from caramba.artifacts.report import Omission
-from caramba.artifacts.style import COLOURS, OTHER_COLOUR, new_figure, styled, to_png
+from caramba.artifacts.style import COLOURS, OTHER_COLOUR, Picture, new_figure, styled, to_picture
 from caramba.result import RunResult, TransplantedLayer
 
 CSV_FILE, PLOT_FILE = "transplant.csv", "transplant.png"
@@ -35,7 +35,7 @@ def transplant_csv(result: RunResult) -> str | None:
     return text.getvalue()
 
 
-def draw_transplant(result: RunResult) -> tuple[bytes | None, list[Omission]]:
+def draw_transplant(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return error and energy kept per layer above the elements that each layer caches, or why there is none."""
     layers = _layers(result)
     if not layers:
@@ -78,7 +78,7 @@ def draw_transplant(result: RunResult) -> tuple[bytes | None, list[Omission]]:
         below.set_ylabel("cached elements per token")
         below.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
         below.xaxis.get_major_locator().set_params(integer=True)
-        return to_png(figure, result.labels), []
+        return to_picture(figure, result.labels), []
 
 
 def _layers(result: RunResult) -> tuple[TransplantedLayer, ...]:

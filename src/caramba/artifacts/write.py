@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from caramba.artifacts.by_position import PLOT_FILE as POSITION_FILE
+from caramba.artifacts.by_position import draw_by_position
 from caramba.artifacts.cases import FILE as CASES_FILE
 from caramba.artifacts.cases import cases_csv
 from caramba.artifacts.controls import PLOT_FILE as CONTROLS_FILE
 from caramba.artifacts.controls import draw_controls, skipped_controls
 from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
+from caramba.artifacts.header import read_facts
 from caramba.artifacts.items import FILE as ITEMS_FILE
 from caramba.artifacts.items import items_csv
 from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
@@ -18,9 +21,12 @@ from caramba.artifacts.metrics import collect, undefined_ratios
 from caramba.artifacts.page import build_page
 from caramba.artifacts.report import Omission, build_report
 from caramba.artifacts.rows import missing_reason, to_csv
+from caramba.artifacts.style import Picture
 from caramba.artifacts.summary import FILE as SUMMARY_FILE
 from caramba.artifacts.summary import draw_summary
 from caramba.artifacts.tables import list_tables
+from caramba.artifacts.training_curves import PLOT_FILE as TRAINING_FILE
+from caramba.artifacts.training_curves import draw_training
 from caramba.artifacts.training_ladder import PLOT_FILE as TRAINING_LADDER_FILE
 from caramba.artifacts.training_ladder import draw_training_ladder
 from caramba.artifacts.transplant import CSV_FILE, PLOT_FILE, draw_transplant, transplant_csv
@@ -28,6 +34,7 @@ from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
 from caramba.runs.files import sha256_of, write_json, write_whole
 
 REPORT_FILE, PAGE_FILE, TABLES_FILE = "report.json", "report.html", "tables.tex"
+_NO_PICTURE = Picture(b"", b"", b"")
 CSV_KINDS = ("perplexity", "latency", "memory")
 # Their files are missed only where such a benchmark was asked for.
 ASKED_KINDS = ("accuracy", "controls", "weights", "inference_ladder", "ladder")
@@ -36,7 +43,7 @@ ASKED_KINDS = ("accuracy", "controls", "weights", "inference_ladder", "ladder")
 def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
     """Write `run_dir/artifacts/` and return its files with their hashes, report.json first.
 
-    report.html links to the files beside it and holds the figures; report.json is written last and lists the others,
+    report.html links to the files next to it and holds the figures; report.json is written last and lists the others,
     so it is there only when all of them are. A file without data is left out and listed under "omitted" with the
     reason; one left by an earlier call is removed.
 
@@ -46,7 +53,10 @@ def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
     folder = run_dir / "artifacts"
     metrics = collect(result)
     build_report(result, metrics, (), ())  # refuses what cannot be reported before a file is touched
-    contents, omitted = _contents(result, metrics)
+    texts, pictures, omitted = _contents(result, metrics, run_dir)
+    contents: dict[str, str | bytes | None] = dict(texts)
+    for name, picture in pictures.items():
+        contents |= dict.fromkeys(_NO_PICTURE.files(name)) if picture is None else picture.files(name)
     (folder / REPORT_FILE).unlink(missing_ok=True)
     for name, content in contents.items():
         if content is None:
@@ -56,7 +66,10 @@ def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
     written = [name for name, content in contents.items() if content is not None]
     files = tuple(Artifact(name, sha256_of(folder / name)) for name in written)
     tables = list_tables(result, metrics)
-    write_whole(folder / PAGE_FILE, build_page(result, metrics, tables, contents, files, omitted))
+    write_whole(
+        folder / PAGE_FILE,
+        build_page(result, metrics, tables, pictures, files, omitted, read_facts(result, run_dir)),
+    )
     files = (*files, Artifact(PAGE_FILE, sha256_of(folder / PAGE_FILE)))
     write_json(folder / REPORT_FILE, build_report(result, metrics, files, tuple(omitted)))
     report = Artifact(REPORT_FILE, sha256_of(folder / REPORT_FILE))
@@ -64,10 +77,11 @@ def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
 
 
 def _contents(
-    result: RunResult, metrics: dict[str, Metric]
-) -> tuple[dict[str, str | bytes | None], list[Omission]]:
-    """Return the content of every file but the report, None for one without data, and all that is omitted."""
-    contents: dict[str, str | bytes | None] = {f"{kind}.csv": to_csv(result, kind) for kind in CSV_KINDS}
+    result: RunResult, metrics: dict[str, Metric], run_dir: Path
+) -> tuple[dict[str, str | None], dict[str, Picture | None], list[Omission]]:
+    """Return every text file and picture but the report, None for one without data, and all that is omitted."""
+    pictures: dict[str, Picture | None] = {}
+    contents: dict[str, str | None] = {f"{kind}.csv": to_csv(result, kind) for kind in CSV_KINDS}
     omitted = [
         Omission(f"{kind}.csv", missing_reason(result, kind))
         for kind in CSV_KINDS
@@ -84,19 +98,22 @@ def _contents(
         (LATENCY_FILE, draw_latency),
         (MEMORY_FILE, draw_memory),
     ):
-        contents[name], missing = draw(result, metrics)
+        pictures[name], missing = draw(result, metrics)
         omitted += missing
-    contents[CONTROLS_FILE] = draw_controls(result)
+    pictures[TRAINING_FILE], missing = draw_training(run_dir, result.labels)
+    omitted += missing
+    pictures[POSITION_FILE] = draw_by_position(result)
+    pictures[CONTROLS_FILE] = draw_controls(result)
     omitted += skipped_controls(result)
-    contents[LADDER_FILE], missing = draw_ladder(result)
+    pictures[LADDER_FILE], missing = draw_ladder(result)
     omitted += [*missing, *skipped_rows(result)]
-    contents[TRAINING_LADDER_FILE], missing = draw_training_ladder(result)
+    pictures[TRAINING_LADDER_FILE], missing = draw_training_ladder(result)
     omitted += missing
     contents[CSV_FILE] = transplant_csv(result)
-    contents[PLOT_FILE], missing = draw_transplant(result)
+    pictures[PLOT_FILE], missing = draw_transplant(result)
     omitted += missing
     contents[TABLES_FILE] = build_tables(result, metrics)
     if contents[TABLES_FILE] is None:
         omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))
     omitted += [Omission(item.key, item.reason) for item in undefined_ratios(result)]
-    return contents, omitted
+    return contents, pictures, omitted

@@ -17,14 +17,14 @@ from caramba.result import RunResult
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collect each figure as it is drawn, still made of axes and lines."""
     drawn: list[Any] = []
-    real = style.to_png
+    real = style.to_picture
 
-    def keep(figure: Any, labels: dict[str, str]) -> bytes:
+    def keep(figure: Any, labels: dict[str, str]) -> style.Picture:
         drawn.append(figure)
         return real(figure, labels)
 
-    monkeypatch.setattr(summary, "to_png", keep)
-    monkeypatch.setattr(curves, "to_png", keep)
+    monkeypatch.setattr(summary, "to_picture", keep)
+    monkeypatch.setattr(curves, "to_picture", keep)
     return drawn
 
 
@@ -33,15 +33,16 @@ def assert_no_overlap(figure: Any) -> None:
     renderer = figure.canvas.get_renderer()
     texts = [text for axes in figure.axes for text in (axes.title, axes._left_title, *axes.texts)]
     texts += [label for axes in figure.axes for label in (*axes.get_xticklabels(), axes.xaxis.label)]
-    ticks = [label for axes in figure.axes for label in axes.get_yticklabels()]
     boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts if t.get_text() and t.get_visible()]
     for index, (text, box) in enumerate(boxes):
         assert figure.bbox.x0 - 1 <= box.x0, text
         assert box.x1 <= figure.bbox.x1 + 1, text
         for other_text, other in boxes[index + 1 :]:
             assert not box.overlaps(other), (text, other_text)
-    seen = [label.get_window_extent(renderer) for label in ticks if label.get_text()]
-    assert all(not a.overlaps(b) for i, a in enumerate(seen) for b in seen[i + 1 :])
+    for axes in figure.axes:
+        ticks = [label for label in axes.get_yticklabels() if label.get_text()]
+        seen = [label.get_window_extent(renderer) for label in ticks]
+        assert all(not a.overlaps(b) for i, a in enumerate(seen) for b in seen[i + 1 :])
 
 
 def test_summary_bars_are_the_metrics(result: RunResult, figures: list[Any]) -> None:

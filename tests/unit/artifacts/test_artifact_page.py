@@ -82,9 +82,9 @@ def test_figures_are_inside_and_nothing_else_may_load(page: Page, written: Path)
     for attributes, _ in page.all("img"):
         assert attributes["alt"]
         kind, _, data = attributes["src"].partition(",")
-        assert kind == "data:image/png;base64"
+        assert kind == "data:image/svg+xml;base64"
         inside.add(base64.b64decode(data, validate=True))
-    assert inside == {path.read_bytes() for path in (written / "artifacts").glob("*.png")}
+    assert inside == {path.read_bytes() for path in (written / "artifacts").glob("*.svg")}
     ((_, style),) = page.all("style")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = [attributes["content"] for attributes, _ in page.all("meta") if "http-equiv" in attributes]

@@ -20,16 +20,14 @@ from caramba.errors import CarambaError
 from caramba.result import BenchmarkResult, Metric, RunResult
 from caramba.runs.files import sha256_of
 
+PLOTS = ["summary", "latency_vs_context", "memory_scaling", "transplant"]
 FILES = [
     "perplexity.csv",
     "latency.csv",
     "memory.csv",
-    "summary.png",
-    "latency_vs_context.png",
-    "memory_scaling.png",
     "transplant.csv",
-    "transplant.png",
     "tables.tex",
+    *(f"{plot}.{form}" for plot in PLOTS for form in ("png", "svg", "pdf")),
     "report.html",
 ]
 
@@ -116,7 +114,9 @@ def test_a_failed_benchmark_is_recorded_and_the_rest_is_written(
     assert all(
         "bad_" + kind in item["reason"] and "out of memory" in item["reason"] for item in report["omitted"]
     )
-    assert {entry.path for entry in index.entries} == {"report.json", *FILES} - set(gone)
+    assert {entry.path for entry in index.entries} == {"report.json", *FILES} - {
+        name.replace(".png", ending) for name in gone for ending in (".png", ".svg", ".pdf")
+    }
 
 
 def test_a_run_without_any_measurement_leaves_its_reports_alone(result: RunResult, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_run_without_any_measurement_leaves_its_reports_alone(result: RunResul
     assert [entry.path for entry in index.entries] == reports
     assert sorted(path.name for path in (tmp_path / "artifacts").iterdir()) == sorted(reports)
     reasons = {item["name"]: item["reason"] for item in report_of(tmp_path)["omitted"]}
-    assert set(reasons) == set(FILES) - {"report.html"}
+    assert set(reasons) == {name for name in FILES if not name.endswith((".html", ".svg", ".pdf"))}
     assert reasons["memory_scaling.png"] == "no memory benchmark ran"
 
 
