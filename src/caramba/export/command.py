@@ -7,6 +7,7 @@ from pathlib import Path
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.export.deepseek import ENGINES
 from caramba.export.gguf import WEIGHTS, check_weights
 from caramba.export.precision import check_dtype
 from caramba.export.write import FORMATS, check_format, check_out, export_model
@@ -31,6 +32,7 @@ def export(argv: list[str]) -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--dtype")
     parser.add_argument("--weights")
+    parser.add_argument("--engine", default=ENGINES[0], choices=ENGINES)
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--quiet", action="store_true")
@@ -41,6 +43,10 @@ def export(argv: list[str]) -> int:
     check_format(words.format)
     dtype = None if words.dtype is None else check_dtype(words.dtype)
     weights = _weights_of(words.format, words.weights, words.dtype)
+    if words.engine != ENGINES[0] and words.format != "deepseek":
+        raise ConfigError(
+            f"export: --engine {words.engine} belongs to --format deepseek, got --format {words.format}; leave it out"
+        )
     check_out(folder.expanduser(), force=words.force)
     opened = load_model(words.run, role=words.which)
     done = export_model(
@@ -51,6 +57,7 @@ def export(argv: list[str]) -> int:
         force=words.force,
         dtype=dtype,
         weights=weights,
+        engine=words.engine,
     )
     for note in done.notes:
         logger.info(note)

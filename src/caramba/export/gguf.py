@@ -59,29 +59,17 @@ def check_weights(name: str) -> str:
     return name
 
 
-def write_gguf(opened: ModelBundle, folder: Path, weights: str) -> str:
-    """Write a plain Llama's or Qwen 2's GGUF file into a folder; return the architecture that it names.
+def write_gguf(
+    opened: ModelBundle, folder: Path, weights: str, keys: dict[str, Any], tensors: list[NamedTensor]
+) -> str:
+    """Write a GGUF file of these metadata keys and tensors with the model's tokenizer; return its architecture.
 
     Tensors are converted and written one at a time.
 
     Raises:
-        ConfigError: the model or its tokenizer cannot be expressed, or a weight is too large for 16 bits.
+        ConfigError: the tokenizer cannot be expressed, or a weight is too large for 16 bits.
     """
     need_library("gguf", "gguf", "export --format gguf")
-    reason = why_not_llama(opened.model.spec)
-    if reason is not None:
-        raise ConfigError(
-            f"export --format gguf: stock engines cannot hold this model: {reason}; make the student with "
-            "model.surgery.target: mla (docs/export.md), or export --format hf, which carries its own code"
-        )
-    keys, tensors = _llama(opened)
-    return write_file(opened, folder, weights, keys, tensors)
-
-
-def write_file(
-    opened: ModelBundle, folder: Path, weights: str, keys: dict[str, Any], tensors: list[NamedTensor]
-) -> str:
-    """Write a file of these metadata keys and tensors, with the model's tokenizer; return its architecture."""
     from gguf import GGUFWriter, LlamaFileType
 
     arch = keys.pop("general.architecture")
@@ -110,7 +98,18 @@ def write_file(
     return arch
 
 
-def _llama(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor]]:
+def gguf_llama(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor]]:
+    """Return the metadata keys and tensors of a plain Llama's or Qwen 2's file.
+
+    Raises:
+        ConfigError: a model of another shape.
+    """
+    reason = why_not_llama(opened.model.spec)
+    if reason is not None:
+        raise ConfigError(
+            f"export --format gguf: stock engines cannot hold this model: {reason}; make the student with "
+            "model.surgery.target: mla (docs/export.md), or export --format hf, which carries its own code"
+        )
     model = opened.model
     blocks, _ = llama_blocks(model.spec)
     attention = blocks[0].attention[1]

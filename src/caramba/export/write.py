@@ -18,7 +18,8 @@ from caramba.config.names import nearest
 from caramba.data.checkpoint import save_tensors
 from caramba.data.checkpoint.formats import write_model_file
 from caramba.errors import ConfigError
-from caramba.export.gguf import write_gguf
+from caramba.export.deepseek import deepseek_config, deepseek_tensors, gguf_deepseek, has_mla, mla_blocks
+from caramba.export.gguf import gguf_llama, write_gguf
 from caramba.export.llama import llama_config, llama_tensors, why_not_llama
 from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
@@ -27,7 +28,7 @@ from caramba.infer.load_model import ModelBundle
 from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
 
-FORMATS = ("hf", "gguf", "safetensors", "ckpt", "dcp")
+FORMATS = ("hf", "deepseek", "gguf", "safetensors", "ckpt", "dcp")
 # What a Hugging Face folder holds beside weights; a model that came from one takes it along.
 _COMPANIONS = (
     "tokenizer.json",
@@ -97,12 +98,14 @@ def export_model(
     force: bool = False,
     dtype: torch.dtype | None = None,
     weights: str = "f16",
+    engine: str = "transformers",
 ) -> Exported:
     """Write a model into `folder`, which appears complete or not at all.
 
     Args:
         dtype: of the weights that are written; None keeps that of the model in memory.
         weights: the type of a GGUF file's matrices: f16, q8_0 or q4_0.
+        engine: that a DeepSeek folder is for: transformers or vllm.
 
     Raises:
         ConfigError: an unknown format, a folder that is not empty without `force`, or a weight that `dtype` cannot
@@ -117,8 +120,11 @@ def export_model(
         part = Path(temporary)
         if format == "hf":
             architecture, notes = _write_hf(opened, part, role, dtype)
+        elif format == "deepseek":
+            architecture, notes = _write_deepseek(opened, part, role, dtype, engine)
         elif format == "gguf":
-            architecture, notes = write_gguf(opened, part, weights), []
+            described = gguf_deepseek(opened) if has_mla(opened.model.spec) else gguf_llama(opened)
+            architecture, notes = write_gguf(opened, part, weights, *described), []
         else:
             architecture, notes = _write_own(opened, part, format, role, dtype)
         files = tuple(sorted(file.name for file in part.iterdir()))
@@ -150,6 +156,29 @@ def _write_hf(opened: ModelBundle, part: Path, role: str, dtype: torch.dtype | N
         config["caramba"]["spec"] = spec_of(model.spec).model_dump(mode="json")
     config["torch_dtype"] = config["dtype"]  # the name of the key before transformers 5
     save_tensors(part / "model.safetensors", in_dtype(tensors, dtype), {"format": "pt"})
+    _write_companions(opened, part, config, notes)
+    write_json(part / "config.json", config)
+    return config["architectures"][0], notes
+
+
+def _write_deepseek(
+    opened: ModelBundle, part: Path, role: str, dtype: torch.dtype | None, engine: str
+) -> tuple[str, list[str]]:
+    model = opened.model
+    mla_blocks(model.spec, "export --format deepseek")  # refused before any weight is computed
+    config = deepseek_config(
+        model.spec,
+        max_positions=opened.max_positions,
+        eos_id=opened.tokenizer.eos_id if opened.tokenizer is not None else None,
+        dtype=str(dtype or _dtype(model.state_dict())).removeprefix("torch."),
+        engine=engine,
+    )
+    config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels, "engine": engine}
+    config["torch_dtype"] = config["dtype"]
+    notes = [f"for {engine}: the latent's norm is scaled to its epsilon"]
+    save_tensors(
+        part / "model.safetensors", in_dtype(deepseek_tensors(model, engine), dtype), {"format": "pt"}
+    )
     _write_companions(opened, part, config, notes)
     write_json(part / "config.json", config)
     return config["architectures"][0], notes

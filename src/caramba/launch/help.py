@@ -44,8 +44,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "tests on the items that both have, and their curves in one figure",
     ),
     "export": (
-        "RUN|DIR --out DIR [--format hf|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "
-        "[--weights f16|q8_0|q4_0] [--which teacher|student] [--force]",
+        "RUN|DIR --out DIR [--format hf|deepseek|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "
+        "[--weights f16|q8_0|q4_0] [--engine transformers|vllm] [--which teacher|student] [--force]",
         "write a trained model for other programs; hf loads with transformers, gguf with llama.cpp",
     ),
     "eval": (

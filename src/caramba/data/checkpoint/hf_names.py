@@ -103,8 +103,12 @@ def hf_shapes(spec: ModelSpec) -> Shapes:
     return {theirs: own[ours] for ours, theirs in hf_names(spec).items()}
 
 
-def llama_blocks(spec: ModelSpec) -> tuple[tuple[Block, ...], tuple[str, RMSNormLayerConfig]]:
+def llama_blocks(
+    spec: ModelSpec, *, allows_mla: bool = False
+) -> tuple[tuple[Block, ...], tuple[str, RMSNormLayerConfig]]:
     """Read a model as pre-norm blocks of attention and SwiGLU, and a final norm with its name.
+
+    Attention is that of a Llama, with `allows_mla` multi-head latent attention too.
 
     Raises:
         CheckpointError: the model is of another shape than a Llama; says which part.
@@ -120,15 +124,15 @@ def llama_blocks(spec: ModelSpec) -> tuple[tuple[Block, ...], tuple[str, RMSNorm
     if not parts or len(parts) % 2:
         raise _refusal(f"it has {len(parts)} residual branches, expected two for each block")
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return tuple(_block(first, second) for first, second in pairs), (name, norm)
+    return tuple(_block(first, second, allows_mla) for first, second in pairs), (name, norm)
 
 
-def _block(first: tuple[str, NodeConfig], second: tuple[str, NodeConfig]) -> Block:
+def _block(first: tuple[str, NodeConfig], second: tuple[str, NodeConfig], allows_mla: bool) -> Block:
     (norm_name, norm), (name, attention) = _branch(*first)
     (second_name, second_norm), (mlp_name, mlp) = _branch(*second)
     if not isinstance(attention, AttentionLayerConfig) or not isinstance(mlp, SwiGLULayerConfig):
         raise _refusal(f"{first[0]} and {second[0]} are not attention followed by SwiGLU")
-    if attention.mode not in (AttentionMode.STANDARD, AttentionMode.GQA):
+    if attention.mode not in (AttentionMode.STANDARD, AttentionMode.GQA) and not allows_mla:
         raise _refusal(f"{name} is {attention.mode} attention")
     if not attention.rope_enabled:
         raise _refusal(f"{name} has no rotary positions")
