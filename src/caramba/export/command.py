@@ -7,11 +7,12 @@ from pathlib import Path
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.export.check import check_folder, check_gguf
 from caramba.export.deepseek import ENGINES
 from caramba.export.gguf import WEIGHTS, check_weights
 from caramba.export.precision import check_dtype
-from caramba.export.write import FORMATS, check_format, check_out, export_model
-from caramba.infer.load_model import load_model
+from caramba.export.write import FORMATS, Exported, check_format, check_out, export_model
+from caramba.infer.load_model import ModelBundle, load_model
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,6 +35,7 @@ def export(argv: list[str]) -> int:
     parser.add_argument("--weights")
     parser.add_argument("--engine", default=ENGINES[0], choices=ENGINES)
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--debug", action="store_true")
@@ -43,6 +45,8 @@ def export(argv: list[str]) -> int:
     check_format(words.format)
     dtype = None if words.dtype is None else check_dtype(words.dtype)
     weights = _weights_of(words.format, words.weights, words.dtype)
+    if words.check:
+        _refuse_check(words.format, words.dtype, words.engine, weights)
     if words.engine != ENGINES[0] and words.format != "deepseek":
         raise ConfigError(
             f"export: --engine {words.engine} belongs to --format deepseek, got --format {words.format}; leave it out"
@@ -66,6 +70,8 @@ def export(argv: list[str]) -> int:
         f"{words.which} of {opened.path} as {done.architecture}: {len(done.files)} files, {size / 1e6:.1f} MB"
     )
     print(f"exported: {done.folder}")
+    if words.check:
+        print(_check(opened, done, words.format))
     return 0
 
 
@@ -82,3 +88,27 @@ def _weights_of(format: str, weights: str | None, dtype: str | None) -> str:
             f"export: --weights {weights} belongs to --format gguf, got --format {format}; use --dtype there"
         )
     return WEIGHTS[0]
+
+
+def _check(opened: ModelBundle, done: Exported, format: str) -> str:
+    """Compare the result in its engine; return one line about it."""
+    if format == "gguf":
+        (file,) = (name for name in done.files if name.endswith(".gguf"))
+        found = check_gguf(opened, done.folder / file)
+        return "not checked: llama-cpp-python is not installed" if found is None else found.describe()
+    return check_folder(opened, done.folder).describe()
+
+
+def _refuse_check(format: str, dtype: str | None, engine: str, weights: str) -> None:
+    """Refuse to check what is not meant to compute the same numbers as the model."""
+    reason = None
+    if format not in ("hf", "deepseek", "gguf"):
+        reason = f"--format {format} is caramba's own"
+    elif dtype not in (None, "float32", "fp32"):
+        reason = f"--dtype {dtype} rounds the weights"
+    elif engine != ENGINES[0]:
+        reason = f"{engine} is not run here"
+    elif weights != WEIGHTS[0]:
+        reason = f"--weights {weights} rounds the weights"
+    if reason is not None:
+        raise ConfigError(f"export: --check compares with the model, and {reason}; leave out one of the two")

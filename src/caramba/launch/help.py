@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "export": (
         "RUN|DIR --out DIR [--format hf|deepseek|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "
-        "[--weights f16|q8_0|q4_0] [--engine transformers|vllm] [--which teacher|student] [--force]",
+        "[--weights f16|q8_0|q4_0] [--engine transformers|vllm] [--check] [--which teacher|student] [--force]",
         "write a trained model for other programs; hf loads with transformers, gguf with llama.cpp",
     ),
     "eval": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from caramba.cli import main
 from caramba.data.checkpoint import load_tensors
+from caramba.errors import CheckpointError
+from caramba.export.check import check_folder
 from caramba.export.deepseek import mla_blocks
 from caramba.infer import load_model
 from tests.integration.export.samples import LATENT, NORM, block, loud, make_run, spec, tokens, transformer
@@ -48,10 +51,54 @@ def test_transformers_computes_the_same_logits_without_remote_code(tmp_path: Pat
     assert torch.equal(found, text)
 
 
+def test_check_reports_what_the_engine_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, "wide latent")
+    words = ["export", str(run), "--check", "--out", str(tmp_path / "out"), "--format"]
+    assert main([*words, "deepseek"]) == 0
+    assert re.search(
+        r"check in transformers: logits differ by at most \S+e-0[5-9]; 3\d greedy", capsys.readouterr().out
+    )
+    for more, text in ((["safetensors"], "caramba's own"), (["hf", "--dtype", "bf16"], "rounds the weights")):
+        assert main([*words, *more]) == 2
+        assert text in capsys.readouterr().err
+    # a folder of other weights is found out
+    opened = load_model(str(run))
+    with torch.no_grad():
+        opened.model.embedder.token.weight.mul_(-1.0)
+    with pytest.raises(CheckpointError, match="expected the model's own"):
+        check_folder(opened, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_llama_cpp_computes_the_same_text_from_a_cache_as_small(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not built here: pip install llama-cpp-python"
+    )
+    run = run_of(tmp_path, name)
+    assert main(["export", str(run), "--check", "--format", "gguf", "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"check in llama.cpp: logits differ by at most ([\d.e-]+); ", said)
+    assert found is not None
+    assert float(found[1]) < 0.1
+    assert "bytes a token and layer" in said
+
+
 def test_a_folder_for_vllm_has_the_epsilon_of_the_other_norms_and_a_head(tmp_path: Path) -> None:
     run = run_of(tmp_path, "wide latent")
     for engine in ("transformers", "vllm"):
-        words = ["export", str(run), "--format", "deepseek", "--engine", engine, "--out", str(tmp_path / engine)]
+        words = [
+            "export",
+            str(run),
+            "--format",
+            "deepseek",
+            "--engine",
+            engine,
+            "--out",
+            str(tmp_path / engine),
+        ]
         assert main(words) == 0
     ours, theirs = (load_tensors(tmp_path / name / "model.safetensors") for name in ("transformers", "vllm"))
     assert set(theirs) - set(ours) == {"lm_head.weight"}
@@ -65,13 +112,19 @@ def test_a_folder_for_vllm_has_the_epsilon_of_the_other_norms_and_a_head(tmp_pat
 def test_gguf_has_the_keys_and_shapes_of_deepseek2(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     run = run_of(tmp_path, "wide latent")
-    assert main(["export", str(run), "--format", "gguf", "--weights", "q8_0", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(["export", str(run), "--format", "gguf", "--weights", "q8_0", "--out", str(tmp_path / "out")])
+        == 0
+    )
     (file,) = (tmp_path / "out").glob("*.gguf")
     reader = gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "deepseek2"
     assert (fields["deepseek2.attention.key_length"], fields["deepseek2.attention.value_length"]) == (32, 24)
-    assert (fields["deepseek2.attention.key_length_mla"], fields["deepseek2.attention.value_length_mla"]) == (18, 10)
+    assert (fields["deepseek2.attention.key_length_mla"], fields["deepseek2.attention.value_length_mla"]) == (
+        18,
+        10,
+    )
     found = {tensor.name: (tuple(tensor.shape), tensor.tensor_type.name) for tensor in reader.tensors}
     assert found["blk.1.attn_kv_a_mqa.weight"] == ((32, 32), "F32")
     assert found["blk.0.attn_k_b.weight"] == ((10, 24, 4), "F16")

@@ -188,3 +188,15 @@ def test_a_qwen3_file_is_read(tmp_path: Path, name: str) -> None:
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_llama_cpp_computes_the_same_text(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not built here: pip install llama-cpp-python"
+    )
+    file_of(tmp_path, SHAPES[name], "--check", tied=name != "mha")
+    assert "check in llama.cpp: logits differ by at most 0.0" in capsys.readouterr().out
