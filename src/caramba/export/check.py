@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from caramba.infer.load_model import ModelBundle
 PROMPT = "The history of the town begins with a bridge over the river, and with the people who built it."
 NEW_TOKENS = 32
 LARGEST_ERROR = 1e-4
-"""Of logits in transformers, both in float32; llama.cpp computes in 16 bits, where only the text is held equal."""
+"""Of logits in transformers, both in float32; llama.cpp computes in 16 bits, so there only the text must be equal."""
 _CACHE_LINE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells, +(\d+) layers")
 _TIE = 0.1
 
@@ -44,7 +45,7 @@ class Comparison:
         if self.gap is None:
             text += f"{self.n_equal} greedy tokens are equal"
         else:
-            text += f"greedy tokens part after {self.n_equal}, where the first two logits are {self.gap:.2g} apart"
+            text += f"greedy tokens part after {self.n_equal}, where the first two logits differ by {self.gap:.2g}"
         return text if self.cache is None else f"{text}; {self.cache}"
 
 
@@ -77,7 +78,7 @@ def check_gguf(opened: ModelBundle, file: Path) -> Comparison | None:
     """
     if importlib.util.find_spec("llama_cpp") is None:
         return None
-    import llama_cpp
+    llama_cpp: Any = importlib.import_module("llama_cpp")
 
     lines: list[str] = []
 

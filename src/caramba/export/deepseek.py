@@ -52,7 +52,7 @@ def mla_blocks(spec: ModelSpec, where: str) -> tuple[Block, ...]:
     """Return the blocks of a model that engines of multi-head latent attention hold.
 
     Raises:
-        ConfigError: another model, naming the key that stands in the way and what to set before surgery.
+        ConfigError: another model, naming the key that no engine has and what to set before surgery.
     """
     try:
         blocks, (_, final) = llama_blocks(spec, allows_mla=True)
@@ -236,18 +236,18 @@ def gguf_deepseek(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor
 def _gguf_tensors(model: Model, blocks: tuple[Block, ...], eps: float) -> Iterator[NamedTensor]:
     state = model.state_dict()
 
-    def plain(name: str, tensor: Tensor, keeps: str | None = None) -> NamedTensor:
+    def unchanged(name: str, tensor: Tensor, keeps: str | None = None) -> NamedTensor:
         return NamedTensor(name, tuple(tensor.shape), lambda: tensor, keeps)
 
-    yield plain("token_embd.weight", state["embedder.token.weight"])
-    yield plain("output_norm.weight", state[f"{_final_norm(model.spec)}.weight"])
+    yield unchanged("token_embd.weight", state["embedder.token.weight"])
+    yield unchanged("output_norm.weight", state[f"{_final_norm(model.spec)}.weight"])
     if not model.spec.head.tied:
-        yield plain("output.weight", state["head.weight"])
+        yield unchanged("output.weight", state["head.weight"])
     for index, block in enumerate(blocks):
         config = block.attention[1]
         heads, width, dims, m = config.n_heads, config.query_dim, config.dims(), config.d_model
         folded = _once(model, block, eps)
-        yield plain(f"blk.{index}.attn_norm.weight", state[f"{block.attention_norm[0]}.weight"])
+        yield unchanged(f"blk.{index}.attn_norm.weight", state[f"{block.attention_norm[0]}.weight"])
         shapes: dict[str, tuple[tuple[int, ...], Callable[[Attention], Tensor], str | None]] = {
             "attn_q": ((heads * (width + dims.rope), m), lambda found: found.query, None),
             "attn_kv_a_mqa": ((dims.cached, m), lambda found: found.latent, "f32"),
@@ -258,9 +258,9 @@ def _gguf_tensors(model: Model, blocks: tuple[Block, ...], eps: float) -> Iterat
         }
         for name, (shape, part, keeps) in shapes.items():
             yield NamedTensor(f"blk.{index}.{name}.weight", shape, _part(folded, part), keeps)
-        yield plain(f"blk.{index}.ffn_norm.weight", state[f"{block.feed_forward_norm[0]}.weight"])
+        yield unchanged(f"blk.{index}.ffn_norm.weight", state[f"{block.feed_forward_norm[0]}.weight"])
         for part in ("gate", "up", "down"):
-            yield plain(f"blk.{index}.ffn_{part}.weight", state[f"{block.feed_forward[0]}.{part}.weight"])
+            yield unchanged(f"blk.{index}.ffn_{part}.weight", state[f"{block.feed_forward[0]}.{part}.weight"])
 
 
 def _once(model: Model, block: Block, eps: float) -> Callable[[], Attention]:
