@@ -236,18 +236,18 @@ def gguf_deepseek(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor
 def _gguf_tensors(model: Model, blocks: tuple[Block, ...], eps: float) -> Iterator[NamedTensor]:
     state = model.state_dict()
 
-    def unchanged(name: str, tensor: Tensor, keeps: str | None = None) -> NamedTensor:
+    def copy_of(name: str, tensor: Tensor, keeps: str | None = None) -> NamedTensor:
         return NamedTensor(name, tuple(tensor.shape), lambda: tensor, keeps)
 
-    yield unchanged("token_embd.weight", state["embedder.token.weight"])
-    yield unchanged("output_norm.weight", state[f"{_final_norm(model.spec)}.weight"])
+    yield copy_of("token_embd.weight", state["embedder.token.weight"])
+    yield copy_of("output_norm.weight", state[f"{_final_norm(model.spec)}.weight"])
     if not model.spec.head.tied:
-        yield unchanged("output.weight", state["head.weight"])
+        yield copy_of("output.weight", state["head.weight"])
     for index, block in enumerate(blocks):
         config = block.attention[1]
         heads, width, dims, m = config.n_heads, config.query_dim, config.dims(), config.d_model
         folded = _once(model, block, eps)
-        yield unchanged(f"blk.{index}.attn_norm.weight", state[f"{block.attention_norm[0]}.weight"])
+        yield copy_of(f"blk.{index}.attn_norm.weight", state[f"{block.attention_norm[0]}.weight"])
         shapes: dict[str, tuple[tuple[int, ...], Callable[[Attention], Tensor], str | None]] = {
             "attn_q": ((heads * (width + dims.rope), m), lambda found: found.query, None),
             "attn_kv_a_mqa": ((dims.cached, m), lambda found: found.latent, "f32"),
@@ -258,9 +258,9 @@ def _gguf_tensors(model: Model, blocks: tuple[Block, ...], eps: float) -> Iterat
         }
         for name, (shape, part, keeps) in shapes.items():
             yield NamedTensor(f"blk.{index}.{name}.weight", shape, _part(folded, part), keeps)
-        yield unchanged(f"blk.{index}.ffn_norm.weight", state[f"{block.feed_forward_norm[0]}.weight"])
+        yield copy_of(f"blk.{index}.ffn_norm.weight", state[f"{block.feed_forward_norm[0]}.weight"])
         for part in ("gate", "up", "down"):
-            yield unchanged(f"blk.{index}.ffn_{part}.weight", state[f"{block.feed_forward[0]}.{part}.weight"])
+            yield copy_of(f"blk.{index}.ffn_{part}.weight", state[f"{block.feed_forward[0]}.{part}.weight"])
 
 
 def _once(model: Model, block: Block, eps: float) -> Callable[[], Attention]:
