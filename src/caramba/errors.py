@@ -149,6 +149,10 @@ class AgentError(CarambaError):
     """A language-model agent returned something that cannot be used."""
 
 
+class ExtensionFailedError(CarambaError):
+    """A callback, logger, loss or schedule of a plugin raised an error; the message names it."""
+
+
 class Preempted(BaseException):
     """A signal asked the run to stop; what has been trained is saved.
 

@@ -16,6 +16,13 @@ _HOMES = {
     "crosscheck": ("cross_check",),
     "data": ("DataConfig",),
     "cost": ("AttentionWork", "Cost", "Width", "WidthError", "expect_width", "layer_cost"),
+    "extension": (
+        "CallbackConfig",
+        "LossConfig",
+        "MetricLoggerConfig",
+        "OptimizerConfig",
+        "ScheduleConfig",
+    ),
     "kvcache": ("KVCacheKind",),
     "later": ("refuse_unbuilt",),
     "layer": (

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, create_model
 from caramba.config.base import Config, Seed
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
+from caramba.config.extension import Callback
 from caramba.config.fit import FitConfig
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.manifest import (
@@ -82,6 +83,7 @@ class Composition(Config):
     cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
     debug: DebugConfig = DebugConfig()
+    callbacks: tuple[Callback, ...] = ()
     paper: PaperConfig | None = None
     review: dict[str, Any] | None = None
     plugins: Plugins = ()

@@ -34,7 +34,18 @@ SHARED = (
         "model",
         "fit",
     ),
-    *("parallel", "launcher", "cluster", "logger", "debug", "paper", "review", "plugins", "origin"),
+    *(
+        "parallel",
+        "launcher",
+        "cluster",
+        "logger",
+        "debug",
+        "callbacks",
+        "paper",
+        "review",
+        "plugins",
+        "origin",
+    ),
 )
 
 

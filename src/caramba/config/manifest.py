@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from caramba.config.base import Config, Later, Seed, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
+from caramba.config.extension import Callback, MetricLogger
 from caramba.config.fit import FitConfig
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.launcher import ClusterConfig, LauncherConfig
@@ -172,6 +173,9 @@ class GroupConfig(Config):
         return self
 
 
+LightningLogger = Literal["CSVLogger", "CometLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger"]
+
+
 class LoggerConfig(Config):
     """Where metrics go besides metrics.csv and events.jsonl, which every run writes."""
 
@@ -180,6 +184,14 @@ class LoggerConfig(Config):
     wandb: bool = Field(default=False, description="whether metrics go to W&B")
     wandb_mode: Literal["online", "offline", "disabled"] = Field(
         default="offline", description="W&B mode: online, offline or disabled"
+    )
+    lightning: dict[LightningLogger, dict[str, Any]] = Field(
+        default={},
+        description="loggers of Lightning by class name, each with its arguments, as in {MLFlowLogger: "
+        "{experiment_name: mine}}",
+    )
+    extra: tuple[MetricLogger, ...] = Field(
+        default=(), description="loggers of your own, from plugins, each with its type and keys"
     )
 
 
@@ -237,13 +249,16 @@ class Manifest(Config):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="what a SLURM job asks for")
     logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics are written")
     debug: DebugConfig = Field(default=DebugConfig(), description="small or instrumented runs")
+    callbacks: tuple[Callback, ...] = Field(
+        default=(), description="callbacks of your own, from plugins, each with its type and keys"
+    )
     paper: PaperConfig | None = Field(
         default=None, description="paper that is drafted after the run; unset: none"
     )
     review: Annotated[dict[str, Any] | None, Later("the review work")] = Field(
         default=None, description="reviews of the paper; not built yet"
     )
-    plugins: Plugins = Field(default=(), description="modules of your own that add layers")
+    plugins: Plugins = Field(default=(), description="modules of your own that add layers and extensions")
     origin: Literal["human", "agent"] = Field(
         default="human", description="author of the manifest: human, or agent, which may not name plugins"
     )
@@ -260,6 +275,10 @@ class Manifest(Config):
             )
         if self.origin == "agent" and self.plugins:
             raise ValueError("a manifest whose origin is an agent may not name plugins; remove plugins")
+        if self.origin == "agent" and self.logger.lightning:
+            raise ValueError(
+                "a manifest whose origin is an agent may not set logger.lightning, which can send data; remove it"
+            )
         named = self.paper.reaches_out() if self.origin == "agent" and self.paper is not None else ()
         if named:
             # A server and a variable together would send any secret of the environment anywhere.

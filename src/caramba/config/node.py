@@ -94,6 +94,21 @@ def parse_node(value: Any) -> Any:
         )
         details = InitErrorDetails(type=error, loc=("type",), input=value["type"])
         raise ValidationError.from_exception_data("Node", [details])
+    if hasattr(schema, "key"):  # an extension, whose place is another key
+        raise PydanticCustomError(
+            "extension_kind",
+            "type {name} is no layer; its place is {key}",
+            {"name": str(value["type"]), "key": str(getattr(schema, "key", ""))},
+        )
+    return parse_typed(schema, value)
+
+
+def parse_typed(schema: type[NodeConfig], value: Any) -> Any:
+    """Validate a mapping as a registered schema; what fails in a class of a plugin is reported with its name.
+
+    Raises:
+        ConfigError: a rule of a plugin's class raises other errors than pydantic expects.
+    """
     if not is_own(schema):
         return schema.model_validate(value)
     try:

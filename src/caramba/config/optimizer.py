@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from caramba.config.base import Config
+from caramba.config.extension import name_of
 
 if TYPE_CHECKING:
     from caramba.config.train import PhaseConfig
@@ -42,7 +43,7 @@ class AdaGCConfig(Config):
 
 def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:
     """Yield what is wrong with a phase's optimiser, schedule and clipping taken together."""
-    name = phase.optimizer
+    name = name_of(phase.optimizer)
     if name in LR_HINTS and phase.lr == "auto":
         yield f"lr=auto uses AdamW's published rates, got optimizer={name}; give {LR_HINTS[name]}"
     if name in ("sgd", "adafactor") and phase.betas != BETAS:
@@ -96,9 +97,11 @@ def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
             "optimizer_offload keeps float32 weights on the host, which stochastic_rounding does without, and knows no "
             "scaled loss of float16; use bfloat16 or float32 without stochastic_rounding, or remove it"
         )
-    if phase.master_weights == "in_moments" and (phase.optimizer != "adamw" or not phase.fused_optimizer):
+    if phase.master_weights == "in_moments" and (
+        name_of(phase.optimizer) != "adamw" or not phase.fused_optimizer
+    ):
         yield (
-            f"master_weights=in_moments is of the moments of fused AdamW, got optimizer={phase.optimizer}, "
+            f"master_weights=in_moments is of the moments of fused AdamW, got optimizer={name_of(phase.optimizer)}, "
             f"fused_optimizer={str(phase.fused_optimizer).lower()}; use master_weights=true"
         )
     if phase.master_weights == "in_moments" and phase.optimizer_offload:

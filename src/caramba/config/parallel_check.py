@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from caramba.config.extension import name_of
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import ParallelConfig
@@ -67,6 +68,11 @@ def _check_model(manifest: Manifest, run_id: str, phase: PhaseConfig) -> None:
 
 def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield what a phase asks for that its strategy does not have."""
+    if phase.loss is not None and parallel.strategy not in ("single", "ddp"):
+        yield (
+            f"loss={phase.loss.type} reads whole logits, and parallel={parallel.strategy} splits the model; use "
+            "parallel=ddp or single, or remove loss"
+        )
     if parallel.strategy == "pipeline":
         yield from pipeline_conflicts(phase, parallel)
         return
@@ -95,10 +101,10 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
             f"parallel.sequence_parallel gives each of tp={parallel.tp} ranks as many tokens, got block_size="
             f"{phase.block_size}; use a multiple of {parallel.tp}, or sequence_parallel=false"
         )
-    if phase.optimizer not in SHARDED_OPTIMIZERS:
+    if name_of(phase.optimizer) not in SHARDED_OPTIMIZERS:
         yield (
-            f"optimizer={phase.optimizer} is made for whole weights, and {name} keeps a part of each on every rank; "
-            f"use optimizer={' or '.join(SHARDED_OPTIMIZERS)}, or parallel=ddp"
+            f"optimizer={name_of(phase.optimizer)} is made for whole weights, and {name} keeps a part of each "
+            f"on every rank; use optimizer={' or '.join(SHARDED_OPTIMIZERS)}, or parallel=ddp"
         )
     if phase.has_16_bit_weights:
         yield (

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from caramba.config.extension import ExtensionConfig
 from caramba.config.names import nearest
 from caramba.config.node import NodeConfig
 from caramba.config.plugin_import import is_installed
@@ -61,11 +62,39 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
             f"{name}: {shown(file)} has no {wanted}{nearest(wanted, names) or ';'} correct the target ({place})"
         )
     found = names[wanted]
+    if issubclass(schema, ExtensionConfig):
+        problem = _signature_problem(found, schema)
+        if problem is not None:
+            raise ConfigError(
+                f"{name} {problem} ({shown(file)}:{found.lineno}); expected {schema.signature()} ({place})"
+            )
+        return
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or _has_no_base(found):
         what = "a class without a base" if isinstance(found, ast.ClassDef) else "a function"
         raise ConfigError(
             f"{name} is {what} ({shown(file)}:{found.lineno}), expected a subclass of torch.nn.Module ({place})"
         )
+
+
+def _signature_problem(node: ast.stmt, schema: type[ExtensionConfig]) -> str | None:
+    """Return how the source of an extension's target differs from its kind; methods of other files are not read."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return "is a function"
+    if not isinstance(node, ast.ClassDef):
+        return None
+    if schema.base is not None and _has_no_base(node):
+        return "is a class without a base"
+    own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    for method, wanted in schema.methods.items():
+        if method in own:
+            arguments = own[method].args
+            given = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
+            required = len(given) - len(arguments.defaults)
+            if (len(given) < len(wanted) and arguments.vararg is None) or required > len(wanted):
+                return f"has {method}({', '.join(('self', *given))})"
+        elif not node.bases and not node.decorator_list:
+            return f"has no {method}"
+    return None
 
 
 def _read_own_source(top: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Literal, get_args, get_origin
 
+from caramba.config.extension import KINDS, ExtensionConfig
 from caramba.config.layer_base import Decoding, LayerConfig
 from caramba.config.node import NodeConfig, is_own, type_of
 from caramba.config.plugin_target import check_target
@@ -61,8 +62,9 @@ def check_types(module: ModuleType, schemas: list[type[NodeConfig]]) -> None:
         file = getattr(module, "__file__", None)
         what = shown(file) if file else f"{next(iter(module.__path__))}, a folder without __init__.py,"
         raise ConfigError(
-            f"adds no layer: {what} has no subclass of caramba.config.LayerConfig; name the module that has the schema "
-            "classes, or import them in this one"
+            f"adds no layer or extension: {what} has no subclass of caramba.config.LayerConfig or of "
+            f"{', '.join(kind.__name__ for kind in KINDS)}; name the module that has the schema classes, or import "
+            "them in this one"
         )
 
 
@@ -79,6 +81,8 @@ def _problem(schema: type[NodeConfig]) -> str | None:
     """Return what a schema class lacks, None where it can be used."""
     if issubclass(schema, TopologyConfig):
         return "is a topology, and plugins add layers; subclass caramba.config.LayerConfig"
+    if issubclass(schema, ExtensionConfig):
+        return _extension_problem(schema)
     if not issubclass(schema, LayerConfig):
         return "is no layer's schema; subclass caramba.config.LayerConfig"
     built_in = next((base for base in schema.__mro__ if "target" in base.__dict__ and not is_own(base)), None)
@@ -94,7 +98,20 @@ def _problem(schema: type[NodeConfig]) -> str | None:
     return _type_problem(schema) or _method_problem(schema)
 
 
-def _type_problem(schema: type[LayerConfig]) -> str | None:
+def _extension_problem(schema: type[ExtensionConfig]) -> str | None:
+    kind = next((kind for kind in KINDS if issubclass(schema, kind)), None)
+    if kind is None:
+        return (
+            f"is of no kind; subclass one of {', '.join(kind.__name__ for kind in KINDS)} of caramba.config"
+        )
+    if "target" not in schema.__dict__:
+        if any("target" in below.__dict__ for below in _subclasses(schema)):
+            return None
+        return f'has no target; add target = "module:Class", with {kind.signature()}'
+    return _type_problem(schema)
+
+
+def _type_problem(schema: type[NodeConfig]) -> str | None:
     kind = type_of(schema)
     annotation = schema.model_fields["type"].annotation
     if get_origin(annotation) is not Literal or get_args(annotation) != (kind,):

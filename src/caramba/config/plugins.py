@@ -91,7 +91,7 @@ Plugins = Annotated[
 class PluginSection(Config):
     """The key `plugins` by itself: it is read before the rest, whose types it adds."""
 
-    plugins: Plugins = Field(default=(), description="modules of your own that add layers")
+    plugins: Plugins = Field(default=(), description="modules of your own that add layers and extensions")
 
     @model_validator(mode="after")
     def _once(self) -> PluginSection:

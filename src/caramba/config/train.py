@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from caramba.config.base import Config, Later, Seed
 from caramba.config.checkpointing import Checkpointing
+from caramba.config.extension import Loss, NameOrExtension, OptimizerConfig, ScheduleConfig, name_of
 from caramba.config.layer import Positive
 from caramba.config.narrowing import is_mapping
 from caramba.config.optimizer import (
@@ -78,6 +79,10 @@ OWN_KEYS = {
 }
 
 
+OPTIMIZERS = NameOrExtension(Literal["adamw", "sgd", "adafactor", "lion", "muon"], OptimizerConfig)
+SCHEDULES = NameOrExtension(Literal["none", "constant", "linear", "cosine", "wsd"], ScheduleConfig)
+
+
 class PhaseConfig(Config):
     """One phase of training. Every key may also be given at `train.KEY`, where it holds for all phases.
 
@@ -108,6 +113,9 @@ class PhaseConfig(Config):
         default="ce",
         description="ce (cross-entropy), kl (distillation) or mixed; only phase=global takes others than ce",
     )
+    loss: Loss | None = Field(
+        default=None, description="loss of a plugin in place of cross-entropy, {type: NAME}; unset: none"
+    )
     kl_weight: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.5, description="share of the teacher's KL in objective=mixed; the rest is cross-entropy"
     )
@@ -130,18 +138,19 @@ class PhaseConfig(Config):
         description="lr grows with batch_size * gradient_accumulation_steps / lr_base_batch, or with its square root",
     )
     lr_base_batch: Positive | None = Field(default=None, description="sequences of a step that lr is for")
-    optimizer: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = Field(
+    optimizer: Annotated[Any, BeforeValidator(OPTIMIZERS), WithJsonSchema(OPTIMIZERS.schema())] = Field(
         default="adamw",
         description="lion wants an lr 3 to 10 times smaller than AdamW's, and a weight_decay as many times larger; "
-        "muon takes AdamW's, which also steps what is no matrix of the stack",
+        "muon takes AdamW's, which also steps what is no matrix of the stack; or one of a plugin, {type: NAME}",
     )
     fused_optimizer: bool = Field(
         default=True, description="one kernel for all weights; false steps adamw and sgd weight by weight"
     )
     betas: tuple[Beta, Beta] = Field(default=BETAS, description="0.9 and 0.99 where none are given for lion")
     momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
-    scheduler: Literal["none", "constant", "linear", "cosine", "wsd"] = Field(
-        default="cosine", description="course of lr after the warm-up; none and constant are equal"
+    scheduler: Annotated[Any, BeforeValidator(SCHEDULES), WithJsonSchema(SCHEDULES.schema())] = Field(
+        default="cosine",
+        description="course of lr after the warm-up; none and constant are equal; or one of a plugin, {type: NAME}",
     )
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2, description="share of the steps in which wsd decays, at the end"
@@ -340,6 +349,11 @@ class PhaseConfig(Config):
                 f"phase={self.phase} with objective={self.objective} reads no teacher outputs; "
                 "remove cache_teacher_outputs, or use objective=kl or mixed"
             )
+        if self.loss is not None and (self.phase in BLOCK_PHASES or self.objective != "ce"):
+            raise ValueError(
+                f"loss={self.loss.type} replaces the cross-entropy of a phase that reads the data alone, got "
+                f"phase={self.phase} with objective={self.objective}; remove it"
+            )
         if self.phase != "pretrain" and self.trains == "teacher":
             raise ValueError(
                 f"phase={self.phase} trains the student, got trains=teacher; only pretrain may train the teacher"
@@ -359,7 +373,7 @@ class PhaseConfig(Config):
     @property
     def optimizer_momentum(self) -> float:
         """`momentum`, or the optimiser's own where none is given; 0 for optimisers without one."""
-        return MOMENTUM.get(self.optimizer, 0.0) if self.momentum is None else self.momentum
+        return MOMENTUM.get(name_of(self.optimizer), 0.0) if self.momentum is None else self.momentum
 
     @property
     def measured_keys(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from caramba.config.extension_target import build_extension
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.surgery import attention_configs, keeps_copied
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
@@ -19,6 +20,7 @@ from caramba.distill import (
     LanguageModelObjective,
     Lora,
     Objective,
+    PluginLossObjective,
     TeacherCache,
     TeacherLogitsObjective,
     refuse_over_cap,
@@ -34,6 +36,10 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
     if phase.phase in BLOCK_PHASES:
         return _blockwise(session, phase, decided, model)
     lora = phase.lora and _lora(model, phase.lora)
+    if phase.loss is not None:
+        return PluginLossObjective(
+            model, build_extension(phase.loss, phase.loss), name=phase.loss.type, lora=lora
+        )
     if phase.objective == "ce":
         return LanguageModelObjective(
             model, chunk=phase.vocab_chunk, lora=lora, dense=phase.cross_entropy == "dense"

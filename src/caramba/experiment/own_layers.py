@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 
 from caramba.config.decoding import custom_layers_by_role
+from caramba.config.extension import ExtensionConfig
+from caramba.config.extension_target import load_class
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.model.topology import build_node
+from caramba.train.loggers.named import check_named_loggers
 
 
 def check_builds(manifest: Manifest) -> None:
-    """Build every layer of somebody's own that a manifest describes, on the meta device.
+    """Build every custom layer that a manifest describes, on the meta device, and import its extensions.
 
     Raises:
         ConfigError: a target that is no torch module, a constructor that fails, or parameters other than declared, with
-            the layer's path.
+            the layer's path; or an extension that is not of its kind, with the expected signature.
     """
     for layers in custom_layers_by_role(manifest).values():
         for path, layer in layers:
@@ -24,3 +27,11 @@ def check_builds(manifest: Manifest) -> None:
                     build_node(layer)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from error.__cause__
+    check_named_loggers(manifest.logger.lightning)
+    for extension in (*manifest.callbacks, *manifest.logger.extra):
+        load_class(extension)
+    for group in manifest.selected_groups():
+        for phase in (run.train for run in group.runs if run.train is not None):
+            for extension in (phase.loss, phase.optimizer, phase.scheduler):
+                if isinstance(extension, ExtensionConfig):
+                    load_class(extension)

@@ -14,11 +14,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from caramba.config.extension_target import build_extension
 from caramba.config.optimizer import AdaGCConfig
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
 from caramba.distill import Batch, BlockwiseObjective, Objective
-from caramba.errors import CarambaError, CheckpointError
+from caramba.errors import CarambaError, CheckpointError, ExtensionFailedError
 from caramba.model.sharding import reshard
 from caramba.optim import (
     AdaGC,
@@ -86,6 +87,7 @@ class CarambaModule(pl.LightningModule):
         self.watch = watch
         self.log_every = log_every
         self.way, self.shard, self.targets_of = way, shard, targets_of
+        self._schedule: Callable[[int, int], float] | None = None  # of a plugin
         self.micro_steps = 0
         self.trained_steps = 0  # by this module, for the report of an out-of-memory error
         self.is_stepping = False
@@ -204,10 +206,24 @@ class CarambaModule(pl.LightningModule):
             }
         self._sums = losses
 
+    def _learning_rate(self, step: int, steps: int) -> float:
+        if isinstance(self.phase.scheduler, str):
+            return learning_rate(self.phase, step, steps)
+        if self._schedule is None:
+            self._schedule = build_extension(self.phase.scheduler, self.phase.scheduler)
+        factor = float(self._schedule(step, steps))
+        if not math.isfinite(factor) or factor < 0:
+            raise ExtensionFailedError(
+                f"train.scheduler ({self.phase.scheduler.type}) returned {factor} at step {step}; expected a factor of "
+                "lr from 0"
+            )
+        assert isinstance(self.phase.lr, float)
+        return self.phase.lr * factor
+
     def _step(self, loss: Tensor) -> Tensor:
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
-        rate = learning_rate(self.phase, *self.objective.schedule_span(self.global_step, self.phase.steps))
+        rate = self._learning_rate(*self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
         self.objective.join_gradients()

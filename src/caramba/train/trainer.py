@@ -157,6 +157,7 @@ def fit(
             ),
             # After the rows of a step are recorded: a run that resumes from the state lacks none.
             *callbacks,
+            *_own_callbacks(manifest, state),
             Checkpointing(state, phase.save_every, save_final, phase.eval_every),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             *_float8(
@@ -215,6 +216,14 @@ def fit(
     seconds = earlier_s + time.perf_counter() - began
     measured = {**meter.summary(), **memory.peaks}
     return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured)
+
+
+def _own_callbacks(manifest: Manifest, state: Path) -> list[Callback]:
+    if not manifest.callbacks:
+        return []
+    from caramba.train.extensions import build_callbacks
+
+    return build_callbacks(manifest.callbacks, state)
 
 
 def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path, is_compiled: bool) -> list[Callback]:

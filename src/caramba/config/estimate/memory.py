@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from caramba.config.estimate.model import ModelCost
 from caramba.config.estimate.spread import Holding, Spread, holdings
+from caramba.config.extension import name_of
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}
@@ -181,7 +182,7 @@ def _optimizer_bytes(phase: PhaseConfig) -> int:
         return 0
     is_wide = phase.master_weights or phase.stochastic_rounding or not phase.has_16_bit_weights
     is_stateless = phase.optimizer == "sgd" and phase.optimizer_momentum == 0
-    states = 0 if is_stateless else OPTIMIZER_STATES[phase.optimizer]
+    states = 0 if is_stateless else OPTIMIZER_STATES.get(name_of(phase.optimizer), OPTIMIZER_STATES["adamw"])
     return (4 if is_wide else 2) * states + (4 if phase.master_weights is True else 0)
 
 

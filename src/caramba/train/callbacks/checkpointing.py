@@ -54,7 +54,7 @@ class Checkpointing(pl.Callback):
 
     def _save(self, trainer: pl.Trainer, pl_module: Any) -> None:
         is_due = self.save_every and trainer.global_step % self.save_every == 0
-        is_last = trainer.global_step >= trainer.max_steps or pl_module.has_converged
+        is_last = self._has_ended(trainer, pl_module)
         stop = self._agreement.largest(stop_signal()) if self._agreement is not None else 0
         if (is_due or stop) and not is_last:
             pl_module.refuse_divergence()
@@ -63,11 +63,16 @@ class Checkpointing(pl.Callback):
         if stop and not is_last:
             raise Preempted(Signals(stop).name)
 
+    @staticmethod
+    def _has_ended(trainer: pl.Trainer, pl_module: Any) -> bool:
+        """Whether the phase is done: its last step, convergence, or a callback that set `trainer.should_stop`."""
+        return trainer.global_step >= trainer.max_steps or pl_module.has_converged or trainer.should_stop
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
         pl_module.refuse_divergence()
-        if trainer.global_step >= trainer.max_steps or pl_module.has_converged:
+        if self._has_ended(trainer, pl_module):
             pl_module.finish()
             self.save_final()

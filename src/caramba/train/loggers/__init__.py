@@ -24,7 +24,8 @@ def build_loggers(
 
     An interrupted process may have recorded steps after the state that the phase resumes from. Those rows are dropped
     from events.jsonl, and TensorBoard and W&B begin again with the rows that stay, so that each stream has every step
-    once. metrics.h5 is made from events.jsonl with the next row.
+    once, as do CSVLogger and loggers of plugins. Other loggers of Lightning go on with the next row. metrics.h5 is made
+    from events.jsonl with the next row.
     """
     if is_main_process():
         drop_metrics_after(run_dir, phase, step)
@@ -37,9 +38,20 @@ def build_loggers(
         from caramba.train.loggers.wandb import open_wandb
 
         streams.append(open_wandb(config, settings, run_dir, phase))
+    named: list[Logger] = []
+    if config.lightning:
+        from caramba.train.loggers.named import build_named_loggers
+
+        named, local = build_named_loggers(config.lightning, run_dir, phase)
+        streams += local
+        named = [logger for logger in named if logger not in local]
+    if config.extra:
+        from caramba.train.extensions import build_metric_loggers
+
+        streams += build_metric_loggers(config.extra, run_dir, phase)
     for of, at, values in metric_rows(run_dir):
         if of == phase:
             for stream in streams:
                 stream.log_metrics(values, step=at)
     hdf5 = [Hdf5Logger(run_dir, phase)] if config.hdf5 else []
-    return [EventLogger(run_dir, phase), *hdf5, *streams]
+    return [EventLogger(run_dir, phase), *hdf5, *streams, *named]

@@ -1,0 +1,168 @@
+"""Extensions: what plugins add besides layers. Each kind has one key of the manifest and one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, TypeAdapter, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from caramba.config.base import nearest
+from caramba.config.node import NodeConfig, parse_typed
+from caramba.config.plain import is_mapping
+
+
+class ExtensionConfig(NodeConfig):
+    """The schema of an extension. `target` is "module:Class", imported before a run trains.
+
+    A subclass `FooConfig` of one of the kinds below answers to `type: Foo` at the key of its kind.
+    """
+
+    kind: ClassVar[str]
+    key: ClassVar[str]
+    base: ClassVar[str | None] = None
+    """Class that the target inherits from, "module:Class"."""
+    methods: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Arguments of each method that the target must have, after `self`."""
+
+    @classmethod
+    def signature(cls) -> str:
+        """Return what a target looks like, for messages."""
+        base = f"({cls.base.replace(':', '.')})" if cls.base else ""
+        methods = "; ".join(
+            f"def {name}({', '.join(('self', *arguments))})" for name, arguments in cls.methods.items()
+        )
+        return f"class Name{base}: {methods}"
+
+
+class CallbackConfig(ExtensionConfig):
+    """A Lightning callback of your own, in `callbacks`, for every phase; its hooks run before the state is saved."""
+
+    kind = "callback"
+    key = "callbacks"
+    base = "lightning.pytorch:Callback"
+    methods = {"__init__": ("config",)}
+
+
+class MetricLoggerConfig(ExtensionConfig):
+    """A Lightning logger of your own, in `logger.extra`. It gets every row of metrics of a phase once."""
+
+    kind = "logger"
+    key = "logger.extra"
+    base = "lightning.pytorch.loggers:Logger"
+    methods = {"__init__": ("config", "run_dir", "phase")}
+
+
+class LossConfig(ExtensionConfig):
+    """A loss of your own, at `train.loss`: logits [B, T, V] and targets [B, T], -100 where none counts, to a scalar."""
+
+    kind = "loss"
+    key = "train.loss"
+    methods = {"__init__": ("config",), "__call__": ("logits", "targets")}
+
+
+class OptimizerConfig(ExtensionConfig):
+    """An optimiser of your own, at `train.optimizer`; `params` are groups with `params`, `lr` and `weight_decay`."""
+
+    kind = "optimizer"
+    key = "train.optimizer"
+    base = "torch.optim:Optimizer"
+    methods = {"__init__": ("params", "config")}
+
+
+class ScheduleConfig(ExtensionConfig):
+    """A schedule of your own, at `train.scheduler`: the factor of lr at step 0 to steps - 1, warm-up included."""
+
+    kind = "schedule"
+    key = "train.scheduler"
+    methods = {"__init__": ("config",), "__call__": ("step", "steps")}
+
+
+KINDS: tuple[type[ExtensionConfig], ...] = (
+    CallbackConfig,
+    MetricLoggerConfig,
+    LossConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+
+
+def parse_extension(kind: type[ExtensionConfig], value: Any) -> Any:
+    """Validate a mapping as the extension of a kind that its `type` names.
+
+    Raises:
+        PydanticCustomError: no mapping with a `type`, an unknown one, or one of another kind.
+    """
+    if isinstance(value, kind):
+        return value
+    known = {name: schema for name, schema in NodeConfig.registry.items() if issubclass(schema, kind)}
+    names = ", ".join(sorted(known)) or "none; name your module in plugins"
+    if not is_mapping(value) or "type" not in value:
+        raise PydanticCustomError(
+            "extension_type",
+            "expected a mapping with the `type` of a {kind}, such as {{type: MyName}}; known: {known}",
+            {"kind": kind.kind, "known": names},
+        )
+    name = str(value["type"])
+    found = NodeConfig.registry.get(name)
+    if found is not None and name not in known:
+        other = f"a {found.kind}, for {found.key}" if issubclass(found, ExtensionConfig) else "a layer"
+        raise PydanticCustomError(
+            "extension_kind",
+            "type {name} is {other}; {key} takes a {kind}: subclass caramba.config.{schema}, {signature}",
+            {
+                "name": name,
+                "other": other,
+                "key": kind.key,
+                "kind": kind.kind,
+                "schema": kind.__name__,
+                "signature": kind.signature(),
+            },
+        )
+    if found is None:
+        raise PydanticCustomError(
+            "unknown_extension",
+            "unknown {kind} '{name}'{hint} known: {known}",
+            {"kind": kind.kind, "name": name, "hint": nearest(name, known) or ";", "known": names},
+        )
+    return parse_typed(found, value)
+
+
+MAPPING: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"type": "string"}},
+    "required": ["type"],
+}
+"""JSON Schema of an extension; its other keys are those of its plugin."""
+
+
+def extension_of(kind: type[ExtensionConfig]) -> Callable[[Any], Any]:
+    """Return the validator of a key that takes an extension of a kind."""
+    return lambda value: parse_extension(kind, value)
+
+
+class NameOrExtension:
+    """The validator of a key that takes one of the literal `names` or an extension of a kind, and its JSON Schema."""
+
+    def __init__(self, names: Any, kind: type[ExtensionConfig]) -> None:
+        self.adapter: TypeAdapter[Any] = TypeAdapter(names)
+        self.kind = kind
+
+    def __call__(self, value: Any) -> Any:
+        if is_mapping(value) or isinstance(value, ExtensionConfig):
+            return parse_extension(self.kind, value)
+        return self.adapter.validate_python(value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [self.adapter.json_schema(), MAPPING]}
+
+
+def name_of(value: Any) -> str:
+    """Return the name of a built-in choice, or the type of an extension in its place."""
+    return value if isinstance(value, str) else str(value.type)
+
+
+Callback = Annotated[Any, BeforeValidator(extension_of(CallbackConfig)), WithJsonSchema(MAPPING)]
+MetricLogger = Annotated[Any, BeforeValidator(extension_of(MetricLoggerConfig)), WithJsonSchema(MAPPING)]
+Loss = Annotated[Any, BeforeValidator(extension_of(LossConfig)), WithJsonSchema(MAPPING)]

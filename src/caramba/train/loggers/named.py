@@ -1,0 +1,79 @@
+"""Loggers of Lightning by class name, such as MLflow and Comet, with arguments from the manifest."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import loggers
+from lightning.pytorch.loggers.logger import Logger
+
+from caramba.config.names import nearest
+from caramba.errors import ConfigError
+
+PACKAGES = {
+    "CometLogger": "comet_ml",
+    "LitLogger": "litlogger",
+    "MLFlowLogger": "mlflow",
+    "NeptuneLogger": "neptune",
+}
+LOCAL = ("CSVLogger",)
+"""Loggers that write a folder of the run, which a resumed phase writes again from the first step."""
+
+
+def check_named_loggers(configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check the loggers of a manifest before anything trains.
+
+    Raises:
+        ConfigError: a package is not installed, or an argument does not exist, with the nearest name.
+    """
+    for name, arguments in configs.items():
+        package = PACKAGES.get(name)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"logger.lightning.{name}: needs {package}, which is not installed; pip install {package}"
+            )
+        parameters = _parameters(name)
+        takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        for key in arguments:
+            if key not in parameters and not takes_any:
+                raise ConfigError(
+                    f"logger.lightning.{name}.{key}: unknown argument{nearest(key, parameters) or ';'} known: "
+                    f"{', '.join(parameters)}"
+                )
+
+
+def build_named_loggers(
+    configs: Mapping[str, Mapping[str, Any]], run_dir: Path, phase: str
+) -> tuple[list[Logger], list[Logger]]:
+    """Return the loggers of a phase, and those among them that begin again with its first row.
+
+    `save_dir` is the run, and names default to those of run and phase.
+    """
+    found: list[Logger] = []
+    local: list[Logger] = []
+    for name, arguments in configs.items():
+        defaults = {
+            "save_dir": str(run_dir),
+            "run_name": f"{run_dir.name}-{phase}",
+            "experiment_name": run_dir.parent.name,
+        }
+        if name in LOCAL:
+            defaults |= {"name": "csv", "version": phase}
+            shutil.rmtree(run_dir / "csv" / phase, ignore_errors=True)
+        known = _parameters(name)
+        values = {key: value for key, value in defaults.items() if key in known} | dict(arguments)
+        found.append(getattr(loggers, name)(**values))
+        if name in LOCAL:
+            local.append(found[-1])
+    return found, local
+
+
+def _parameters(name: str) -> dict[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(getattr(loggers, name).__init__).parameters)
+    parameters.pop("self")
+    return parameters
