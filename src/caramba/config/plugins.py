@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import keyword
 import sys
 from collections.abc import Sequence
@@ -14,9 +16,13 @@ from caramba.config.base import Config
 from caramba.config.narrowing import is_mapping, is_sequence, mapping_of
 from caramba.config.node import NodeConfig, type_of, types_kept
 from caramba.config.plugin_import import check_folder, import_module, root_of
+from caramba.config.plugin_loader import holds
 from caramba.config.plugin_types import check_types, schemas_of
 from caramba.config.source import Path, Source, format_place
 from caramba.errors import ConfigError, quote
+
+ENTRY_POINTS = "caramba.plugins"
+"""The group of entry points by which installed packages give plugins short names."""
 
 
 def _dotted(name: str) -> str:
@@ -153,11 +159,20 @@ def use_plugins(data: Any, *, source: Source | None = None, is_typed: bool = Fal
 _known: dict[str, dict[str, type[NodeConfig]]] = {}
 
 
+def _module_of(name: str) -> str:
+    """Return the module behind the name of an entry point of an installed package; any other name is a module's."""
+    if "." in name or holds(File.cwd(), name) or importlib.util.find_spec(name) is not None:
+        return name
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+    return next((point.module for point in found), name)
+
+
 def _imported(plugin: PluginConfig, *, is_typed: bool) -> PluginConfig:
     """Import a plugin and check what it adds; return it with the folder that it is in."""
     if is_typed and plugin.folder is not None:
         check_folder(plugin.module, plugin.folder)
     with types_kept():
+        plugin = plugin.model_copy(update={"module": _module_of(plugin.module)})
         module = import_module(plugin.module, plugin.folder)
         schemas = schemas_of(module)
     check_types(module, schemas)
