@@ -267,7 +267,7 @@ def test_changed_source_refuses_a_resume(plugin: Callable[..., str]) -> None:
             "may not set logger.lightning",
         ),
         (["logger.lightning={CSVLoger: {}}"], "did you mean 'CSVLogger'"),
-        (["logger.lightning={CSVLogger: {prefx: a}}"], "CSVLogger.flush: unknown argument; did you mean"),
+        (["logger.lightning={CSVLogger: {prefx: a}}"], "CSVLogger.prefx: unknown argument; did you mean .prefix"),
     ],
 )
 def test_wrong_manifest_is_refused_before_training(
