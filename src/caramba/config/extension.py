@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from caramba.config.base import nearest
+from caramba.config.narrowing import is_mapping
 from caramba.config.node import NodeConfig, parse_typed
-from caramba.config.plain import is_mapping
 
 
 class ExtensionConfig(NodeConfig):

@@ -6,9 +6,9 @@ import importlib
 import inspect
 from typing import Any
 
-from caramba.config.blame import blame
 from caramba.config.extension import ExtensionConfig
 from caramba.config.node import types_kept
+from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 
 
@@ -24,7 +24,9 @@ def load_class(config: ExtensionConfig) -> type:
         with types_kept():
             found = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise ConfigError(f"{where}: cannot import target {config.target!r}: {blame(error)}") from error
+        raise ConfigError(
+            f"{where}: cannot import target {config.target!r}: {user_traceback(error)}"
+        ) from error
     problem = _problem(config, found)
     if problem is not None:
         raise ConfigError(f"{where}: target {config.target!r} {problem}; expected {config.signature()}")
@@ -41,7 +43,7 @@ def build_extension(config: ExtensionConfig, *arguments: Any) -> Any:
     try:
         return cls(*arguments)
     except Exception as error:
-        raise ConfigError(f"{config.key}: {config.type} cannot be built: {blame(error)}") from error
+        raise ConfigError(f"{config.key}: {config.type} cannot be built: {user_traceback(error)}") from error
 
 
 def _problem(config: ExtensionConfig, found: Any) -> str | None:

@@ -11,7 +11,6 @@ from caramba.distill.language_model import LanguageModelObjective, TeacherLogits
 from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.pipelined import PipelinedObjective
-from caramba.distill.plugin_loss import PluginLossObjective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard
 from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap
@@ -28,7 +27,6 @@ __all__ = [
     "Lora",
     "Objective",
     "PipelinedObjective",
-    "PluginLossObjective",
     "TeacherCache",
     "TeacherLogitsObjective",
     "TeacherRows",

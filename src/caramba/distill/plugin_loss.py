@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from caramba.config.blame import blame
+from caramba.config.user_traceback import user_traceback
 from caramba.distill.language_model import LanguageModelObjective
 from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch
@@ -52,7 +52,7 @@ class PluginLossObjective(LanguageModelObjective):
             raise
         except Exception as error:
             raise ExtensionFailedError(
-                f"train.loss ({self.name}) failed: {blame(error)}; correct it"
+                f"train.loss ({self.name}) failed: {user_traceback(error)}; correct it"
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

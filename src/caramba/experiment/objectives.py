@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from caramba.config.extension_target import build_extension
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.surgery import attention_configs, keeps_copied
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
@@ -20,7 +19,6 @@ from caramba.distill import (
     LanguageModelObjective,
     Lora,
     Objective,
-    PluginLossObjective,
     TeacherCache,
     TeacherLogitsObjective,
     refuse_over_cap,
@@ -37,6 +35,9 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         return _blockwise(session, phase, decided, model)
     lora = phase.lora and _lora(model, phase.lora)
     if phase.loss is not None:
+        from caramba.config.extension_target import build_extension
+        from caramba.distill.plugin_loss import PluginLossObjective
+
         return PluginLossObjective(
             model, build_extension(phase.loss, phase.loss), name=phase.loss.type, lora=lora
         )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from caramba.config.decoding import custom_layers_by_role
 from caramba.config.extension import ExtensionConfig
-from caramba.config.extension_target import load_class
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.model.topology import build_node
-from caramba.train.loggers.named import check_named_loggers
 
 
 def check_builds(manifest: Manifest) -> None:
@@ -27,11 +27,20 @@ def check_builds(manifest: Manifest) -> None:
                     build_node(layer)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from error.__cause__
-    check_named_loggers(manifest.logger.lightning)
-    for extension in (*manifest.callbacks, *manifest.logger.extra):
+    if manifest.logger.lightning:
+        from caramba.train.loggers.named import check_named_loggers
+
+        check_named_loggers(manifest.logger.lightning)
+    for extension in _extensions(manifest):
+        from caramba.config.extension_target import load_class
+
         load_class(extension)
-    for group in manifest.selected_groups():
+
+
+def _extensions(manifest: Manifest) -> Iterator[ExtensionConfig]:
+    yield from (*manifest.callbacks, *manifest.logger.extra)
+    for group in manifest.groups_to_run():
         for phase in (run.train for run in group.runs if run.train is not None):
             for extension in (phase.loss, phase.optimizer, phase.scheduler):
                 if isinstance(extension, ExtensionConfig):
-                    load_class(extension)
+                    yield extension

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from caramba.config.extension_target import build_extension
 from caramba.config.train import PhaseConfig
 from caramba.optim.adamw import AdamW
 from caramba.optim.groups import Named, is_stack_matrix, parameter_groups
@@ -44,6 +43,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfi
 def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimizer:
     lr, momentum = float(phase.lr), phase.optimizer_momentum
     if not isinstance(phase.optimizer, str):
+        from caramba.config.extension_target import build_extension
+
         own = [group | {"lr": lr} for group in parameter_groups(trained, phase.weight_decay)]
         return build_extension(phase.optimizer, own, phase.optimizer)
     if phase.optimizer == "muon":

@@ -10,8 +10,7 @@ from caramba.surgery.calibration import (
     choose_windows,
 )
 from caramba.surgery.collect import refuse_short_windows
-from caramba.surgery.student import build_student
-from caramba.surgery.transplant import CALIBRATED, check_models, transplant
+from caramba.surgery.transplant import CALIBRATED, build_student, check_models, transplant
 from caramba.surgery.weight_svd import weight_svd
 
 __all__ = [

@@ -13,24 +13,11 @@ from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig
 from caramba.config.parse import parse_as
 from caramba.config.surgery import first_tokens_apart
 from caramba.errors import ConfigError
-from caramba.model import Model, build_model
+from caramba.model import Model
 from caramba.result import TransplantReport
-from caramba.surgery.budget import fit_widths
 from caramba.surgery.calibration import Calibration, CalibrationText, calibrate, choose_windows
 from caramba.surgery.collect import refuse_short_windows
-from caramba.surgery.transplant import CALIBRATED
-from caramba.surgery.transplant import transplant as copy_weights
-
-
-def build_student(
-    teacher: Model, config: ModelSpec, surgery: SurgeryConfig, calibration: Calibration | None, seed: int
-) -> tuple[Model, TransplantReport]:
-    """Build a student on the device of its teacher, with weights from it; widths follow `surgery.kv_budget_bytes`."""
-    if surgery.kv_budget_bytes is not None and calibration is not None:
-        config = fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
-    device = teacher.embedder.token.weight.device
-    student = build_model(config, seed=seed).to(device).eval()
-    return student, copy_weights(teacher, student, surgery, calibration)
+from caramba.surgery.transplant import CALIBRATED, build_student
 
 
 def transplant(

@@ -6,12 +6,13 @@ import dataclasses
 
 import torch
 
-from caramba.config.model import SurgeryConfig
+from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import check_pair
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
-from caramba.model import Model, pair_attention
+from caramba.model import Model, build_model, pair_attention
 from caramba.result import TransplantedLayer, TransplantReport
+from caramba.surgery.budget import fit_widths
 from caramba.surgery.calibration import Calibration
 from caramba.surgery.copy_heads import copy_heads
 from caramba.surgery.dba import convert, describe
@@ -130,3 +131,14 @@ def _check_shared(teacher: Model, student: Model, converted: set[str]) -> tuple[
                 "outside attention a student's layers are its teacher's"
             )
     return copied, initialised
+
+
+def build_student(
+    teacher: Model, config: ModelSpec, surgery: SurgeryConfig, calibration: Calibration | None, seed: int
+) -> tuple[Model, TransplantReport]:
+    """Build a student on the device of its teacher, with weights from it; widths follow `surgery.kv_budget_bytes`."""
+    if surgery.kv_budget_bytes is not None and calibration is not None:
+        config = fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
+    device = teacher.embedder.token.weight.device
+    student = build_model(config, seed=seed).to(device).eval()
+    return student, transplant(teacher, student, surgery, calibration)

@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import Logger
 
-from caramba.config.blame import blame
 from caramba.config.extension import ExtensionConfig
 from caramba.config.extension_target import build_extension
+from caramba.config.user_traceback import user_traceback
 from caramba.errors import CarambaError, ExtensionFailedError
 from caramba.runtime import get_world_size
 
@@ -57,7 +57,9 @@ def _call(function: Callable[..., Any], where: str, *arguments: Any, **options: 
     except CarambaError:
         raise
     except Exception as error:
-        raise ExtensionFailedError(f"{where} failed: {blame(error)}; correct it, or remove it") from error
+        raise ExtensionFailedError(
+            f"{where} failed: {user_traceback(error)}; correct it, or remove it"
+        ) from error
 
 
 def _call_hook(
@@ -77,7 +79,7 @@ def _call_hook(
         saved = _save(trainer, module, state) if where.endswith("on_train_batch_end") else None
         kept = f"the state of step {saved} is saved" if saved else "the last saved state stays"
         raise ExtensionFailedError(
-            f"{where} failed at step {trainer.global_step}: {blame(error)}; {kept}"
+            f"{where} failed at step {trainer.global_step}: {user_traceback(error)}; {kept}"
         ) from error
 
 

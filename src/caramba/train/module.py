@@ -14,7 +14,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from caramba.config.extension_target import build_extension
 from caramba.config.optimizer import AdaGCConfig
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
@@ -210,6 +209,8 @@ class CarambaModule(pl.LightningModule):
         if isinstance(self.phase.scheduler, str):
             return learning_rate(self.phase, step, steps)
         if self._schedule is None:
+            from caramba.config.extension_target import build_extension
+
             self._schedule = build_extension(self.phase.scheduler, self.phase.scheduler)
         factor = float(self._schedule(step, steps))
         if not math.isfinite(factor) or factor < 0:
