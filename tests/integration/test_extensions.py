@@ -267,7 +267,10 @@ def test_changed_source_refuses_a_resume(plugin: Callable[..., str]) -> None:
             "may not set logger.lightning",
         ),
         (["logger.lightning={CSVLoger: {}}"], "did you mean 'CSVLogger'"),
-        (["logger.lightning={CSVLogger: {prefx: a}}"], "CSVLogger.prefx: unknown argument; did you mean .prefix"),
+        (
+            ["logger.lightning={CSVLogger: {prefx: a}}"],
+            "CSVLogger.prefx: unknown argument; did you mean .prefix",
+        ),
     ],
 )
 def test_wrong_manifest_is_refused_before_training(
