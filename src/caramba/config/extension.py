@@ -143,7 +143,7 @@ def extension_of(kind: type[ExtensionConfig]) -> Callable[[Any], Any]:
 
 
 class NameOrExtension:
-    """The validator of a key that takes one of the literal `names` or an extension of a kind, and its JSON Schema."""
+    """Validate one of the literal `names`, or an extension of a kind; `schema` is the JSON Schema."""
 
     def __init__(self, names: Any, kind: type[ExtensionConfig]) -> None:
         self.adapter: TypeAdapter[Any] = TypeAdapter(names)

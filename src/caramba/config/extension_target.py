@@ -1,4 +1,4 @@
-"""The class of an extension: imported, held to the signature of its kind, and built."""
+"""The class of an extension: imported, checked against the signature of its kind, and built."""
 
 from __future__ import annotations
 
