@@ -24,7 +24,7 @@ def build_loggers(
 
     An interrupted process may have recorded steps after the state that the phase resumes from. Those rows are dropped
     from events.jsonl, and TensorBoard and W&B begin again with the rows that stay, so that each stream has every step
-    once, as do CSVLogger and loggers of plugins. Other loggers of Lightning continue with the next row. metrics.h5 is made
+    once, as do CSVLogger and loggers of plugins. Other loggers continue with the next row. metrics.h5 is made
     from events.jsonl with the next row.
     """
     if is_main_process():
