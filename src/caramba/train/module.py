@@ -208,11 +208,13 @@ class CarambaModule(pl.LightningModule):
     def _learning_rate(self, step: int, steps: int) -> float:
         if isinstance(self.phase.scheduler, str):
             return learning_rate(self.phase, step, steps)
-        if self._schedule is None:
+        schedule = self._schedule
+        if schedule is None:
             from caramba.config.extension_target import build_extension
 
-            self._schedule = build_extension(self.phase.scheduler, self.phase.scheduler)
-        factor = float(self._schedule(step, steps))
+            schedule = self._schedule = build_extension(self.phase.scheduler, self.phase.scheduler)
+        assert schedule is not None
+        factor = float(schedule(step, steps))
         if not math.isfinite(factor) or factor < 0:
             raise ExtensionFailedError(
                 f"train.scheduler ({self.phase.scheduler.type}) returned {factor} at step {step}; expected a factor of "

@@ -25,7 +25,7 @@ LOCAL = ("CSVLogger",)
 """Loggers that write a folder of the run, which a resumed phase writes again from the first step."""
 
 
-def check_named_loggers(configs: Mapping[str, Mapping[str, Any]]) -> None:
+def check_named_loggers(configs: Mapping[Any, Mapping[str, Any]]) -> None:
     """Check the loggers of a manifest before anything trains.
 
     Raises:
@@ -48,7 +48,7 @@ def check_named_loggers(configs: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def build_named_loggers(
-    configs: Mapping[str, Mapping[str, Any]], run_dir: Path, phase: str
+    configs: Mapping[Any, Mapping[str, Any]], run_dir: Path, phase: str
 ) -> tuple[list[Logger], list[Logger]]:
     """Return the loggers of a phase, and those among them that begin again with its first row.
 
