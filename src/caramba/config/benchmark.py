@@ -233,6 +233,33 @@ class InferenceLadderConfig(Config):
         return self
 
 
+AttentionName = Literal["memory", "window", "window_equal_bytes", "full"]
+
+
+class RecallBenchmarkConfig(Config):
+    """Recall of key and value pairs `windows` windows back, by small models that are trained for it.
+
+    For each model with memory slots: models of `blocks` blocks of its attention (`memory`), of its window alone, of a
+    window that takes the same cache bytes, and of full attention, each trained for `steps` steps of `batch_size` rows.
+    """
+
+    type: Literal["recall"] = Field(description="kind of the benchmark")
+    attentions: Annotated[tuple[AttentionName, ...], Field(min_length=1)] = Field(
+        default=("memory", "window", "window_equal_bytes", "full"),
+        description="attentions to train and compare",
+    )
+    pairs: Annotated[tuple[Annotated[int, Field(ge=1, le=32)], ...], Field(min_length=1)] = Field(
+        default=(4, 8), description="numbers of pairs to measure, from 1 to 32"
+    )
+    windows: Positive = Field(default=16, description="length of a row before its questions, in windows")
+    blocks: Positive = Field(default=2, description="blocks of attention and SwiGLU")
+    steps: Positive = Field(default=600, description="training steps")
+    batch_size: Positive = Field(default=32, description="rows of a step")
+    lr: Annotated[float, Field(gt=0)] = Field(default=4e-3, description="peak learning rate")
+    eval_batches: Positive = Field(default=4, description="batches of held-out rows")
+    seeds: Positive = Field(default=1, description="number of trained models, each with its own seed")
+
+
 class PendingBenchmarkConfig(Config):
     """`generation` is a known name whose benchmark comes with later work."""
 
@@ -248,6 +275,7 @@ BenchmarkKind = Annotated[
     | WeightsBenchmarkConfig
     | InferenceLadderConfig
     | LadderConfig
+    | RecallBenchmarkConfig
     | PendingBenchmarkConfig,
     Field(discriminator="type"),
 ]

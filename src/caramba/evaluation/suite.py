@@ -16,6 +16,7 @@ from caramba.config.benchmark import (
     LatencyBenchmarkConfig,
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
+    RecallBenchmarkConfig,
     WeightsBenchmarkConfig,
 )
 from caramba.console import logger
@@ -25,6 +26,7 @@ from caramba.evaluation.ladder import inference_ladder
 from caramba.evaluation.latency import latency
 from caramba.evaluation.memory import memory
 from caramba.evaluation.perplexity import perplexity
+from caramba.evaluation.recall import recall
 from caramba.evaluation.subject import Subjects
 from caramba.evaluation.weights import weights
 from caramba.result import BenchmarkResult, Metric
@@ -65,9 +67,11 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
         return weights(config, subjects, bench.id)
     if isinstance(config, InferenceLadderConfig):
         return inference_ladder(config, subjects, bench.id)
+    if isinstance(config, RecallBenchmarkConfig):
+        return recall(config, subjects, bench.id)
     raise ConfigError(
         f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory, accuracy, "
-        "weights or inference_ladder"
+        "weights, inference_ladder or recall"
     )
 
 

@@ -1,0 +1,77 @@
+"""The recall benchmark on tiny models: its rows, its baselines, and that slots carry what is recalled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.layer.test_memory_bank import layer_config, memory_model
+from tests.unit.model.model_specs import transformer
+
+from caramba.cache import KVCacheKind
+from caramba.config.benchmark import RecallBenchmarkConfig
+from caramba.evaluation.recall import IGNORED, SYMBOLS, attentions, draw_rows, probe_spec, recall
+from caramba.evaluation.subject import Subjects
+from caramba.model import build_model
+
+
+def config(**changes: Any) -> RecallBenchmarkConfig:
+    given = {"type": "recall", "pairs": [3], "steps": 2, "batch_size": 4, "eval_batches": 2, "blocks": 1}
+    return RecallBenchmarkConfig.model_validate(given | changes)
+
+
+def subjects(**models: Any) -> Subjects:
+    def no_windows(_: int) -> Any:
+        raise AssertionError("recall draws its own rows")
+
+    return Subjects(models, no_windows, None, 61, torch.device("cpu"))
+
+
+def test_rows_ask_each_key_once_and_name_its_value() -> None:
+    tokens, targets = draw_rows(5, 4, 20, torch.Generator().manual_seed(0))
+    assert tokens.shape == targets.shape == (5, 24)
+    for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
+        pairs = dict(zip(row[0:8:2], row[1:8:2], strict=True))
+        assert sorted(pairs) == sorted(row[20:])
+        assert target[20:] == [pairs[key] for key in row[20:]]
+        assert set(target[:20]) == {IGNORED}
+        assert all(2 * SYMBOLS <= filler < 3 * SYMBOLS for filler in row[8:20])
+
+
+def test_window_of_equal_bytes_takes_the_bytes_of_memory() -> None:
+    nodes, sizes = attentions(layer_config()), {}
+    for kind in ("memory", "window_equal_bytes"):
+        model = build_model(probe_spec(nodes[kind], 16, 1), seed=0).eval()
+        window = nodes[kind]["local_window"]
+        ctx = model.new_context(1, 200 if kind == "memory" else window, KVCacheKind.BF16, static=True)
+        sizes[kind] = ctx.nbytes()
+    assert 0 <= sizes["window_equal_bytes"] - sizes["memory"] < 2 * 2 * 6 * 2 * 2  # less than a token
+
+
+def test_recall_measures_every_attention_and_names_models_without_slots() -> None:
+    metrics, rows = recall(
+        config(seeds=2),
+        subjects(student=memory_model(), teacher=build_model(transformer("standard"))),
+        "recall",
+    )
+    skipped = [row for row in rows if "skipped" in row]
+    assert [row["model"] for row in skipped] == ["teacher"]
+    measured = [row for row in rows if "skipped" not in row]
+    assert [row["attention"] for row in measured] == [
+        kind for kind in ("memory", "window", "window_equal_bytes", "full") for _ in range(2)
+    ]
+    assert all(row["length"] == 16 * 7 for row in measured)
+    keys = {metric.key for metric in metrics}
+    assert "recall.student.recall@attention=full,pairs=3" in keys
+    assert "recall.student.swapped_other@attention=memory,pairs=3" in keys
+    assert "recall.student.swapped_other@attention=window,pairs=3" not in keys
+    assert all(metric.n == 2 and metric.std is not None for metric in metrics)
+
+
+@pytest.mark.slow
+def test_trained_probe_recalls_within_a_full_window() -> None:
+    given = config(pairs=[2], steps=300, batch_size=32, windows=1, attentions=["full"], lr=8e-3)
+    metrics, _ = recall(given, subjects(student=memory_model(d_model=32, head_dim=16)), "recall")
+    found = {metric.key: metric.value for metric in metrics}
+    assert found["recall.student.recall@attention=full,pairs=2"] > 3 / SYMBOLS
