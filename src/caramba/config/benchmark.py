@@ -252,10 +252,16 @@ class RecallBenchmarkConfig(Config):
         default=(4, 8), description="numbers of pairs to measure, from 1 to 32"
     )
     windows: Positive = Field(default=16, description="length of a row before its questions, in windows")
+    local_window: Positive | None = Field(
+        default=None, description="window of the trained models, in tokens; unset: the model's"
+    )
+    memory_slots: Positive | None = Field(
+        default=None, description="slots of the trained models; unset: the model's"
+    )
     blocks: Positive = Field(default=2, description="blocks of attention and SwiGLU")
-    steps: Positive = Field(default=600, description="training steps")
-    batch_size: Positive = Field(default=32, description="rows of a step")
-    lr: Annotated[float, Field(gt=0)] = Field(default=4e-3, description="peak learning rate")
+    steps: Positive = Field(default=800, description="training steps")
+    batch_size: Positive = Field(default=64, description="rows of a step")
+    lr: Annotated[float, Field(gt=0)] = Field(default=3e-3, description="peak learning rate")
     eval_batches: Positive = Field(default=4, description="batches of held-out rows")
     seeds: Positive = Field(default=1, description="number of trained models, each with its own seed")
 

@@ -23,6 +23,8 @@ from caramba.result import Metric
 SYMBOLS = 32
 """Keys, values and fillers, each: the vocabulary is three times as large, and chance one in SYMBOLS."""
 IGNORED = -100
+INIT_SCALE = 5.0
+"""What initial matrices are multiplied by: at 0.02, the default, all attentions take far longer to learn the task."""
 
 
 def draw_rows(batch: int, n_pairs: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -83,6 +85,10 @@ def train_probe(
 ) -> Model:
     """Train a probe on fresh rows, whose length grows to `length` over the first 60% of the steps."""
     model = build_model(spec, seed=seed).to(device).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(INIT_SCALE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.lr, total_steps=config.steps, pct_start=0.1
@@ -115,8 +121,11 @@ def held_out_rows(
 def score(
     model: Model, config: RecallBenchmarkConfig, n_pairs: int, length: int, device: torch.device
 ) -> dict[str, float]:
-    """Return the share of values that are recalled through the cache, the bytes of a sequence's cache in 16 bits, and
-    for memory slots the recall of a row's own and of the other's pairs once slots are swapped between rows."""
+    """Return the share of values that are recalled through the cache, and its bytes.
+
+    `cache_bytes` are those of a sequence in 16 bits. With memory slots, `swapped_own` and `swapped_other` are the recall
+    of a row's own pairs, and of the other row's, once slots are swapped between rows.
+    """
     hits: dict[str, list[float]] = {"recall": [], "swapped_own": [], "swapped_other": []}
     n_bytes = 0.0
     for row in held_out_rows(config, n_pairs, length):
@@ -147,15 +156,16 @@ def recall(
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Train and score a probe of every attention, number of pairs and seed, for each model with memory slots.
 
-    `std` is the deviation over the seeds. A model without memory slots is a row that says so.
+    `std` is the deviation over the seeds. A model without memory slots is a row with the reason.
     """
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
-        layer = next((m.config for m in model.modules() if isinstance(m, MemoryBankLayer)), None)
-        if layer is None:
+        layers = [module.config for module in model.modules() if isinstance(module, MemoryBankLayer)]
+        if not layers:
             rows.append({"model": name, "skipped": "it has no MemoryBankLayer"})
             continue
+        layer = _with_sizes(layers[0], config)
         assert layer.local_window is not None
         length = config.windows * layer.local_window
         for n_pairs in config.pairs:
@@ -170,6 +180,16 @@ def recall(
                     rows.append(row | {"chance": 1 / SYMBOLS} | found[-1])
                 metrics += _metrics(found, f"recall.{name}", f"@attention={kind},pairs={n_pairs}", source)
     return metrics, rows
+
+
+def _with_sizes(layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig) -> MemoryBankLayerConfig:
+    """Return the layer with the window and slots that the benchmark asks for."""
+    sizes = {
+        "local_window": config.local_window or layer.local_window,
+        "memory_slots": config.memory_slots or layer.slots,
+        "memory_compression_ratio": None,
+    }
+    return MemoryBankLayerConfig.model_validate(layer.model_dump(mode="json") | sizes)
 
 
 def _metrics(found: list[dict[str, float]], prefix: str, given: str, source: str) -> list[Metric]:

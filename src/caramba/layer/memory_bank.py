@@ -20,7 +20,7 @@ from caramba.layer.standard import StandardProjection
 from caramba.ops.memory_bank import MemoryState, memory_bank, write_slots
 from caramba.ops.upcast import upcast
 
-CHUNK = 32
+CHUNK = 16
 """Queries of a step of the op, unless `q_chunk` is set."""
 GATE_STD = 0.5
 
@@ -29,9 +29,9 @@ class MemoryBankLayer(AttentionLayer):
     """Causal attention to the last `local_window` tokens and to memory slots, in one softmax.
 
     A token is written to its key/value head's slots when it leaves the window: K_m = a_m K_m + (1 - a_m) k and V_m
-    alike, with a = sigmoid(slot_gate [k; v] + slot_gate_bias)^(1/tau). Gates read the key before RoPE and the value, so
-    that a cache stores nothing else per token. Slots are scored without RoPE unless `memory_rope` is set. A slot that
-    nothing was written to is masked.
+    alike, with a = sigmoid(slot_gate rms_norm([k; v]) + slot_gate_bias)^(1/tau). Gates read the key before RoPE and the
+    value, so that a cache stores nothing else per token. Slots are scored without RoPE unless `memory_rope` is set. A
+    slot that nothing was written to is masked.
 
     The state belongs to a sequence: a forward without a context, and each document of a packed row, starts empty.
 
@@ -53,7 +53,7 @@ class MemoryBankLayer(AttentionLayer):
         """Draw the gates; biases spread the slots from short memory to long."""
         super().reset_parameters()
         nn.init.normal_(self.slot_gate, std=GATE_STD)
-        spread = torch.linspace(0.0, 8.0, self.config.slots).repeat(self.dims.n_kv_heads)
+        spread = torch.linspace(0.0, 4.0, self.config.slots).repeat(self.dims.n_kv_heads)
         with torch.no_grad():
             self.slot_gate_bias.copy_(spread)
 
@@ -81,6 +81,7 @@ class MemoryBankLayer(AttentionLayer):
         """
         with torch.autocast(k.device.type, enabled=False):
             kv = torch.cat((upcast(k), upcast(v)), dim=-1)
+            kv = F.rms_norm(kv, kv.shape[-1:])  # gates that do not depend on the scale of the projections
             bias = upcast(self.slot_gate_bias).view(self.dims.n_kv_heads, 1, -1)
             gate = torch.einsum("bksd,kmd->bksm", kv, upcast(self.slot_gate)) + bias
             decay = F.logsigmoid(gate) / self.config.memory_tau
