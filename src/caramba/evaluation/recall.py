@@ -123,7 +123,7 @@ def score(
 ) -> dict[str, float]:
     """Return the share of values that are recalled through the cache, and its bytes.
 
-    `cache_bytes` are those of a sequence in 16 bits. With memory slots, `swapped_own` and `swapped_other` are the recall
+    `cache_bytes` are of a sequence in 16 bits. With memory slots, `swapped_own` and `swapped_other` are the recall
     of a row's own pairs, and of the other row's, once slots are swapped between rows.
     """
     hits: dict[str, list[float]] = {"recall": [], "swapped_own": [], "swapped_other": []}
