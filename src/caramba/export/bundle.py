@@ -19,6 +19,8 @@ from caramba.errors import ConfigError
 PACKAGE = "caramba"
 Place = tuple[str, str]
 """Module and top-level name of a definition."""
+REGISTRATION = "caramba_op"
+"""The decorator that registers an op. It is left out: a bundle has the reference, and the op may exist already."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Source:
             raise ConfigError(f"export: module {module} has no Python source to bundle")
         source = cls(module, Path(spec.origin).read_text(encoding="utf-8"))
         for statement in ast.parse(source.text).body:
+            _drop_registration(statement)
             source._bind(statement)
         return source
 
@@ -281,6 +284,19 @@ class Bundle:
         if module not in self._sources:
             self._sources[module] = Source.read(module)
         return self._sources[module]
+
+
+def _drop_registration(statement: ast.stmt) -> None:
+    if isinstance(statement, ast.FunctionDef):
+        statement.decorator_list = [
+            item
+            for item in statement.decorator_list
+            if not (
+                isinstance(item, ast.Call)
+                and isinstance(item.func, ast.Name)
+                and item.func.id == REGISTRATION
+            )
+        ]
 
 
 def _is_ours(module: str | None) -> bool:

@@ -54,6 +54,7 @@ NEVER_CALLED = (
     "rope",
     "rope_qkv",
     "rope_cos_sin",
+    "small_batch_linear",
     "store_tokens",
     "swiglu",
 )
