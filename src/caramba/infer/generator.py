@@ -31,12 +31,13 @@ from caramba.infer.eval_text import EvalText
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_probe import CacheProbe, fed_tokens
 from caramba.infer.prompts import Prompt, encode_prompts, group_by_length, refuse_prompts
+from caramba.infer.ragged import device_of
 from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.scoring import default_kind
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import StepPool
 from caramba.infer.threads import step_threads
-from caramba.layer.fused_linear import fuse_linears
+from caramba.lower.lowering import lower
 from caramba.model import Model
 from caramba.runtime import synchronize
 
@@ -166,7 +167,7 @@ class Generator:
         with (
             eval_mode(self.model),
             planned(self.model, config, max(map(len, found))),
-            fuse_linears(self.model, is_compiled=config.compiled is True),
+            lower(self.model, device_of(self.model), "decode", is_compiled=config.compiled is True),
         ):
             for group in group_by_length([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)

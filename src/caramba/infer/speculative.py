@@ -42,7 +42,7 @@ from caramba.infer.step_pool import identity_of
 from caramba.infer.threads import step_threads
 from caramba.infer.verification import SpeculativeStats, Verifier
 from caramba.infer.verify_forwards import VerifyForwards
-from caramba.layer.fused_linear import fuse_linears
+from caramba.lower.lowering import lower
 from caramba.model import EarlyExit, Model
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.runtime import synchronize
@@ -156,7 +156,7 @@ class SpeculativeGenerator(Generator):
         if n_steps < 1 or not stats.row_steps:
             return None
         device, seconds = device_of(self.model), []
-        with eval_mode(self.model), fuse_linears(self.model):
+        with eval_mode(self.model), lower(self.model, device, "decode"):
             ctx = self.model.new_context(n_rows, len(text), KVCacheKind(stats.cache_kind), static=True)
             prompts = [text[:-n_steps]] * n_rows
             steps = self._plain_steps(prompts, ctx, is_captured=stats.decode.endswith("graph"))

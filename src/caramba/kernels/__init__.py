@@ -24,11 +24,20 @@ from caramba.ops.registry import Op, all_ops
 from caramba.runs.files import home
 from caramba.runtime.tuned import decode_choices, tuning_path
 
-__all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get_backend_info", "load"]
+__all__ = [
+    "METAL_AVAILABLE",
+    "TRITON_AVAILABLE",
+    "fused_decode_available",
+    "get_backend_info",
+    "load",
+    "uses_reference",
+]
 
 BACKENDS = {"cuda": "triton", "mps": "metal"}
 Policy = Literal["auto", "require", "reference"]
 _logged: set[str] = set()
+_policies: dict[str, Policy] = {}
+"""What was asked for last, by type of device."""
 
 
 def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
@@ -45,6 +54,7 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
     if policy not in get_args(Policy):
         raise ConfigError(f"kernels: got {policy!r}, expected one of: {', '.join(get_args(Policy))}")
     kind = torch.device(device).type
+    _policies[kind] = policy
     missing = {} if policy == "reference" else _attach_all(kind)
     chosen: dict[str, str] = get_backend_info(device)["ops"]
     if policy == "require" and missing:
@@ -64,6 +74,11 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
             "use a process of its own"
         )
     return chosen
+
+
+def uses_reference(device: torch.device | str) -> bool:
+    """True if `kernels: reference` was asked for on this type of device last."""
+    return _policies.get(torch.device(device).type) == "reference"
 
 
 def _attach_all(kind: str) -> dict[str, str]:

@@ -9,7 +9,8 @@ from torch import nn
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
 from caramba.layer import LatentProjection, StandardProjection, SwiGLULayer, standard
 from caramba.layer import swiglu as swiglu_layer
-from caramba.layer.fused_linear import can_use_fused, fuse_linears, fused_prefill_product, uses_fused_linears
+from caramba.layer.fused_linear import can_use_fused, fused_prefill_product, uses_fused_linears
+from caramba.lower.lowering import lower
 from caramba.ops.backend import without_kernels
 
 
@@ -23,7 +24,7 @@ def test_one_product_gives_what_the_layers_give(bias: bool) -> None:
     layer, x = swiglu(bias), torch.randn(2, 3, 8, dtype=torch.float64)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     expected = layer(x)
-    with torch.no_grad(), fuse_linears(layer):
+    with torch.no_grad(), lower(layer, "cpu", "decode"):
         assert can_use_fused(layer.fused_linear, x)
         torch.testing.assert_close(layer(x), expected, rtol=1e-13, atol=1e-13)
     assert layer.fused_linear is None
@@ -40,18 +41,18 @@ def test_prompts_read_the_joined_product_whole(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "can_use_fused", lambda fused_linear, x: False)
         monkeypatch.setattr(module, "has_kernel", lambda op, x: op in ("rope_qkv", "swiglu_packed"))
         monkeypatch.setattr(module, "products", None)
-    with torch.no_grad(), fuse_linears(heads), fuse_linears(gated):
+    with torch.no_grad(), lower(heads, "cpu", "decode"), lower(gated, "cpu", "decode"):
         for found, wanted in ((heads(x, 3), (q, streams)), (gated(x), y)):
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # float32 angles
         assert fused_prefill_product(gated.fused_linear, x[:, :8]) is None
-    with fuse_linears(gated):
+    with lower(gated, "cpu", "decode"):
         assert fused_prefill_product(gated.fused_linear, x) is None
 
 
 def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
     layer = swiglu(bias=True)
     gate, bias = layer.gate.weight, layer.gate.bias
-    with fuse_linears(layer):
+    with lower(layer, "cpu", "decode"):
         assert layer.fused_linear is not None
         assert layer.fused_linear.bias is not None
         places = [layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()]
@@ -62,7 +63,7 @@ def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
         gate.mul_(2)
         layer.up.bias.add_(1)
     # What a graph captured in one block reads is what the next block computes with.
-    with fuse_linears(layer):
+    with lower(layer, "cpu", "decode"):
         assert layer.fused_linear is not None
         assert layer.fused_linear.bias is not None
         assert [layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()] == places
@@ -93,7 +94,7 @@ def test_a_latent_layer_joins_layers_with_and_without_a_bias() -> None:
             layer.c.bias.mul_(scale)
             wanted, streams = layer(x)
             asked = layer(x, rows=rows)[0]
-        with torch.no_grad(), fuse_linears(layer):
+        with torch.no_grad(), lower(layer, "cpu", "decode"):
             assert layer.fused_linear is not None
             assert layer.fused_linear.bias is not None
             places.append((layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()))
@@ -114,13 +115,13 @@ def test_layers_that_are_not_plain_or_unlike_stay_apart() -> None:
     unlike.up.float()
     mixed.up.bias = nn.Parameter(mixed.up.bias.detach().float())
     for layer in (hooked, changed, unlike, mixed):
-        with fuse_linears(layer):
+        with lower(layer, "cpu", "decode"):
             assert layer.fused_linear is None
 
 
 def test_training_and_gradients_never_take_the_joined_product() -> None:
     layer, x = swiglu(), torch.randn(2, 8, dtype=torch.float64)
-    with fuse_linears(layer):
+    with lower(layer, "cpu", "decode"):
         assert not can_use_fused(layer.fused_linear, x)
         layer(x).sum().backward()
     assert layer.gate.weight.grad is not None
@@ -140,8 +141,8 @@ def test_cuda_weights_move_for_compiled_forwards_alone() -> None:
 def test_weights_of_eager_cuda_forwards_stay_where_they_are_without_a_kernel_for_few_rows() -> None:
     layer = swiglu(bias=True).cuda()
     places = [weight.data_ptr() for weight in layer.parameters()]
-    with without_kernels("small_batch_linear"), fuse_linears(layer):
+    with without_kernels("small_batch_linear"), lower(layer, "cpu", "decode"):
         assert layer.fused_linear is None
     assert [weight.data_ptr() for weight in layer.parameters()] == places
-    with fuse_linears(layer, is_compiled=True):
+    with lower(layer, "cpu", "decode", is_compiled=True):
         assert layer.fused_linear is not None

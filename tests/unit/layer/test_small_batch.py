@@ -18,9 +18,10 @@ from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer
-from caramba.layer.fused_linear import FusedLinear, fuse_linears
+from caramba.layer.fused_linear import FusedLinear
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
+from caramba.lower.lowering import lower
 from caramba.lower.quantize import quantise_weights
 from caramba.lower.quantize.int4 import quantize_int4
 from caramba.model import Model, build_model
@@ -63,7 +64,7 @@ def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tenso
     weight = model.embedder.token.weight
     tokens = torch.randint(VOCAB, (batch, 7), generator=torch.Generator().manual_seed(1)).to(weight.device)
     kind = KVCacheKind.BF16 if weight.dtype == torch.bfloat16 else KVCacheKind.FP32
-    with fuse_linears(model):
+    with lower(model, "cpu", "decode"):
         ctx = model.new_context(batch, 8, kind, static=True)
         with backend.without_kernels("small_batch_linear"):
             model(tokens[:, :-1], ctx)
@@ -251,13 +252,13 @@ def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
     x, module = torch.rand(1, 1, 128), Three((64, 64, 64))
     want = [module.get_submodule(name)(x) for name in module.fusible_linears]
     for _ in range(2):
-        with fuse_linears(module), Ops() as ops:
+        with lower(module, "cpu", "decode"), Ops() as ops:
             assert module.fused_linear is not None
             found = module.fused_linear(x)
         assert ops.ran["small_batch_linear"] == 1
         for part, alone in zip(found, want, strict=True):
             torch.testing.assert_close(part, alone)
-    with fuse_linears(unlike := Three((64, 32, 64))):
+    with lower(unlike := Three((64, 32, 64)), "cpu", "decode"):
         assert unlike.fused_linear is None, "their groups are of other sizes"
 
 

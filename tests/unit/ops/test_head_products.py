@@ -11,7 +11,7 @@ from caramba.cache import DeviceContext, KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.device_steps import compile_logits, find_angles, next_logits
 from caramba.layer import latent
-from caramba.layer.fused_linear import fuse_linears
+from caramba.lower.lowering import lower
 from caramba.model import build_model
 from caramba.ops import backend
 from caramba.ops.absorbed_queries import absorbed_queries
@@ -95,7 +95,7 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(latent, function, spy(op, getattr(latent, function)))
     monkeypatch.setattr(latent, "has_narrow_queries", lambda *_: True)
     monkeypatch.setattr(latent, "HALF_PRECISION", (torch.float64,))
-    with fuse_linears(model):
+    with lower(model, "cpu", "decode"):
         torch.testing.assert_close(stepped(), wanted, rtol=1e-12, atol=1e-12)
     n_steps = 4 * len(model.new_context(1, 1, KVCacheKind.FP32).caches)
     # A gate weighs the two paths of the queries; what is read has one.
@@ -126,6 +126,6 @@ def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
 
     with backend.without_kernels("absorbed_queries", "per_head_linear", "small_batch_linear"):
         wanted = stepped()
-    with fuse_linears(model, is_compiled=True):
+    with lower(model, "cpu", "decode", is_compiled=True):
         for is_compiled in (False, True):
             torch.testing.assert_close(stepped(is_compiled=is_compiled), wanted, rtol=0.05, atol=0.02)

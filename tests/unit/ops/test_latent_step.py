@@ -13,7 +13,7 @@ from caramba.cache import DeviceContext, KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.device_steps import find_angles, next_logits
 from caramba.layer import latent
-from caramba.layer.fused_linear import fuse_linears
+from caramba.lower.lowering import lower
 from caramba.model import Model, build_model
 from caramba.ops import backend
 from caramba.ops.absorbed_queries import absorbed_queries
@@ -158,7 +158,7 @@ def test_steps_with_the_ops_are_those_without(kind: KVCacheKind, monkeypatch: py
     with backend.without_kernels():
         wanted = stepped(model, kind)
     assert called == []
-    with fuse_linears(model):
+    with lower(model, "cpu", "decode"):
         torch.testing.assert_close(stepped(model, kind), wanted, rtol=1e-12, atol=1e-12)
     n_caches = len(model.new_context(1, 1, KVCacheKind.FP32).caches)
     assert called == ["absorbed_step", "attend_up"] * (7 * n_caches)

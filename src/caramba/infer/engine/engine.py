@@ -22,8 +22,9 @@ from caramba.infer.engine.gc_control import gc_frozen
 from caramba.infer.engine.request_handle import FinishReason, OnEvent, RequestHandle
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.prompts import refuse_prompts
+from caramba.infer.ragged import device_of
 from caramba.infer.row import GenerationRow
-from caramba.layer.fused_linear import fuse_linears
+from caramba.lower.lowering import lower
 from caramba.model import Model
 
 OF_THE_ENGINE = (*CacheKeys.model_fields, "prefill_chunk", "read_every", "compiled")
@@ -279,7 +280,8 @@ class Engine:
 
     def _run(self) -> None:
         slots = self.batch.slots
-        with fuse_linears(slots.model, is_compiled=slots.form.startswith("compiled")), gc_frozen():
+        is_compiled = slots.form.startswith("compiled")
+        with lower(slots.model, device_of(slots.model), "decode", is_compiled=is_compiled), gc_frozen():
             self._work()
 
     def _work(self) -> None:

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.topology import NestedTopologyConfig
-from caramba.layer.cpu_decode import CpuDecodeStep
 from caramba.layer.documents import Documents
-from caramba.model.topology.base import Topology, chain_fast_paths
+from caramba.model.topology.base import Topology
 from caramba.model.topology.build import build_nodes
 
 
@@ -29,15 +28,7 @@ class NestedTopology(Topology):
         for _ in range(config.repeat - 1):
             self.layers.extend(build_nodes(config.layers))
 
-    def decode_fast_path(self) -> CpuDecodeStep | None:
-        # A subclass overrides forward.
-        is_own = type(self) is NestedTopology and self.runs is None
-        return chain_fast_paths(self.layers) if is_own else None
-
     def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
-        y = self.run_fast_path(x, ctx)
-        if y is not None:
-            return y
         if self.runs is None:
             return self.run(x, ctx)
         for repeat in self.runs:

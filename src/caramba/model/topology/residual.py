@@ -6,7 +6,6 @@ from torch import Tensor
 
 from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.cpu_decode import CpuDecodeStep, residual_step
 from caramba.layer.documents import Documents
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.small_batch import has_hooks, is_small_batch
@@ -17,22 +16,14 @@ from caramba.model.topology.base import Topology
 class ResidualTopology(Topology):
     """y = x + f(x), f being the list run in order.
 
-    In small-batch decode a norm and an attention or MLP layer run as that layer's fused linears if there is a kernel;
-    on a CPU a one-token step uses the `cpu_decode` fast path.
+    In small-batch decode a norm and an attention or MLP layer run as that layer's fused linears if there is a kernel.
 
     Shape: [..., M] to [..., M].
 
     Reference: He et al., 2015, arXiv:1512.03385.
     """
 
-    def decode_fast_path(self) -> CpuDecodeStep | None:
-        # A subclass overrides forward.
-        return residual_step(self.layers) if type(self) is ResidualTopology else None
-
     def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
-        y = self.run_fast_path(x, ctx)
-        if y is not None:
-            return y
         if isinstance(ctx, (Context, DeviceContext)) and is_small_batch(x):
             added = self._fused_residual(x, ctx)
             if added is not None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.infer import generate
 from caramba.infer.engine import Engine, batch
-from caramba.layer.fused_linear import fuse_linears
+from caramba.lower.lowering import lower
 from caramba.model import build_model
 from tests.unit.infer.engine.test_engine import PROMPTS, SETTINGS, run, submit_all
 from tests.unit.model.model_specs import transformer
@@ -74,7 +74,7 @@ def test_weights_that_move_between_steps_are_read_where_they_are() -> None:
     for _ in range(5):
         engine.step()
     before = [weight.data_ptr() for weight in model.parameters()]
-    with fuse_linears(model, is_compiled=True):
+    with lower(model, "cuda", "decode", is_compiled=True):
         assert [weight.data_ptr() for weight in model.parameters()] != before
     spoilt = [torch.full((2**at,), torch.nan, device="cuda") for at in range(4, 16)]
     run(engine)

@@ -1,6 +1,6 @@
-"""CPU decode: residual blocks of one-token steps with fewer Python and dispatcher calls.
+"""Pass `cpu_decode`: residual blocks of one-token steps with fewer Python and dispatcher calls.
 
-For a small model the time of such a step is call overhead, not reading weights. Inside `fuse_linears` no module may be
+For a small model the time of such a step is call overhead, not reading weights. No module of a lowered model may be
 replaced, so the checks of a block run once, and a step reads only what is stored here.
 """
 
@@ -13,15 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.cache import Context
+from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.fused_linear import FusedLinear, is_unmodified_linear
+from caramba.layer.documents import Documents
+from caramba.layer.fused_linear import FusedLinear
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer, constant, plain_norm
 from caramba.layer.rope import apply_rope_halves
 from caramba.layer.small_batch import has_hooks
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
+from caramba.lower.fuse_linears import is_unmodified_linear
+from caramba.model.topology import NestedTopology, ResidualTopology, StackedTopology, Topology
 from caramba.ops import has_kernel
 from caramba.ops.upcast import WIDE
 
@@ -34,7 +37,65 @@ class CpuDecodeStep(Protocol):
     def __call__(self, x: Tensor, ctx: Context) -> Tensor: ...
 
 
-def residual_step(nodes: nn.ModuleList) -> CpuDecodeStep | None:
+class CpuDecode(Topology):
+    """A topology that runs one cached token by its step, and anything else by its own forward.
+
+    It takes the place of the topology's class, so that modules, parameters and their names stay.
+    """
+
+    step: CpuDecodeStep
+
+    def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
+        if isinstance(ctx, Context) and takes_step(self.step, x):
+            return self.step(x.view(x.shape[0], -1), ctx).view(x.shape)
+        return super().forward(x, ctx)
+
+
+LOWERED: dict[type[nn.Module], type[nn.Module]] = {
+    kind: type(f"CpuDecode{kind.__name__}", (CpuDecode, kind), {})
+    for kind in (NestedTopology, ResidualTopology, StackedTopology)
+}
+
+
+def cpu_decode(model: nn.Module, *, is_compiled: bool) -> list[Callable[[], None]]:
+    """Lower the outermost topologies that have a step; return what undoes it, one function for each.
+
+    A module with hooks or a forward of its own is not lowered, nor what contains it. None is where forwards are
+    compiled.
+    """
+    if is_compiled or isinstance(model, CpuDecode):
+        return []
+    found = None if has_hooks(model) or type(model) not in LOWERED else decode_step(model)
+    if found is None:
+        return [undo for child in model.children() for undo in cpu_decode(child, is_compiled=False)]
+    plain = type(model)
+    model.__class__ = LOWERED[plain]
+    model.__dict__["step"] = found
+    return [lambda: _restore(model, plain)]
+
+
+def _restore(model: nn.Module, plain: type[nn.Module]) -> None:
+    model.__class__ = plain
+    del model.__dict__["step"]
+
+
+def decode_step(node: nn.Module) -> CpuDecodeStep | None:
+    """Return a step of a node, or None if it or a part is replaced, quantised, hooked, adapted or sharded."""
+    if type(node) is ResidualTopology:
+        return _residual_step(node.layers)
+    # Exact types: a subclass overrides forward.
+    if type(node) is StackedTopology or (type(node) is NestedTopology and node.runs is None):
+        steps: list[CpuDecodeStep] = []
+        for part in node.layers:
+            found = None if has_hooks(part) else decode_step(part)
+            if found is None:
+                return None
+            steps.append(found)
+        return Chain(steps) if steps else None
+    return NormStep.of(node)
+
+
+def _residual_step(nodes: nn.ModuleList) -> CpuDecodeStep | None:
     """Return a decode step x + layer(norm(x)) for a residual block's nodes, or None.
 
     None on other devices, in 16 bits, with kernels, and if a node is replaced, quantised, hooked, adapted or has an

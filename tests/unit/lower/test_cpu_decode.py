@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from caramba.cache import Context, DeviceContext, KVCacheKind
 from caramba.errors import CacheFull
 from caramba.layer.documents import Documents
-from caramba.layer.fused_linear import fuse_linears
+from caramba.lower.cpu_decode import CpuDecode
+from caramba.lower.lowering import lower
 from caramba.model import Model, build_model
 from caramba.model.topology import ResidualTopology, Topology
 
@@ -44,15 +45,13 @@ def logits(model: Model, batch: int = 2, *, joined: bool = True) -> tuple[Tensor
     tokens = torch.randint(VOCAB, (batch, 9), generator=torch.Generator().manual_seed(1))
     ctx = model.new_context(batch, 9, KVCacheKind.FP32, static=True)
     model(tokens[:, :6], ctx)
-    with fuse_linears(model) if joined else torch.no_grad(), Ops() as ops:
+    with lower(model, "cpu", "decode") if joined else torch.no_grad(), Ops() as ops:
         rows = [model(tokens[:, at : at + 1], ctx) for at in range(6, 9)]
     return torch.cat(rows, dim=1), ops.ran
 
 
 def stepping(model: Model) -> list[Topology]:
-    return [
-        module for module in model.modules() if isinstance(module, Topology) and module.fast_path is not None
-    ]
+    return [module for module in model.modules() if isinstance(module, CpuDecode)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +68,7 @@ def test_a_step_gives_the_logits_of_the_layers_by_fewer_ops(name: str) -> None:
 def test_in_float32_too_and_the_whole_topology_is_one_step() -> None:
     model = lively("gqa_scaled", torch.float32)
     torch.testing.assert_close(logits(model)[0], logits(model, joined=False)[0], rtol=1e-5, atol=1e-5)
-    with fuse_linears(model):
+    with lower(model, "cpu", "decode"):
         assert stepping(model) == [model.topology]
     assert stepping(model) == []
 
@@ -77,7 +76,7 @@ def test_in_float32_too_and_the_whole_topology_is_one_step() -> None:
 def test_weights_changed_in_place_inside_a_block_count() -> None:
     model = lively("gqa_scaled")
     tokens = torch.randint(VOCAB, (1, 4))
-    with torch.inference_mode(), fuse_linears(model):
+    with torch.inference_mode(), lower(model, "cpu", "decode"):
         ctx = model.new_context(1, 4, KVCacheKind.FP32, static=True)
         model(tokens[:, :3], ctx)
         before = model(tokens[:, 3:], ctx)
@@ -87,7 +86,7 @@ def test_weights_changed_in_place_inside_a_block_count() -> None:
                 parameter.mul_(1.5)
         after = model(tokens[:, 3:], ctx)
         ctx.truncate(3)
-        model.topology.fast_path = None
+    with torch.inference_mode():
         torch.testing.assert_close(after, model(tokens[:, 3:], ctx), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(after, before, rtol=1e-3)
 
@@ -103,7 +102,7 @@ def test_layers_that_are_watched_or_replaced_run_as_they_are() -> None:
     for _, other in replaced.attention_layers():
         other.out = nn.Sequential(other.out)  # type: ignore[assignment]
     torch.testing.assert_close(logits(replaced)[0], others, rtol=1e-6, atol=1e-6)
-    with fuse_linears(half):
+    with lower(half, "cpu", "decode"):
         assert stepping(half) == []
 
 
@@ -143,7 +142,7 @@ def test_gradients_and_autocast_take_the_layers_and_a_full_cache_is_refused() ->
     model = lively("gqa_scaled", torch.float32)
     tokens = torch.randint(VOCAB, (1, 4))
     ctx = model.new_context(1, 4, KVCacheKind.FP32, static=True)
-    with fuse_linears(model):
+    with lower(model, "cpu", "decode"):
         with torch.no_grad():
             model(tokens[:, :3], ctx)
             with Ops() as ops, torch.autocast("cpu", torch.bfloat16):

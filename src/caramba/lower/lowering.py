@@ -1,0 +1,85 @@
+"""Lowering: one pass over a built model that installs everything that only exists for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from caramba.kernels import uses_reference
+from caramba.lower.cpu_decode import cpu_decode
+from caramba.lower.fuse_linears import fuse_linears
+
+Mode = Literal["train", "prefill", "decode"]
+
+
+class Pass(NamedTuple):
+    """A rewrite of a model: returns one function for each module that it replaced, which undoes that."""
+
+    name: str
+    modes: tuple[Mode, ...]
+    apply: Callable[..., list[Callable[[], None]]]
+
+
+PASSES = (
+    Pass("fuse_linears", ("prefill", "decode"), fuse_linears),
+    Pass("cpu_decode", ("decode",), cpu_decode),
+)
+"""In the order in which they run: later ones build on earlier ones."""
+
+
+class LoweredModel:
+    """A model with fast paths, until `restore` or the end of a `with` block.
+
+    Attributes:
+        replaced: number of modules that each pass replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.replaced: dict[str, int] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def run(self, one: Pass, *, is_compiled: bool) -> None:
+        """Apply a pass."""
+        undo = one.apply(self.model, is_compiled=is_compiled)
+        self._undo += undo
+        self.replaced[one.name] = len(undo)
+
+    def restore(self) -> None:
+        """Give the plain model back. Calling it again changes nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> LoweredModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def lower(
+    model: nn.Module, device: torch.device | str, mode: Mode, *, is_compiled: bool = False
+) -> LoweredModel:
+    """Install the fast paths of a mode on a device; parameters and their names stay, and no weight is copied.
+
+    What has hooks, a forward of its own, an adapter, or a quantised or sharded weight that a pass does not support runs
+    as it is. While the model is lowered no weight or layer may be replaced or hooked: restore it first. Under
+    `kernels: reference` nothing is lowered.
+    """
+    lowered = LoweredModel(model)
+    if uses_reference(device):
+        return lowered
+    try:
+        for one in PASSES:
+            if mode in one.modes:
+                lowered.run(one, is_compiled=is_compiled)
+    except BaseException:
+        lowered.restore()
+        raise
+    return lowered
