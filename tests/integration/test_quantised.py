@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("torchao")
 
 from caramba.cli import main
-from caramba.ops.registry import all_ops
+from caramba.ops.backend import all_ops
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from caramba.kernels import find_launcher
-from caramba.ops.registry import all_ops
+from caramba.ops.backend import all_ops
 from tests.ops.decoding_cases import stream
 from tests.ops.hopper import PROCESSORS, SHARED_BYTES, hopper, module
 from tests.ops.kernel_cases import CASES

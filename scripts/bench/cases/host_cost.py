@@ -26,9 +26,9 @@ from registry import UsageError
 from timing import host_seconds
 
 from caramba import kernels
+from caramba.ops.backend import all_ops
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import dba_decode
-from caramba.ops.registry import all_ops
 
 ROWS, TOKENS, RUN = 4, 512, 10
 FORWARD = "forward"  # without gradients

@@ -12,7 +12,7 @@ from timing import device_seconds, host_seconds, interleave, spread, wall_second
 from torch import Tensor
 
 from caramba.ops import implementation
-from caramba.ops.registry import all_ops
+from caramba.ops.backend import all_ops
 
 Call = Callable[..., Any]
 HOST_MUST_US = 25.0

@@ -15,12 +15,13 @@ from caramba.ops.backend import (
     METAL_AVAILABLE,
     REFERENCE,
     TRITON_AVAILABLE,
+    Op,
+    all_ops,
     attach,
     found_compiler,
     fused_decode_available,
     get_backend_info,
 )
-from caramba.ops.registry import Op, all_ops
 from caramba.runs.files import home
 from caramba.runtime.tuned import decode_choices, tuning_path
 

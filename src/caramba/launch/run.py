@@ -234,7 +234,7 @@ def work(run_dir: Path, manifest: Manifest, flags: list[str], inline: Inline | N
 
 def run_inline(manifest_file: Path, flags: list[str]) -> int:
     """The inline launcher: the worker in this process. The file is all that is handed over."""
-    from caramba import worker
+    import caramba.worker as worker
 
     return worker.main([str(manifest_file), *flags])
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, has_kernel
+from caramba.ops.backend import call_op, caramba_op, has_kernel
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import check_queries, has_narrow_queries, reference_latent_queries
 from caramba.ops.per_head_linear import reference_per_head_linear
-from caramba.ops.registry import caramba_op
 
 
 def absorbed_queries(

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.absorbed_queries import absorbed_queries
-from caramba.ops.backend import call_op, has_kernel
+from caramba.ops.backend import call_op, caramba_op, has_kernel
 from caramba.ops.dba_append import check_dba_append, dba_append
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF, check_queries, has_narrow_queries
-from caramba.ops.registry import caramba_op
 
 
 def absorbed_step(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import caramba_op
 
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:

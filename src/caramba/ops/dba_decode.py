@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from caramba.console import logger
-from caramba.ops.backend import REFERENCE, direct, implementation
+from caramba.ops.backend import REFERENCE, caramba_op, direct, implementation
 from caramba.ops.decode_arguments import check_dba_decode, check_lengths, span_of
 from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.ops.first_order import refuse_gradients
-from caramba.ops.registry import caramba_op
 
 WIDEST = {torch.float32: 128, torch.float16: 512, torch.bfloat16: 512}
 """Widest head that kernels take, by the queries' dtype: tiles fit shared memory, and compile in less than a minute."""

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.ops.backend import REFERENCE, direct, implementation
+from caramba.ops.backend import REFERENCE, caramba_op, direct, implementation
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.decode_arguments import check_dba_decode, check_lengths, span_of
 from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF
 from caramba.ops.per_head_linear import per_head_linear, reference_per_head_linear
-from caramba.ops.registry import caramba_op
 
 
 def dba_decode_up(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, has_kernel
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import call_op, caramba_op, has_kernel
 from caramba.ops.upcast import upcast
 
 HALF = (torch.float16, torch.bfloat16)

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op
+from caramba.ops.backend import call_op, caramba_op
 from caramba.ops.formats import get_block_format, nf4_levels, unpack_nibbles
-from caramba.ops.registry import caramba_op
 
 
 def dequantize(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import caramba_op
 
 LEAST_AMAX = 1e-12  # of what a scale is made for, as in torchao
 TILE = 16  # of both sides of a float8 product, which the hardware's are made of

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import caramba_op
 from caramba.ops.float8_cast import TILE, empty_cast, reference_float8_cast
-from caramba.ops.registry import caramba_op
 
 Cast = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import caramba_op
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.first_order import leave_traces, refuse_tangents
-from caramba.ops.registry import caramba_op
 from caramba.ops.scale import scale_
 from caramba.ops.upcast import upcast
 

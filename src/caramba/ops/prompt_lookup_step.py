@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import caramba_op, direct
 
 SIZE, LAST, DRAFTS = 0, 1, 2
 """Columns of `state`: the matched tokens behind the drafts, the text's last token, and where the drafts begin."""

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op
+from caramba.ops.backend import call_op, caramba_op
 from caramba.ops.block_codes import block_codes, split_blocks
 from caramba.ops.formats import StoredFormat, get_block_format, pack_nibbles
-from caramba.ops.registry import caramba_op
 
 
 def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops.backend import call_op, direct
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import call_op, caramba_op, direct
 from caramba.ops.rows import check_rows
 from caramba.ops.upcast import empty_upcast, upcast
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, direct
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import call_op, caramba_op, direct
 from caramba.ops.upcast import upcast
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import call_op, caramba_op
 
 
 def rope_cos_sin(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

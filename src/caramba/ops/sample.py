@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
-from caramba.ops.registry import caramba_op
+from caramba.ops.backend import caramba_op, direct
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

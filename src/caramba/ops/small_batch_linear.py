@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
+from caramba.ops.backend import caramba_op, direct
 from caramba.ops.packed_int4 import FIELDS, SHARED, WORDS, reference_dequantize_int4
-from caramba.ops.registry import caramba_op
 from caramba.ops.rms_norm import reference_rms_norm
 from caramba.ops.swiglu import reference_swiglu_packed
 from caramba.ops.upcast import upcast

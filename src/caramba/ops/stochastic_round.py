@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct, has_kernel
+from caramba.ops.backend import caramba_op, direct, has_kernel
 from caramba.ops.philox import TILE, Piece, halves
-from caramba.ops.registry import caramba_op
 
 CHUNK = 128 * TILE
 """Elements per step of the reference on a CPU, so that they fit its caches; 32 times as many on other devices, where

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
+from caramba.ops.backend import caramba_op, direct
 from caramba.ops.dba_append import columns
 from caramba.ops.first_order import refuse_gradients
-from caramba.ops.registry import caramba_op
 
 MOST_STREAMS = 3
 

@@ -13,7 +13,7 @@ import torch
 
 from caramba import kernels
 from caramba.ops import backend
-from caramba.ops.registry import all_ops
+from caramba.ops.backend import all_ops
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

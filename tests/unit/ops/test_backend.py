@@ -14,9 +14,9 @@ from caramba import kernels
 from caramba.cache import new_layer_cache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError, KernelUnavailable
-from caramba.ops import backend, get_backend_info, registry
+from caramba.ops import backend, get_backend_info
+from caramba.ops.backend import all_ops, caramba_op
 from caramba.ops.quantize import quantize
-from caramba.ops.registry import all_ops, caramba_op
 
 
 def test_without_launchers_every_op_runs_its_reference() -> None:
@@ -134,7 +134,7 @@ def test_a_registered_op_has_schema_fake_and_gradient() -> None:
         torch.library.opcheck(op, (torch.randn(3, requires_grad=True), 4))
         assert all_ops()["times_for_tests"].module == __name__
     finally:
-        registry._ops.pop("times_for_tests")
+        backend._ops.pop("times_for_tests")
 
 
 def test_every_kernel_file_names_an_op_or_serves_one_that_does() -> None:
