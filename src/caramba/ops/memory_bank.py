@@ -304,7 +304,7 @@ def _backward(ctx: Any, grad: Tensor, grad_keys: Tensor, grad_values: Tensor, _:
     return *found, None, None, None, None
 
 
-@caramba_op("memory_bank", fake=_fake_memory_bank, setup=_setup, backward=_backward)
+@caramba_op("memory_bank", fake=_fake_memory_bank, setup=_setup, backward=_backward, takes_kernel=False)
 def reference_memory_bank(
     q: Tensor,
     k: Tensor,
@@ -342,6 +342,7 @@ def reference_memory_bank(
 @caramba_op(
     "memory_bank_backward",
     fake=lambda *given: tuple(x.new_empty(x.shape) for x in given[3:12]),
+    takes_kernel=False,
 )
 def reference_memory_bank_backward(
     grad: Tensor,

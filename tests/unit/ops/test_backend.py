@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from pathlib import Path
@@ -141,8 +142,11 @@ def test_every_kernel_file_names_an_op_or_serves_one_that_does() -> None:
     pytest.importorskip("triton")
     folder = Path(importlib.import_module("caramba.kernels.triton").__path__[0])
     ops = all_ops()
-    launchers = {name: kernels.find_launcher(op, "triton") for name, op in ops.items()}
-    homes = {launcher.__module__.rpartition(".")[2] for launcher in launchers.values()}
+    homes = set()
+    for op in ops.values():
+        with contextlib.suppress(KernelUnavailable):  # an op whose reference is all there is
+            homes.add(kernels.find_launcher(op, "triton").__module__.rpartition(".")[2])
+    assert len(homes) > 20
     names = {*ops, *(op.module.rpartition(".")[2] for op in ops.values())}
     assert homes <= names
     imports = {
