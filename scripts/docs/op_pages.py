@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from markdown_cells import cell, code, heading, table
 
-from caramba.ops import registry
+from caramba.ops import backend as registry
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 BACKENDS = ("triton", "metal")
