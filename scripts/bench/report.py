@@ -78,7 +78,8 @@ def first_light(data: dict[str, Any]) -> list[str]:
         item = metrics.get(key)
         if item is None:
             return ""
-        spread = f" ± {item['std']:.3g}" if item["std"] is not None else ""
+        error = item["std"] if item.get("standard_error") is None else item["standard_error"]
+        spread = "" if error is None else f" ± {error:.3g}"
         return f"{item['value']:.4g}{spread}"
 
     models = dict.fromkeys(key.split(".")[1] for key in metrics if key.startswith("perplexity."))

@@ -16,9 +16,9 @@ HIDDEN_COLUMNS = frozenset({WINDOW_NLL, ITEMS})
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured number. `std` is the dispersion of its `n` samples; of an NLL, and of what follows from it, the
-    standard error of the mean.
+    """One measured number: `std` is the deviation of its `n` samples, `standard_error` that of their mean.
 
+    A metric has one of them or none: losses, accuracies and what follows from them have the standard error.
     `source` names what measured it: a benchmark or phase id.
     """
 
@@ -28,6 +28,12 @@ class Metric:
     n: int | None = None
     std: float | None = None
     source: str = ""
+    standard_error: float | None = None
+
+    @property
+    def spread(self) -> float | None:
+        """What stands after a plus-minus: the deviation, or the standard error, or None."""
+        return self.standard_error if self.std is None else self.std
 
 
 @dataclass(frozen=True)

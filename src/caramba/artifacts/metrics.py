@@ -59,9 +59,9 @@ def collect(result: RunResult) -> dict[str, Metric]:
     ours = ratios(measured, window_means(result))[0]
     metrics = {**measured, **_verified(result.verdicts), **ours}
     for metric in metrics.values():
-        if not math.isfinite(metric.value) or not math.isfinite(metric.std or 0.0):
+        if not math.isfinite(metric.value) or not math.isfinite(metric.spread or 0.0):
             raise CarambaError(
-                f"metric {metric.key}: value {metric.value}, std {metric.std} is not finite; "
+                f"metric {metric.key}: value {metric.value}, error {metric.spread} is not finite; "
                 "a diverged measurement belongs in its benchmark's error"
             )
     return metrics
@@ -137,7 +137,7 @@ def ratios(
     The stage rows get `ratio.perplexity@model=<row>`. With errors s and t of student S and teacher T, taken
     as independent, the first-order error of the ratio is
 
-        std(S / T) = |S / T| * sqrt((s / S)^2 + (t / T)^2)
+        error(S / T) = |S / T| * sqrt((s / S)^2 + (t / T)^2)
 
     The losses of both on the same windows are not independent: what both find hard cancels. Where `windows` has them,
     the error is the standard error of their difference, window by window (`paired_error`).
@@ -168,18 +168,22 @@ def ratios(
         # Of one benchmark: another may have read other windows, as many.
         is_paired = metric.source == base.source and key.family == "perplexity" and key.field in _OF_WINDOWS
         if is_paired and ours and theirs:
-            ratio = replace(ratio, std=paired_error(key.field, ratio.value, ours, theirs))
+            ratio = replace(
+                ratio, std=None, standard_error=paired_error(key.field, ratio.value, ours, theirs)
+            )
         _add(out, ratio, "two families of metrics")
     return out, tuple(undefined)
 
 
 def _divide(name: str, over: Metric, under: Metric) -> Metric:
     value = over.value / under.value
-    std = None
-    if over.std is not None and under.std is not None:
+    spread = None
+    if over.spread is not None and under.spread is not None:
         # |S/T| s/S is s/T, which also holds when S is zero.
-        std = math.hypot(over.std / under.value, value * under.std / under.value)
-    return Metric(name, value, "ratio", std=std, source=f"{over.key} / {under.key}")
+        spread = math.hypot(over.spread / under.value, value * under.spread / under.value)
+    are_errors = over.standard_error is not None and under.standard_error is not None
+    errors = {"standard_error" if are_errors else "std": spread}
+    return Metric(name, value, "ratio", source=f"{over.key} / {under.key}", **errors)
 
 
 def paired_error(field: str, ratio: float, ours: Sequence[float], theirs: Sequence[float]) -> float | None:

@@ -91,7 +91,7 @@ _MEASURED = (
 )
 _ALT = "{caption}. Its numbers are in the tables of this page and in the CSV files beside it."
 _PHASE_HEAD = ("Stage", "Phase", "Trains", "Steps", "Tokens", "Seconds", "Loss", "Weights or why skipped")
-_METRIC_HEAD = ("Metric", "Value", "Unit", "Std", "n", "Source")
+_METRIC_HEAD = ("Metric", "Value", "Unit", "Std or standard error", "n", "Source")
 
 
 def build_page(
@@ -217,7 +217,7 @@ def _files(artifacts: Sequence[Artifact]) -> list[str]:
 def _metrics(metrics: dict[str, Metric]) -> list[str]:
     rows: list[list[Cell]] = []
     for metric in metrics.values():
-        spread = Cell(NOTHING) if metric.std is None else Cell(repr(metric.std), is_number=True)
+        spread = Cell(NOTHING) if metric.spread is None else Cell(repr(metric.spread), is_number=True)
         count = Cell(NOTHING) if metric.n is None else Cell(str(metric.n), is_number=True)
         value = Cell(repr(metric.value), metric.key, is_number=True)
         rows.append(
@@ -228,6 +228,9 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
     ids = [metric_id(key) for key in metrics]
     return [
         table(
-            "Every metric with all its digits; std as report.json defines it", _METRIC_HEAD, rows, row_ids=ids
+            "Every metric with all its digits; report.json says which are standard errors",
+            _METRIC_HEAD,
+            rows,
+            row_ids=ids,
         )
     ]

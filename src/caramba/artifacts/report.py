@@ -75,7 +75,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 
 def _metric(metric: Metric) -> dict[str, Any]:
-    names = ("value", "unit", "n", "std", "source")
+    names = ("value", "unit", "n", "std", "standard_error", "source")
     return {name: getattr(metric, name) for name in names}
 
 

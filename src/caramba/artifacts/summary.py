@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from caramba.artifacts.dispersion import is_standard_error
+from caramba.artifacts.dispersion import has_standard_error
 from caramba.artifacts.key import parse_key
 from caramba.artifacts.metrics import STAGES, STUDENT, TEACHER, describe, headline
 from caramba.artifacts.report import Omission
@@ -113,7 +113,7 @@ def _bar_name(model: str, has_teacher: bool) -> str:
 
 
 def _error_name(bars: Bars) -> str:
-    return "standard error" if is_standard_error(bars[0][1].key) else "standard deviation"
+    return "standard error" if has_standard_error(bars[0][1]) else "standard deviation"
 
 
 def _title(name: str, bars: Bars, metrics: dict[str, Metric]) -> str:
@@ -130,7 +130,7 @@ def ratio_key(field: str, metric: Metric) -> str:
 
 def _draw_bars(axes: Any, bars: Bars, unit: str, *, has_teacher: bool) -> None:
     values = [metric.value for _, metric in bars]
-    errors = [metric.std or 0.0 for _, metric in bars]
+    errors = [metric.spread or 0.0 for _, metric in bars]
     is_log = min(values) > 0 and max(values) / min(values) > LOG_SPREAD
     if is_log:
         log10_axis(axes)

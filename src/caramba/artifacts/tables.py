@@ -402,9 +402,9 @@ def _measured_cell(metric: Metric | None) -> Cell:
     if metric is None:
         return Cell(NOTHING)
     text = number(metric.value)
-    if not metric.std:
+    if not metric.spread:
         return Cell(text, metric.key, is_number=True)
-    spread = _spread(metric.std, 0 if "e" in text else len(text.partition(".")[2]))
+    spread = _spread(metric.spread, 0 if "e" in text else len(text.partition(".")[2]))
     return Cell(f"{text} ± {spread}", metric.key, is_number=True)
 
 
@@ -422,5 +422,5 @@ def _bytes_cell(metric: Metric | None) -> Cell:
 def _ratio_cell(metric: Metric | None) -> Cell:
     if metric is None:
         return Cell(NOTHING)
-    spread = f" ± {_spread(metric.std, 3)}" if metric.std else ""
+    spread = f" ± {_spread(metric.spread, 3)}" if metric.spread else ""
     return Cell(f"{metric.value:.3f}{TIMES}{spread}", metric.key, is_number=True)

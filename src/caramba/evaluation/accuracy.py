@@ -43,7 +43,7 @@ def accuracy(
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Run the tasks on each model: one row and one metric per task and score of the harness.
 
-    `std` is the harness's standard error over `n` documents. `accuracy.<model>.mean` averages over tasks what stands
+    `standard_error` is the harness's, over `n` documents. `accuracy.<model>.mean` averages over tasks what stands
     for each (`acc`, else `exact_match`), its error following from theirs as independent.
     """
     if config.eval_data is not None:
@@ -74,7 +74,9 @@ def accuracy(
         for row in found:
             where = f"task={row['task']}" + (f",filter={row['filter']}" if row["filter"] != NO_FILTER else "")
             key = f"accuracy.{name}.{row['metric']}@{where}"
-            metrics.append(Metric(key, row["value"], "", row["documents"], row["standard_error"], source))
+            metrics.append(
+                Metric(key, row["value"], "", row["documents"], None, source, row["standard_error"])
+            )
         metrics += _mean(found, name, source)
     return metrics, rows
 
@@ -104,7 +106,7 @@ def _need_tokenizer(tokenizer: Tokenizer | None, where: str) -> Tokenizer:
 def _local_accuracy(
     config: AccuracyBenchmarkConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
-    """Score local tasks: one row and one metric per task and score; `std` is the standard error over items."""
+    """Score local tasks: one row and one metric per task and score; `standard_error` is over items."""
     tasks, tokenizer = _open_local(config, subjects.tokenizer, f"benchmarks.{source}")
     counted = [(task.name, len(task.items)) for task in tasks if task.items]
     log_power(counted, config.smallest_difference, f"benchmarks.{source}")
@@ -125,7 +127,7 @@ def _local_accuracy(
         for result in results:
             for metric, (value, error) in result.scores.items():
                 key = f"accuracy.{name}.{metric}@task={result.task}"
-                metrics.append(Metric(key, value, "", result.n, error, source))
+                metrics.append(Metric(key, value, "", result.n, None, source, error))
                 rows.append(
                     {
                         "model": name,
@@ -154,9 +156,9 @@ def _mean_of(results: Sequence[TaskScores], name: str, source: str) -> Metric:
     """Return the mean over tasks of each task's main score; the errors of tasks are taken as independent."""
     scores = [result.scores[result.main] for result in results]
     errors = [error for _, error in scores if error is not None]
-    std = math.hypot(*errors) / len(errors) if len(errors) == len(scores) else None
+    error = math.hypot(*errors) / len(errors) if len(errors) == len(scores) else None
     value = sum(value for value, _ in scores) / len(scores)
-    return Metric(f"accuracy.{name}.mean@tasks={len(scores)}", value, "", len(scores), std, source)
+    return Metric(f"accuracy.{name}.mean@tasks={len(scores)}", value, "", len(scores), None, source, error)
 
 
 def _scores(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -189,9 +191,9 @@ def _mean(rows: Sequence[dict[str, Any]], name: str, source: str) -> list[Metric
     values = [row["value"] for row in chosen]
     errors = [row["standard_error"] for row in chosen]
     known = [error for error in errors if error is not None]
-    std = math.hypot(*known) / len(errors) if len(known) == len(errors) else None
+    error = math.hypot(*known) / len(errors) if len(known) == len(errors) else None
     key = f"accuracy.{name}.mean@tasks={len(values)}"
-    return [Metric(key, sum(values) / len(values), "", len(values), std, source)]
+    return [Metric(key, sum(values) / len(values), "", len(values), None, source, error)]
 
 
 def _main_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ def perplexity(
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Measure NLL (nats a token), perplexity, bits per byte and the number of distinct tokens predicted, per model.
 
-    `std` of nll is the standard error of its mean over windows; that of perplexity and bits per byte follows to first
+    `standard_error` of nll is that of its mean over windows; that of perplexity and bits per byte follows to first
     order. Bits per byte counts the bytes of exactly the tokens that were predicted. With `cache_kind` the metrics carry
     `kind=`, and every figure is that of reading through such a cache.
 
@@ -87,8 +87,8 @@ def perplexity(
             )
         values = summarise(measured, text_bytes)
         n = len(measured.window_means)
-        for key, (value, unit, std) in values.items():
-            metrics.append(Metric(f"perplexity.{name}.{key}{given}", value, unit, n, std, source))
+        for key, (value, unit, error) in values.items():
+            metrics.append(Metric(f"perplexity.{name}.{key}{given}", value, unit, n, None, source, error))
         rows.append(
             {"model": name}
             | {key: value for key, (value, _, _) in values.items()}
@@ -107,7 +107,7 @@ def perplexity(
 
 
 def summarise(measured: WindowedNLL, text_bytes: int | None) -> dict[str, tuple[float, str, float | None]]:
-    """Return field -> (value, unit, std) of one model's measurement."""
+    """Return field -> (value, unit, standard error) of one model's measurement."""
     error = _or_none(measured.standard_error)
     values: dict[str, tuple[float, str, float | None]] = {
         "nll": (measured.mean, "nats/token", error),

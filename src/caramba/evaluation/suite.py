@@ -89,14 +89,17 @@ def pooled(same: Sequence[Metric]) -> Metric:
     call its error zero; and `n` counts the samples of all, or those of one where every repeat has the same value.
     """
     values = [metric.value for metric in same]
-    within = [metric.std for metric in same if metric.std is not None]
+    within = [metric.spread for metric in same if metric.spread is not None]
     between = statistics.stdev(values)
     if len(within) < len(same):
-        return dataclasses.replace(same[0], value=statistics.fmean(values), n=len(values), std=between)
-    spread = math.hypot(math.sqrt(statistics.fmean(std**2 for std in within)), between)
+        return dataclasses.replace(
+            same[0], value=statistics.fmean(values), n=len(values), std=between, standard_error=None
+        )
+    spread = math.hypot(math.sqrt(statistics.fmean(each**2 for each in within)), between)
     counts = [metric.n for metric in same if metric.n is not None]
     n = sum(counts) if between and counts else same[0].n
-    return dataclasses.replace(same[0], value=statistics.fmean(values), n=n, std=spread)
+    kind = "std" if same[0].standard_error is None else "standard_error"
+    return dataclasses.replace(same[0], value=statistics.fmean(values), n=n, **{kind: spread})
 
 
 def run_suite(benchmarks: Sequence[BenchmarkConfig], subjects: Subjects) -> tuple[BenchmarkResult, ...]:

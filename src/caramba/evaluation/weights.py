@@ -37,7 +37,7 @@ def weights(
     """Measure every model in 16 bits and in each format on the same windows; a format without a kernel, or
     without a layer of the model's to quantise, is a row that says why.
 
-    `delta_nll` is NLL minus that of 16 bits, `std` the standard error of the windows' differences; `weight_bytes` are
+    `delta_nll` is NLL minus that of 16 bits, `standard_error` that of the windows' differences; `weight_bytes` are
     those of all parameters and buffers.
     """
     metrics: list[Metric] = []
@@ -73,8 +73,9 @@ def weights(
                     row[key],
                     unit,
                     row["windows"],
-                    row["delta_standard_error"] if key == "delta_nll" else None,
+                    None,
                     source,
+                    row["delta_standard_error"] if key == "delta_nll" else None,
                 )
                 for key, unit in UNITS.items()
             ]

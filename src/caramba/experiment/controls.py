@@ -175,9 +175,9 @@ def _metrics(row: dict[str, Any], source: str) -> tuple[Metric, ...]:
         "kv_bytes_per_token": "bytes",
         "kv_ratio": "ratio",
     }
-    stds = {} if error is None else {"delta_nll": error, "ppl_ratio": error * row["ppl_ratio"]}
+    errors = {} if error is None else {"delta_nll": error, "ppl_ratio": error * row["ppl_ratio"]}
     return tuple(
-        Metric(f"controls.{name}.{field}", float(row[field]), unit, n, stds.get(field), source)
+        Metric(f"controls.{name}.{field}", float(row[field]), unit, n, None, source, errors.get(field))
         for field, unit in units.items()
     )
 

@@ -31,16 +31,17 @@ _UNTOLD = frozenset(
 
 @dataclass(frozen=True)
 class Result:
-    """One number of report.json. `std` is the dispersion of `n` samples; `is_proxy` says that it rests on a teacher
-    that was trained here in place of a published one."""
+    """One number of report.json. `spread` is the deviation of `n` samples or their standard error; `is_proxy` says that
+    it rests on a teacher that was trained here in place of a published one."""
 
     key: str
     value: float
     unit: str
     n: int | None
-    std: float | None
+    spread: float | None
     source: str
     is_proxy: bool
+    is_standard_error: bool = False
 
     @property
     def value_tex(self) -> str:
@@ -50,7 +51,7 @@ class Result:
     @property
     def tex(self) -> str:
         """The value with its dispersion and unit."""
-        spread = "" if self.std is None else f"{PLUS_MINUS}{typeset(number(self.std))}"
+        spread = "" if self.spread is None else f"{PLUS_MINUS}{typeset(number(self.spread))}"
         return f"{self.value_tex}{spread}{unit_tex(self.unit)}"
 
 
@@ -179,10 +180,11 @@ def _result(key: str, metric: Mapping[str, Any], has_proxy: bool) -> Result:
     parsed = parse_key(key)
     # What the student is measured at alone stands on its own; all else names or compares with the teacher.
     rests = parsed.family in MODELLESS or not str(parsed.model).startswith("student")
-    std = metric["std"]
+    error = metric.get("standard_error")  # absent from reports of before
+    spread = metric["std"] if error is None else error
     return Result(
-        key, value, str(metric["unit"]), metric["n"], None if std is None else float(std), metric["source"],
-        has_proxy and rests,
+        key, value, str(metric["unit"]), metric["n"], None if spread is None else float(spread), metric["source"],
+        has_proxy and rests, error is not None,
     )  # fmt: skip
 
 

@@ -44,7 +44,8 @@ def results_tex(sections: Iterable[Scanned], evidence: Evidence) -> str:
     ]
     for key in _used(scanned, "result"):
         found = evidence.result(key)
-        spread = "" if found.std is None else f", dispersion {found.std!r} of n={found.n}"
+        kind = "standard error" if found.is_standard_error else "dispersion"
+        spread = "" if found.spread is None else f", {kind} {found.spread!r} of n={found.n}"
         lines.append(
             f"% {_comment(key)} = {found.value!r} {found.unit}{spread}, from {_comment(found.source)}"
         )

@@ -32,10 +32,10 @@ def perplexity_benchmark() -> BenchmarkResult:
     for model, nll in STAGE_NLL.items():
         value = 2.718281828**nll
         metrics += [
-            Metric(f"perplexity.{model}.nll", nll, "nats/token", 256, 0.021, "ppl"),
-            Metric(f"perplexity.{model}.perplexity", value, "", 256, 0.021 * value, "ppl"),
+            Metric(f"perplexity.{model}.nll", nll, "nats/token", 256, None, "ppl", 0.021),
+            Metric(f"perplexity.{model}.perplexity", value, "", 256, None, "ppl", 0.021 * value),
             Metric(f"perplexity.{model}.unique_tokens", 65536.0, "tokens", 256, None, "ppl"),
-            Metric(f"perplexity.{model}.bits_per_byte", nll / 0.6931 * 0.71, "bits/byte", 256, 0.021, "ppl"),
+            Metric(f"perplexity.{model}.bits_per_byte", nll / 0.6931 * 0.71, "bits/byte", 256, None, "ppl", 0.021),
         ]
         rows.append(
             {"repeat": 0, "model": model, "nll": nll, "perplexity": value, "windows": 256, "text_bytes": None}

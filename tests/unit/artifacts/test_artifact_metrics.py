@@ -49,12 +49,12 @@ def test_the_error_of_a_ratio_is_that_of_simulated_measurements(result: RunResul
     samples = [draw.gauss(30.0, 0.9) / draw.gauss(20.0, 0.4) for _ in range(20_000)]
     mean = math.fsum(samples) / len(samples)
     deviation = math.sqrt(math.fsum((sample - mean) ** 2 for sample in samples) / len(samples))
-    assert metric.std == pytest.approx(deviation, rel=0.03)
+    assert metric.spread == pytest.approx(deviation, rel=0.03)
 
 
 def test_a_ratio_has_no_error_when_one_side_has_none(result: RunResult) -> None:
     metrics = collect(with_benches(result, bench("b", ("a.teacher.x", 2.0, None), ("a.student.x", 3.0, 1.0))))
-    assert metrics["ratio.x"].std is None
+    assert metrics["ratio.x"].spread is None
 
 
 def test_a_ratio_over_zero_is_left_out_with_its_reason(result: RunResult) -> None:
@@ -118,8 +118,8 @@ def test_the_error_of_a_ratio_on_the_same_windows_is_that_of_their_differences(r
     metrics, rows = [], []
     for model, found in means.items():
         measured = WindowedNLL(sum(found) * 128, 64 * 128, tuple(found))
-        for field, (value, unit, std) in summarise(measured, 20_000).items():
-            metrics.append(Metric(f"perplexity.{model}.{field}", value, unit, 64, std, "ppl"))
+        for field, (value, unit, error) in summarise(measured, 20_000).items():
+            metrics.append(Metric(f"perplexity.{model}.{field}", value, unit, 64, None, "ppl", error))
         rows.append({"model": model, WINDOW_NLL: found})
     both = BenchmarkResult("ppl", "perplexity", tuple(metrics), tuple(rows))
     got = collect(with_benches(result, both))
@@ -137,13 +137,13 @@ def test_the_error_of_a_ratio_on_the_same_windows_is_that_of_their_differences(r
         ("nll", lambda s, t: s / t),
         ("bits_per_byte", lambda s, t: s / t),
     ):
-        assert got[f"ratio.{field}"].std == pytest.approx(resampled(ratio), rel=0.1), field
-    apart, paired = got["perplexity.student.nll"].std, got["ratio.perplexity"].std
+        assert got[f"ratio.{field}"].standard_error == pytest.approx(resampled(ratio), rel=0.1), field
+    apart, paired = got["perplexity.student.nll"].standard_error, got["ratio.perplexity"].standard_error
     assert apart is not None
     assert paired is not None
     assert apart > 10 * paired
     others = dataclasses.replace(both, rows=({**rows[0], WINDOW_NLL: hard[:-1]}, rows[1]))
-    assert collect(with_benches(result, others))["ratio.perplexity"].std is None
+    assert collect(with_benches(result, others))["ratio.perplexity"].standard_error is None
 
 
 def test_losses_of_windows_are_in_no_csv(result: RunResult) -> None:

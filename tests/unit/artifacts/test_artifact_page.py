@@ -107,7 +107,7 @@ def test_every_number_has_a_row_with_all_its_digits_and_where_it_comes_from(
         cells = ["".join(text) for name, _, text in page.elements[index + 1 : index + 8] if name == "td"]
         assert float(cells[0]) == metric.value
         assert cells[1] == metric.unit
-        assert cells[2] == (NOTHING if metric.std is None else repr(metric.std))
+        assert cells[2] == (NOTHING if metric.spread is None else repr(metric.spread))
         assert cells[3:5] == [NOTHING if metric.n is None else str(metric.n), metric.source]
     linked = {attributes["href"] for attributes, _ in page.all("a")}
     assert "#metric%3Alatency.student.tok_s%40prompt%3D1024%2Cgen%3D32%2Cbatch%3D1" in linked

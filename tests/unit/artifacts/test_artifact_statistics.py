@@ -155,13 +155,15 @@ def test_committed_simulation_is_within_its_bounds() -> None:
 
 
 def test_dispersion_is_named_by_metric() -> None:
-    loss = Metric("perplexity.student.nll", 2.0, "nats/token", 64, 0.1)
+    old = Metric("perplexity.student.nll", 2.0, "nats/token", 64, 0.1)
+    loss = Metric("perplexity.student.nll", 2.0, "nats/token", 64, None, "", 0.1)
     speed = Metric("latency.student.tok_s@prompt=8", 100.0, "tokens/s", 4, 2.0)
     assert describe_dispersion([]) == ""
     assert describe_dispersion([loss]) == " ± is the standard error of the mean over n items."
     assert describe_dispersion([speed]) == " ± is the standard deviation of n samples."
     assert describe_dispersion([loss, speed]).endswith("; of tok_s the standard deviation of n samples.")
-    assert standard_error(loss.key, loss.std, loss.n) == 0.1
+    assert describe_dispersion([old]) == describe_dispersion([loss])
+    assert standard_error(old.key, old.std, old.n) == 0.1
     assert standard_error(speed.key, speed.std, speed.n) == 1.0
     assert is_standard_error("main/controls.copy.ppl_ratio")
     assert not is_standard_error("ratio.tok_s@prompt=8")

@@ -60,13 +60,13 @@ def metric_differences(first: Path, second: Path, texts: Sequence[str] = ()) -> 
 
 
 def _half_width(key: str, first: Measured, second: Measured) -> float | None:
-    errors = [standard_error(key, item.std, item.n) for item in (first, second)]
+    errors = [standard_error(key, item.std, item.n, item.standard_error) for item in (first, second)]
     return None if errors[0] is None or errors[1] is None else Z_95 * math.hypot(errors[0], errors[1])
 
 
 def interval_text(key: str, measured: Measured) -> str:
     """Return a value, with its 95% interval where the report has what it takes."""
-    error = standard_error(key, measured.std, measured.n)
+    error = standard_error(key, measured.std, measured.n, measured.standard_error)
     return number(measured.value) + (f" ± {number(Z_95 * error)}" if error else "")
 
 

@@ -26,6 +26,7 @@ class Measured:
     unit: str = ""
     std: float | None = None
     n: int | None = None
+    standard_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _labels_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, str]:
 
 def _measured(report: dict[str, Any]) -> dict[str, Measured]:
     found = {
-        key: Measured(item["value"], item["unit"], item["std"], item["n"])
+        key: Measured(item["value"], item["unit"], item["std"], item["n"], item.get("standard_error"))
         for key, item in report["metrics"].items()
     }
     for phase in report["phases"]:

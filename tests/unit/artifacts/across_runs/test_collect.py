@@ -13,6 +13,7 @@ from caramba.artifacts.across_runs import plot
 from caramba.artifacts.across_runs.compare import metric_differences
 from caramba.artifacts.across_runs.gather import Measured, Row, gather
 from caramba.artifacts.across_runs.summary import Group
+from caramba.artifacts.dispersion import standard_error
 from caramba.artifacts.items import to_column
 from caramba.artifacts.metrics import collect
 from caramba.artifacts.report import build_report
@@ -268,3 +269,9 @@ def test_items_of_runs_are_written_and_compared_in_pairs(tmp_path, monkeypatch, 
     assert "has no items of both teacher and nobody" in capsys.readouterr().err
     assert main(["compare", str(runs[0]), str(runs[1]), "--models", "teacher"]) == 2
     assert "expected two names" in capsys.readouterr().err
+
+
+def test_standard_errors_of_reports_new_and_old():
+    assert standard_error("controls.a.kl", None, 4, 0.5) == 0.5
+    assert standard_error("perplexity.student.nll", 0.5, 4) == 0.5, "a report of before"
+    assert standard_error("latency.student.tok_s", 0.5, 4) == 0.25
