@@ -54,7 +54,8 @@ def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
     wanted |= {"ratio.perplexity", "verify.fidelity.delta_nll", "verify.compare.logits_mean_l1"}
     assert wanted <= set(report["metrics"]), wanted - set(report["metrics"])
     assert all(
-        set(metric) == {"value", "unit", "n", "std", "standard_error", "source"} for metric in report["metrics"].values()
+        set(metric) == {"value", "unit", "n", "std", "standard_error", "source"}
+        for metric in report["metrics"].values()
     )
     assert report["labels"]["proxy"].startswith("trained from scratch")
     names = {

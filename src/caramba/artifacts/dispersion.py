@@ -29,9 +29,7 @@ def has_standard_error(metric: Metric) -> bool:
     return metric.standard_error is not None or (metric.std is not None and is_standard_error(metric.key))
 
 
-def standard_error(
-    key: str, std: float | None, n: int | None, recorded: float | None = None
-) -> float | None:
+def standard_error(key: str, std: float | None, n: int | None, recorded: float | None = None) -> float | None:
     """Return the standard error of a metric's value, `recorded` where it is, or None where nothing gives it."""
     if recorded is not None:
         return recorded

@@ -62,7 +62,7 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture
             _draw_bars(axes, bars, unit, has_teacher=any(model == TEACHER for model, _ in bars))
             axes.set_title(_title(name, bars, metrics), loc="left")
             notes = [describe(dict(parse_key(bars[0][1].key).conditions))]
-            notes += [f"bars: {_error_name(bars)}"] if any(metric.std for _, metric in bars) else []
+            notes += [f"bars: {_error_name(bars)}"] if any(metric.spread for _, metric in bars) else []
             axes.set_xlabel("\n".join(note for note in notes if note), fontsize=10, color="#555555")
         return to_picture(figure, result.labels), omitted
 

@@ -35,7 +35,9 @@ def perplexity_benchmark() -> BenchmarkResult:
             Metric(f"perplexity.{model}.nll", nll, "nats/token", 256, None, "ppl", 0.021),
             Metric(f"perplexity.{model}.perplexity", value, "", 256, None, "ppl", 0.021 * value),
             Metric(f"perplexity.{model}.unique_tokens", 65536.0, "tokens", 256, None, "ppl"),
-            Metric(f"perplexity.{model}.bits_per_byte", nll / 0.6931 * 0.71, "bits/byte", 256, None, "ppl", 0.021),
+            Metric(
+                f"perplexity.{model}.bits_per_byte", nll / 0.6931 * 0.71, "bits/byte", 256, None, "ppl", 0.021
+            ),
         ]
         rows.append(
             {"repeat": 0, "model": model, "nll": nll, "perplexity": value, "windows": 256, "text_bytes": None}

@@ -64,7 +64,14 @@ def test_the_report_holds_the_run(result: RunResult, written: Path) -> None:
     assert report["phases"][1]["loss"] == 2.35
     assert report["transplant"]["energy_kept"] == [0.97, 0.95]
     nll = report["metrics"]["perplexity.student.nll"]
-    assert nll == {"value": 2.342, "unit": "nats/token", "n": 256, "std": None, "standard_error": 0.021, "source": "ppl"}
+    assert nll == {
+        "value": 2.342,
+        "unit": "nats/token",
+        "n": 256,
+        "std": None,
+        "standard_error": 0.021,
+        "source": "ppl",
+    }
     compare = report["verify"][0]
     assert compare["passed"] is False
     assert compare["checks"][2] == {
