@@ -32,7 +32,7 @@ class Metric:
 
     @property
     def spread(self) -> float | None:
-        """What stands after a plus-minus: the deviation, or the standard error, or None."""
+        """The number after a plus-minus: the deviation, or the standard error, or None."""
         return self.standard_error if self.std is None else self.std
 
 

@@ -25,7 +25,7 @@ def is_standard_error(key: str) -> bool:
 
 
 def has_standard_error(metric: Metric) -> bool:
-    """Whether what stands after a metric's plus-minus is a standard error."""
+    """Whether the number after a metric's plus-minus is a standard error."""
     return metric.standard_error is not None or (metric.std is not None and is_standard_error(metric.key))
 
 

@@ -228,7 +228,7 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
     ids = [metric_id(key) for key in metrics]
     return [
         table(
-            "Every metric with all its digits; report.json says which are standard errors",
+            "Every metric with all its digits; report.json marks standard errors",
             _METRIC_HEAD,
             rows,
             row_ids=ids,
