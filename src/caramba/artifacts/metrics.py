@@ -182,8 +182,10 @@ def _divide(name: str, over: Metric, under: Metric) -> Metric:
         # |S/T| s/S is s/T, which also holds when S is zero.
         spread = math.hypot(over.spread / under.value, value * under.spread / under.value)
     are_errors = over.standard_error is not None and under.standard_error is not None
-    errors = {"standard_error" if are_errors else "std": spread}
-    return Metric(name, value, "ratio", source=f"{over.key} / {under.key}", **errors)
+    source = f"{over.key} / {under.key}"
+    if are_errors:
+        return Metric(name, value, "ratio", source=source, standard_error=spread)
+    return Metric(name, value, "ratio", std=spread, source=source)
 
 
 def paired_error(field: str, ratio: float, ours: Sequence[float], theirs: Sequence[float]) -> float | None:
