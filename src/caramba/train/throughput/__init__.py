@@ -2,9 +2,8 @@
 
 from caramba.train.throughput.loss import RunningLoss
 from caramba.train.throughput.memory import PeakMemory
-from caramba.train.throughput.meter import PhaseMeter, Work
+from caramba.train.throughput.meter import PhaseMeter, Work, device_peak
 from caramba.train.throughput.norms import StepNorms, norms_of_stages
-from caramba.train.throughput.peak import device_peak
 from caramba.train.throughput.profile import PhaseProfile
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How fast a phase trains: tokens per second, MFU, and the share of time spent waiting for data."""
+"""How fast a phase trains: tokens per second, MFU of a device's peak, and the share of time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from caramba.config.estimate.peaks import Arithmetic, peak_flops
+
+_ARITHMETIC: dict[str, Arithmetic] = {"float16": "float16", "bfloat16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -103,3 +109,21 @@ class PhaseMeter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums of an interrupted phase."""
         self._warm, self._steady = dict(state["warm"]), dict(state["steady"])
+
+
+def device_peak(device: torch.device, dtype: str, override_tflops: float | None) -> float | None:
+    """Return the dense peak of `device` in FLOP/s for matrix products in `dtype`, None where it is not known.
+
+    Products of float32 run in TF32 where torch may use it. `override_tflops` wins over the table.
+    """
+    if override_tflops is not None:
+        return override_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    if dtype.startswith("float8"):
+        arithmetic: Arithmetic = "float8"
+    elif dtype in _ARITHMETIC:
+        arithmetic = _ARITHMETIC[dtype]
+    else:
+        arithmetic = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return peak_flops(torch.cuda.get_device_name(device), arithmetic)
