@@ -57,6 +57,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.parent.name not in TORCH_FREE)
 
 
+@pytest.fixture(autouse=True)
+def own_kernel_policy() -> Iterator[None]:
+    """Forget the `kernels:` policy that a test asked for: under `reference` no later test would see a lowered model."""
+    yield
+    module = sys.modules.get("caramba.kernels")
+    if module is not None:
+        module._policies.clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What the tests' imports make is no garbage, as in a command: full collections that leave it out are short."""

@@ -17,11 +17,6 @@ def shape_of(model: Model) -> dict[str, type[nn.Module]]:
     return {name: type(module) for name, module in model.named_modules()}
 
 
-@pytest.fixture(autouse=True)
-def automatic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_policies", {})
-
-
 def test_names_and_values_stay_and_restore_gives_the_plain_model_back() -> None:
     model = lively("gqa_scaled")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -73,7 +68,7 @@ def test_modes_take_their_passes(name: str) -> None:
         assert not isinstance(model.topology, CpuDecode)
 
 
-def test_reference_lowers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_lowers_nothing() -> None:
     model = lively("gqa_scaled")
     kinds = shape_of(model)
     kernels.load("cpu", "reference")
