@@ -84,7 +84,7 @@ def test_resuming_a_drafted_run_asks_nothing(drafted: Path, cache: Path) -> None
 def test_the_command_updates_a_paper(drafted: Path, cache: Path) -> None:
     refused = caramba(["paper", "latest"], drafted, cache)
     assert refused.returncode == 2
-    assert "holds version 1 of a paper; --update goes on from it" in refused.stderr
+    assert "holds version 1 of a paper; --update resumes it" in refused.stderr
 
     def shorten(request: dict[str, Any]) -> Answer:
         sections = json.loads(request["messages"][-1]["content"])["sections"]

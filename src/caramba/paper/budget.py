@@ -35,7 +35,7 @@ class Spent:
     def tokens(self) -> int:
         return self.prompt_tokens + self.reply_tokens
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return this as JSON values."""
         return asdict(self)
 
@@ -53,7 +53,7 @@ class Ledger:
     """Reserves attempts and books what they used, against the limits of a draft. `price` is None where unknown."""
 
     def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None, way_on: str = WAY_ON) -> None:
-        """`way_on` is the command that goes on with the draft, for messages."""
+        """`way_on` is the command that resumes the draft, for messages."""
         self.limits, self.spent, self.price, self.way_on = limits, spent, price, way_on
 
     def begin(self) -> None:
@@ -93,7 +93,7 @@ class Ledger:
         self._book(reserved, 1)
         return reserved
 
-    def settle(self, reserved: Reserved, prompt_tokens: int | None, reply_tokens: int | None) -> None:
+    def record_usage(self, reserved: Reserved, prompt_tokens: int | None, reply_tokens: int | None) -> None:
         """Replace a reservation by what was used; unknown usage leaves it as it is."""
         if prompt_tokens is None or reply_tokens is None:
             return
@@ -103,7 +103,7 @@ class Ledger:
         self._book(Reserved(prompt_tokens, reply_tokens, cost), 1)
 
     def release(self, reserved: Reserved) -> None:
-        """Take a reservation back: the server said that it did not take the request."""
+        """Take a reservation back: the server refused the request."""
         self._book(reserved, -1)
 
     def _book(self, amount: Reserved, sign: int) -> None:
@@ -112,4 +112,4 @@ class Ledger:
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)
 
     def _way_on(self) -> str:
-        return f"; raise it and go on with {self.way_on}, which keeps what is written"
+        return f"; raise it and resume with {self.way_on}, which keeps what is written"

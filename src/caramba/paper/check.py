@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from caramba.config.names import nearest
 from caramba.errors import CarambaError
-from caramba.paper import joints
+from caramba.paper import adjacent_numbers
+from caramba.paper.digit_check import Names, in_mathematics, in_prose
 from caramba.paper.evidence import Evidence
-from caramba.paper.numerals import Names, in_mathematics, in_prose
 from caramba.paper.records import Record
 from caramba.paper.scan import scan
 from caramba.paper.scanned import NotAllowed, Scanned, Use
@@ -18,7 +18,7 @@ from caramba.paper.vocabulary import OPERATIONS
 
 CITING = ("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear")
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
-_APART = "; digits in a formula that no operator keeps apart read as one number"
+_APART = "; digits in a formula without an operator between them read as one number"
 MOST = 12
 
 
@@ -128,18 +128,18 @@ def _unknown(name: str, known: Mapping[str, object], kind: str, where: str) -> l
 
 
 def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> list[Problem]:
-    used = {key.strip() for use in scanned.named(*CITING) for key in use.arguments[0].split(",")}
+    used = {key.strip() for use in scanned.uses_of(*CITING) for key in use.arguments[0].split(",")}
     names = Names([*evidence.names, evidence.name, *(cited[key].title for key in used if key in cited)])
     found = list(in_mathematics(scanned.numerals))
     faults = [Problem(name, fault.line, fault.text) for fault in scanned.faults]
     for index, paragraph in enumerate(scanned.paragraphs):
         keys = {
             key.strip()
-            for use in scanned.named(*CITING)
+            for use in scanned.uses_of(*CITING)
             if use.paragraph == index
             for key in use.arguments[0].split(",")
         }
-        faults += [Problem(name, fault.line, fault.text) for fault in joints.faults(paragraph)]
+        faults += [Problem(name, fault.line, fault.text) for fault in adjacent_numbers.faults(paragraph)]
         found += in_prose(paragraph, names, {cited[key].year for key in keys if key in cited})
     return faults + [
         Problem(

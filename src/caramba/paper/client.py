@@ -98,7 +98,7 @@ class LanguageModel:
         self._options = _options(config, self._litellm)
 
     def price(self) -> Price | None:
-        """Return what a token costs: as configured, else as litellm's own list says, None where neither does."""
+        """Return what a token costs: as configured, else as in litellm's own list, None if in neither."""
         budget = self.config.budget
         if budget.usd_per_million_prompt is not None and budget.usd_per_million_reply is not None:
             return Price(budget.usd_per_million_prompt / 1e6, budget.usd_per_million_reply / 1e6)
@@ -121,7 +121,7 @@ class LanguageModel:
         ledger: Ledger,
         record: Callable[..., None],
     ) -> Reply:
-        """Return the model's reply; `record` is told of every attempt before it is sent and after it failed.
+        """Return the model's reply; `record` gets every attempt before it is sent and after it failed.
 
         Raises:
             ConfigError: the server refuses the key, the model, or the address.
@@ -147,11 +147,11 @@ class LanguageModel:
                     tries = f" (attempt {attempt} of {attempts})" if failure.may_pass else ""
                     raise AgentError(
                         f"{self.config.model}{at_server(self.config.api)}: {failure.text}{tries}; the draft is kept, "
-                        f"go on with {self._way_on}"
+                        f"resume with {self._way_on}"
                     ) from None
                 self._sleep(self._wait(attempt, failure.retry_after))
             else:
-                ledger.settle(reserved, reply.prompt_tokens, reply.reply_tokens)
+                ledger.record_usage(reserved, reply.prompt_tokens, reply.reply_tokens)
                 return reply
         raise AssertionError("unreachable")
 
@@ -164,7 +164,7 @@ class LanguageModel:
 
 
 def _load() -> Any:
-    # Both are read when litellm is imported. A user's own value stands.
+    # Both are read when litellm is imported. A user's own value wins.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
     litellm: Any = importlib.import_module("litellm")
@@ -195,7 +195,7 @@ def _options(config: PaperConfig, litellm: Any) -> dict[str, Any]:
             # A key for another server is not sent to this one.
             if urlsplit(api.base_url).hostname not in _LOOPBACK:
                 raise ConfigError(
-                    f"paper.api.base_url={api.base_url}: which key this server takes is not said; set api.key_env to "
+                    f"paper.api.base_url={api.base_url}: the name of this server's key is unknown; set api.key_env to "
                     "the environment variable that holds it"
                 )
             options["api_key"] = "none"

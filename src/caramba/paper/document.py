@@ -72,7 +72,7 @@ def read_sections(text: str, where: str) -> dict[str, str]:
     """Return the bodies of the sections of a paper.tex that a person may have edited.
 
     Raises:
-        ConfigError: a mark of a section is missing or stands twice; `where` is the file.
+        ConfigError: a mark of a section is missing or occurs twice; `where` is the file.
     """
     opened = [line.removeprefix(_OPEN).strip() for line in text.splitlines() if line.startswith(_OPEN)]
     found = {match["name"]: match["body"].rstrip("\n") for match in _SECTION.finditer(text)}
@@ -88,7 +88,7 @@ def read_sections(text: str, where: str) -> dict[str, str]:
 def outside_of_sections(text: str, common: Collection[str]) -> list[str]:
     """Return what code writes, to be compared with another text that has the sections `common` too.
 
-    These are the lines outside of sections, and headings: of a section in `common` where it stands, of another only
+    These are the lines outside of sections, and headings: of a section in `common` in place, of another only
     one that code would not write. Blank lines say nothing.
     """
 

@@ -86,7 +86,7 @@ def load_draft(file: Path) -> Draft:
         return draft
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{file}: not the state of a draft ({type(error).__name__}: {error}); remove it to go on from the last "
+            f"{file}: not the state of a draft ({type(error).__name__}: {error}); remove it to resume from the last "
             "version"
         ) from None
 

@@ -51,13 +51,13 @@ class PaperDrafter:
         self._sleep = sleep
 
     async def draft(self, run_dir: str | Path, *, update: bool = False, group: str | None = None) -> Drafted:
-        """Like `draft_sync`, in a thread. A cancelled draft goes on to its end: cancel by its budget."""
+        """Like `draft_sync`, in a thread. A cancelled draft continues to its end: cancel by its budget."""
         return await asyncio.to_thread(self.draft_sync, run_dir, update=update, group=group)
 
     def draft_sync(self, run_dir: str | Path, *, update: bool = False, group: str | None = None) -> Drafted:
         """Draft a paper on a run and return its adopted version.
 
-        Without `update` the folder may hold no paper yet; with it the draft goes on from the last version, from what a
+        Without `update` the folder may hold no paper yet; with it the draft resumes from the last version, from what a
         person edited since, and from where an interrupted draft stopped.
 
         Raises:
@@ -85,7 +85,7 @@ class PaperDrafter:
 
 
 class _Session:
-    """One draft at work, its folder held."""
+    """One draft in progress, its folder locked."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Session:
         self.draft = load_draft(folder.draft_file)
 
     def run(self, model: LanguageModel, ledger: Ledger) -> Drafted:
-        """Go on with an opened draft until a version is adopted."""
+        """Continue an opened draft until a version is adopted."""
         self._save()
         self.folder.note("begun", run=self.evidence.run_id, model=self.config.model)
         server = f" at {self.config.api.base_url}" if self.config.api.base_url else ""
@@ -127,7 +127,7 @@ class _Session:
                 self.draft.messages.append(reply.message())
                 self.folder.note(
                     "reply", message=reply.message(), finish=reply.finish, prompt_tokens=reply.prompt_tokens,
-                    reply_tokens=reply.reply_tokens, spent=self.draft.spent.plain(),
+                    reply_tokens=reply.reply_tokens, spent=self.draft.spent.as_dict(),
                 )  # fmt: skip
                 self._save()
 
@@ -152,7 +152,7 @@ class _Session:
         number = self.folder.adopt(passed.files, self._facts(), self.config.versions_kept)
         draft.is_open, draft.messages = False, []
         draft.taken_from, draft.taken_sha256, draft.taken = 0, "", {}
-        self.folder.note("adopted", version=number, spent=draft.spent.plain())
+        self.folder.note("adopted", version=number, spent=draft.spent.as_dict())
         self._save()
         root = self.folder.root
         return Drafted(number, root / PAPER, root / PDF, draft.spent)
@@ -181,7 +181,7 @@ class _Session:
             "sections": {name: {"sha256": item.hash, "by": item.by} for name, item in draft.sections.items()},
             "citations": draft.cited,
             "records": {identity: asdict(draft.records[identity]) for identity in draft.cited.values()},
-            "spent": draft.spent.plain(),
+            "spent": draft.spent.as_dict(),
         }
 
     def _unanswered(self) -> list[dict[str, Any]]:

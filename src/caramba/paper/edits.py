@@ -45,7 +45,7 @@ def take_edits(folder: PaperFolder, draft: Draft, gate: Gate) -> tuple[str, ...]
             f"it into a section, or take it back as in versions/{head['version']:03d}/{PAPER} (title, authors and "
             "sections are options of `caramba paper`)"
         )
-    # What was seen before is no new edit: an update of the model's since then stands.
+    # What was seen before is no new edit: an update of the model's since then is kept.
     before = draft.taken if has_taken else ours
     changed = {name: Section(body, HUMAN) for name, body in theirs.items() if body != before.get(name)}
     removed = [name for name in before if name not in theirs]
@@ -96,5 +96,5 @@ def _check(
         wrong = "braces or environments are nested too deeply to be read"
     if wrong:
         raise ConfigError(
-            f"{file}: what was edited cannot be kept as it is; change it and go on with --update. {wrong}"
+            f"{file}: what was edited cannot be kept as it is; change it and resume with --update. {wrong}"
         )

@@ -23,7 +23,7 @@ from caramba.runs.manifest import read_manifest
 
 PLUS_MINUS = r"\,$\pm$\,"
 _TABLE = re.compile(r"\\begin\{table\}.*?\\label\{tab:caramba-([a-z0-9_-]+)\}.*?\\end\{table\}", re.DOTALL)
-# Of a manifest, what says nothing about the experiment itself.
+# Keys of a manifest that do not describe the experiment itself.
 _UNTOLD = frozenset(
     {"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "plugins", "notes"}
 )
@@ -31,8 +31,8 @@ _UNTOLD = frozenset(
 
 @dataclass(frozen=True)
 class Result:
-    """One number of report.json. `spread` is the deviation of `n` samples or their standard error; `is_proxy` says that
-    it rests on a teacher that was trained here in place of a published one."""
+    """One number of report.json. `spread` is the standard deviation of `n` samples or their standard error; `is_proxy`
+    marks that it rests on a teacher that was trained here in place of a published one."""
 
     key: str
     value: float
@@ -57,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG among the artifacts; `sha256` is what report.json says of it."""
+    """A PNG among the artifacts; `sha256` is the hash in report.json."""
 
     name: str
     path: Path
@@ -118,7 +118,7 @@ def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -
     """Read the artifacts below `folder` (a run, or a group of one) and the manifest of its run.
 
     Raises:
-        ConfigError: the run has no artifacts, or they cannot be read; says how to get them.
+        ConfigError: the run has no artifacts, or they cannot be read; the message has the fix.
     """
     file = folder / "artifacts" / REPORT_FILE
     if not file.is_file():
@@ -178,7 +178,7 @@ def _result(key: str, metric: Mapping[str, Any], has_proxy: bool) -> Result:
     if not math.isfinite(value):
         raise ValueError(f"metric {key} is {value}")
     parsed = parse_key(key)
-    # What the student is measured at alone stands on its own; all else names or compares with the teacher.
+    # Figures of the student alone need no teacher; all else names or compares with the teacher.
     rests = parsed.family in MODELLESS or not str(parsed.model).startswith("student")
     error = metric.get("standard_error")  # absent from reports of before
     spread = metric["std"] if error is None else error
@@ -221,7 +221,7 @@ def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) 
 
 
 def plain_number(value: float) -> str:
-    """Return a setting as a person would type it: every digit, thousands apart from 10,000 on."""
+    """Return a setting as a person would type it: every digit, thousands separated from 10,000 on."""
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     text = repr(value)

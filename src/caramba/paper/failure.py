@@ -56,7 +56,7 @@ def read_failure(error: Exception, config: PaperConfig) -> Failure:
 
 
 def _without_keys(text: str, config: PaperConfig) -> str:
-    """Take keys out of what a server says: some repeat the one that they refuse."""
+    """Remove keys from a server's message: some repeat the one that they refuse."""
     secret = [
         (value.strip(), name)
         for name, value in os.environ.items()

@@ -20,7 +20,7 @@ from caramba.runs.files import sha256_of, write_json, write_whole
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
-PUBLISHED = "published"  # beside a version whose files have all become the head
+PUBLISHED = "published"  # in a version whose files have all become the head
 # What a draft that was stopped at once leaves; a folder with nothing else is as good as new.
 _BEGINNINGS = frozenset({TRANSCRIPT, ".lock"})
 MOST_PATH, MOST_NAME = 1000, 255
@@ -50,7 +50,7 @@ class PaperFolder:
             )
         if self.head() is None and os.path.lexists(self.root / PAPER):
             raise ConfigError(
-                f"{self.root / PAPER}: {VERSIONS}/ holds no version of it, so what was edited in it cannot be told; "
+                f"{self.root / PAPER}: {VERSIONS}/ holds no version of it, so edits in it cannot be found; "
                 f"put {VERSIONS}/ back, move {PAPER} away, or name a new folder with --output-dir"
             )
 
@@ -58,7 +58,7 @@ class PaperFolder:
     def draft_file(self) -> Path:
         return self.root / DRAFT
 
-    def confined(self, path: str) -> Path:
+    def resolve_inside(self, path: str) -> Path:
         """Return a path below the folder.
 
         Raises:
@@ -100,7 +100,7 @@ class PaperFolder:
         return self.root / VERSIONS / f"{number:03d}"
 
     def head(self) -> dict[str, Any] | None:
-        """Return what version.json says of the newest version."""
+        """Return the content of the newest version's version.json."""
         numbers = self.versions()
         if not numbers:
             return None
@@ -124,7 +124,7 @@ class PaperFolder:
         if not is_published or not (self.root / PAPER).is_file():
             self._publish(head)
 
-    def edited(self) -> str | None:
+    def find_edits(self) -> str | None:
         """Return paper.tex where a person has changed it since the newest version, else None."""
         head, paper = self.head(), self.root / PAPER
         if head is None or not paper.is_file() or sha256_of(paper) == head["files"][PAPER]:
@@ -146,7 +146,7 @@ class PaperFolder:
         number = max(self.versions(), default=0) + 1
         final = self.version_path(number)
         final.parent.mkdir(parents=True, exist_ok=True)
-        self.confined(VERSIONS)
+        self.resolve_inside(VERSIONS)
         staged = Path(tempfile.mkdtemp(prefix=".", suffix=".part", dir=final.parent))
         try:
             for name, content in files.items():
@@ -166,7 +166,7 @@ class PaperFolder:
         """Append one line to the transcript."""
         record = {"time": round(time.time(), 3), "event": event, **fields}
         line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-        with open(self.confined(TRANSCRIPT), "a+b") as file:
+        with open(self.resolve_inside(TRANSCRIPT), "a+b") as file:
             if file.tell() and not self._ends_whole():
                 line = "\n" + line  # a killed writer left half a line
             file.write(line.encode())
@@ -178,15 +178,15 @@ class PaperFolder:
             return file.read(1) == b"\n"
 
     def _publish(self, record: Mapping[str, Any]) -> None:
-        """Copy a version to the head, paper.tex last: until all is there, `heal` begins anew.
+        """Copy a version to the head, paper.tex last: until all is there, `heal` begins again.
 
-        What stands there and is of no version is kept beside it, but for the edited paper.tex that this one is from.
+        Files there that are of no version are kept next to it, but for the edited paper.tex that this one is from.
         """
         source = self.version_path(record["version"])
         known = self._written()
         known[PAPER].add(record.get("taken_sha256", ""))
         for name in sorted(record["files"], key=lambda name: name == PAPER):
-            target = self.confined(name)
+            target = self.resolve_inside(name)
             if target.exists() and (target.is_dir() or sha256_of(target) not in known[name]):
                 self._set_aside(target)
             write_whole(target, (source / name).read_bytes())

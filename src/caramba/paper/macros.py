@@ -84,11 +84,11 @@ def tables_used(sections: Iterable[Scanned]) -> list[str]:
 
 
 def _used(sections: list[Scanned], command: str) -> list[str]:
-    return list(dict.fromkeys(use.arguments[0] for section in sections for use in section.named(command)))
+    return list(dict.fromkeys(use.arguments[0] for section in sections for use in section.uses_of(command)))
 
 
 def _used_derived(sections: list[Scanned]) -> list[tuple[str, str, str]]:
-    found = ((*use.arguments,) for section in sections for use in section.named("derived"))
+    found = ((*use.arguments,) for section in sections for use in section.uses_of("derived"))
     return list(dict.fromkeys((one, two, three) for one, two, three in found))
 
 

@@ -25,7 +25,7 @@ from caramba.paper.template import first_messages
 def open_draft(
     draft: Draft, folder: PaperFolder, config: PaperConfig, evidence: Evidence, group: str, *, update: bool
 ) -> None:
-    """Bring a draft to where it goes on.
+    """Bring a draft to where it resumes.
 
     Raises:
         ConfigError: there is a paper and `update` is false, it is on another run, or an edit cannot be kept.
@@ -56,13 +56,13 @@ def open_draft(
 
 
 def _refuse_what_is_there(draft: Draft, folder: PaperFolder, head: dict[str, Any] | None) -> None:
-    """A draft that was stopped before it had a reply is nothing yet: it begins anew."""
+    """A draft that was stopped before it had a reply is nothing yet: it begins again."""
     has_replies = any(message["role"] == "assistant" for message in draft.messages)
     if head is None and not draft.sections and not has_replies and not draft.spent.tokens:
         return
     there = f"version {head['version']}" if head is not None else "an unfinished draft"
     raise ConfigError(
-        f"{folder.root}: holds {there} of a paper; --update goes on from it, --output-dir DIR begins another"
+        f"{folder.root}: holds {there} of a paper; --update resumes it, --output-dir DIR begins another"
     )
 
 
@@ -90,7 +90,7 @@ def _of_version(folder: PaperFolder, head: dict[str, Any]) -> dict[str, Section]
 
 
 def _opening(config: PaperConfig, evidence: Evidence) -> str:
-    """Return a hash of what the model is told first: with another title or instruction it is another conversation."""
+    """Return a hash of the model's first messages: with another title or instruction it is another conversation."""
     return hashlib.sha256(json.dumps(first_messages(config, evidence, "")).encode()).hexdigest()
 
 

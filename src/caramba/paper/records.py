@@ -33,7 +33,7 @@ class Record:
     entry: str = ""
 
     def states(self, value: str) -> bool:
-        """Whether a number stands in the abstract as it is written, not inside a longer one."""
+        """Whether a number is in the abstract as it is written, not inside a longer one."""
         wanted = value.strip()
         has_digit = any(letter.isdigit() for letter in wanted)
         pattern = rf"(?<![\d.,]){re.escape(wanted)}(?![\d]|[.,]\d)"
@@ -81,7 +81,7 @@ def read_bibliography(path: Path) -> dict[str, Record]:
     """Read the entries of a .bib file, by `bib:KEY`.
 
     Raises:
-        ConfigError: no such file, an entry that does not end, or a key that stands twice.
+        ConfigError: no such file, an entry that does not end, or a key that occurs twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def _plain(text: str) -> str:
 
 
 def _person(name: str) -> str:
-    """Return a name for BibTeX to take apart, or in braces where it would find a list or a comma in it."""
+    """Return a name for BibTeX to parse, or in braces where it would find a list or a comma in it."""
     is_simple = re.fullmatch(r"[^\W\d_]+(?:[ .'-]+[^\W\d_]+)*\.?", name) and " and " not in name.lower()
     return _plain(name) if is_simple else f"{{{_plain(name)}}}"
 

@@ -22,7 +22,7 @@ _MOST = 60  # characters of digits that a message shows
 class Row:
     """What was read of a row so far. A script, and every cell above another, is a row of its own.
 
-    `pending` is a number that no operator stands behind yet: True for one that a command prints.
+    `pending` is a number that no operator follows yet: True for one that a command prints.
     """
 
     found: Scanned
@@ -51,7 +51,7 @@ class Row:
         self._part()
 
     def operator(self) -> None:
-        """What keeps two numbers apart."""
+        """What separates two numbers."""
         self._print()
         self.pending = False
 
@@ -114,7 +114,7 @@ class Row:
         self.lone = inner.pending if inner.letters == 0 and inner.others == 1 else False
 
     def group(self, letters: int, values: int) -> None:
-        """End a group in braces, with what the row held where it began: one that prints letters is a base."""
+        """End a group in braces, with the row's state where it began: one that prints letters is a base."""
         self.is_base = self.letters > letters and self.values == values
 
     def end_line(self) -> None:
@@ -127,7 +127,7 @@ class Row:
         return Row(self.found, self.is_script, self.pending, lone=self.lone)
 
     def take(self, cell: Row) -> None:
-        """Go on behind such a cell."""
+        """Continue after such a cell."""
         self.letters += cell.letters
         self.others += cell.others
         self.values += cell.values

@@ -21,7 +21,7 @@ from caramba.paper.vocabulary import (
     UNPRINTED,
 )
 
-_BREAK = " ; "  # between cells and items, which are apart on the page
+_BREAK = " ; "  # between cells and items, which are separate on the page
 # What commands of prose print, where it is a part of a word or joins or parts words.
 _PRINTED = {
     **dict.fromkeys(("quad", "qquad", "par", "newline", "\\", " ", ",", ";", ":"), " "),
@@ -128,7 +128,7 @@ class _Reader(Source):
             raise NotAllowed(f"{_shown(until)} is missing for what opened on line {opened}", self.line)
 
     def _formula(self, until: str, *, is_inner: bool) -> None:
-        """Read mathematics that begins here: a row of its own, or a part of one where it stands in its \text."""
+        """Read mathematics that begins here: a row of its own, or a part of one if it is in its \text."""
         before, self.row = self.row, self.row or Row(self.found)
         self.math(until, self.row, is_inner=is_inner)
         self.row = before
@@ -291,7 +291,7 @@ class _Reader(Source):
 
     def _part(self, name: str, closing: str, row: Row, start: Row | None, is_inner: bool) -> None:
         r"""Read an argument in mathematics: of a font or an accent, of \text, or one above or below another, which
-        stands behind what is before both (`start`)."""
+        follows what is before both (`start`)."""
         held = row.letters, row.values
         if name in _TEXTS:
             self.prose(closing)
@@ -336,7 +336,7 @@ class _Reader(Source):
                         f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line
                     )
             is_table = environment == "tabular"
-            self._put(" " if is_table else _BREAK)  # a table may stand beside what is before it
+            self._put(" " if is_table else _BREAK)  # a table may be next to what is before it
             self.tables += is_table
             self.prose(end)
             self.tables -= is_table

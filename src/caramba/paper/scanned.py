@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 HOLE = "\ufffc"
-"""Stands in prose for what another command or sign prints there."""
-# Noncharacters, which no section may hold; each stands for a number that code prints.
+"""Replaces in prose what another command or sign prints there."""
+# Noncharacters, which no section may hold; each represents a number that code prints.
 VALUE = "\ufdd0"
 """A result, setting, derived or cited number."""
 REFERENCE = "\ufdd1"
@@ -24,8 +24,8 @@ MARKS = {
 }
 
 
-class NotAllowed(Exception):  # noqa: N818 - says what was found
-    """The scanner cannot read on: `text` says why, `line` where in the section."""
+class NotAllowed(Exception):  # noqa: N818 - names the finding
+    """The scanner cannot continue: `text` is the reason, `line` the line in the section."""
 
     def __init__(self, text: str, line: int) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class Numeral:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why numbers are not readable as those that code printed: `text` says what was found and what to write."""
+    """Why numbers are not readable as those that code printed: `text` has the finding and the fix."""
 
     text: str
     line: int
@@ -71,7 +71,7 @@ class Scanned:
     environments: list[tuple[str, int]] = field(default_factory=lambda: [])
     faults: list[Fault] = field(default_factory=lambda: [])
 
-    def named(self, *commands: str) -> Iterable[Use]:
+    def uses_of(self, *commands: str) -> Iterable[Use]:
         """Yield the uses of some commands, in order."""
         return (use for use in self.uses if use.command in commands)
 

@@ -30,8 +30,8 @@ _ARXIV_ID = re.compile(r"arxiv\.org/abs/([A-Za-z0-9./-]+?)(?:v\d+)?$")
 _S2_ID = re.compile(r"[0-9a-f]{40}")
 
 
-class SearchFailed(AgentError):  # noqa: N818 - says what happened
-    """A source could not be searched; the message is for the model, which goes on with what it has."""
+class SearchFailed(AgentError):  # noqa: N818 - names the event
+    """A source could not be searched; the message is for the model, which continues with what it has."""
 
 
 class Literature:

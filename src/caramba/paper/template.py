@@ -1,4 +1,4 @@
-"""What the language model is told: its task, the rules that code enforces, and the LaTeX that it may write."""
+"""The prompt of the language model: its task, the rules that code enforces, and the LaTeX that it may write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ that you hand in, compiles the paper, and refuses what does not hold. Rules:
 measured value with its dispersion and unit, \resultvalue{KEY} the value alone, \setting{PATH} a setting,
 \derived{ratio|difference|percent_change}{KEY}{KEY} a number computed from two results. Digits may stand in
 names that the manifest or a cited title holds, and as indices in formulas. A number of another work is
-\citednumber{CITATION}{VALUE}, and must stand in that work's abstract. Values stand apart from each other and from
+\citednumber{CITATION}{VALUE}, and must be in that work's abstract. Values are separate from each other and from
 other digits; a formula holds at most one number between two operators.
 2. Claims. Say better or worse, faster or slower only as the values show, dispersion considered. Report what
 failed. Numbers marked proxy rest on a teacher that was trained for this run; say so, and never present them
@@ -35,7 +35,7 @@ answer without a tool call; the paper is then checked once more and kept as a ve
 
 
 def template(config: PaperConfig) -> dict[str, Any]:
-    """Return what get_paper_template says."""
+    """Return the answer of get_paper_template."""
     words = sorted(name for name in PROSE_COMMANDS if name.isalpha() and len(name) > 2)
     return {
         "sections": {name: TITLES[name] for name in config.sections},
@@ -52,7 +52,7 @@ def template(config: PaperConfig) -> dict[str, Any]:
 
 
 def first_messages(config: PaperConfig, evidence: Evidence, state: str) -> list[dict[str, Any]]:
-    """Return the beginning of a conversation; `state` says what is written already and what is wrong with it."""
+    """Return the beginning of a conversation; `state` is what is written already and its errors."""
     task = [
         f"Write {_KINDS.get(config.paper_type, config.paper_type)} on the experiment {evidence.name!r}.",
         f"Sections: {', '.join(config.sections)}.",

@@ -104,7 +104,7 @@ class Toolbox:
             ]
             missing = [name for name in self.config.sections if name not in self.draft.sections]
             return {"sections": sections, "missing": missing}
-        file = self.folder.confined(path)
+        file = self.folder.resolve_inside(path)
         if file.suffix not in (".tex", ".bib") or not file.is_file():
             raise AgentError(
                 f"{path!r} is no .tex or .bib file of the paper; read_tex_file without path shows it"

@@ -46,7 +46,7 @@ FUNCTIONS = _names(
     "min max arg argmin argmax log ln exp sin cos tan tanh softmax lim sup inf det dim ker Pr gcd"
 )
 SUMS = _names("sum prod int bigcup bigcap")
-# What keeps two numbers apart. \cdot and the like do not: 2\cdot1 reads as a decimal point.
+# What separates two numbers. \cdot and the like do not: 2\cdot1 reads as a decimal point.
 OPERATORS = _names(
     "+ - = < > * / times div pm mp cup cap setminus land lor oplus otimes le leq ge geq ll gg ne neq equiv approx sim "
     "simeq propto in notin ni subset subseteq supset supseteq forall exists to mapsto gets rightarrow leftarrow "

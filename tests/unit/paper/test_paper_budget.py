@@ -32,21 +32,21 @@ def test_spending_never_exceeds_the_limits(
     for size, outcome, share in steps:
         ledger = Ledger(limits, spent, Price(1e-6, 3e-6))
         messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * size}]
-        before = spent.plain()
+        before = spent.as_dict()
         try:
             ledger.begin()
             reserved = ledger.reserve(messages, [])
         except BudgetExceeded:
-            assert {**spent.plain(), "iterations": 0} == pytest.approx({**before, "iterations": 0})
+            assert {**spent.as_dict(), "iterations": 0} == pytest.approx({**before, "iterations": 0})
             continue
         if outcome == "used":
-            ledger.settle(reserved, int(share * reserved.prompt_tokens), int(share * reserved.reply_tokens))
+            ledger.record_usage(reserved, int(share * reserved.prompt_tokens), int(share * reserved.reply_tokens))
         elif outcome == "unknown":
-            ledger.settle(reserved, None, 7)
+            ledger.record_usage(reserved, None, 7)
         elif outcome == "refused":
             ledger.release(reserved)
         else:  # what a killed process leaves is what was saved with the reservation
-            spent = Spent(**json.loads(json.dumps(spent.plain())))
+            spent = Spent(**json.loads(json.dumps(spent.as_dict())))
         assert spent.tokens <= max_tokens
         assert spent.cost_usd <= max_cost * (1 + 1e-9)
         assert spent.iterations <= max_iterations
@@ -57,7 +57,7 @@ def test_limits_say_what_was_reached() -> None:
     ledger = Ledger(limits, Spent(), Price(1.0, 1.0))
     ledger.begin()
     with pytest.raises(
-        BudgetExceeded, match=r"max_iterations=1 requests and is not finished; raise it and go on"
+        BudgetExceeded, match=r"max_iterations=1 requests and is not finished; raise it and resume"
     ):
         ledger.begin()
     with pytest.raises(

@@ -74,7 +74,7 @@ def test_a_key_of_another_provider_is_not_sent_to_a_server(
         asked(config(server.url))
     assert server.keys == ["Bearer none"]
     with pytest.raises(
-        ConfigError, match=r"paper\.api\.base_url=http://llm\.example/v1: which key .* set api\.key_env"
+        ConfigError, match=r"paper\.api\.base_url=http://llm\.example/v1: the name of .* set api\.key_env"
     ):
         LanguageModel(config("http://llm.example/v1"))
 

@@ -49,8 +49,8 @@ def test_no_path_leads_out(path: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (paper.root / "link").symlink_to(tmp_path / "outside")
     with pytest.raises(ConfigError, match=message):
-        paper.confined(path)
-    assert paper.confined("versions/001/paper.tex").is_relative_to(paper.root.resolve())
+        paper.resolve_inside(path)
+    assert paper.resolve_inside("versions/001/paper.tex").is_relative_to(paper.root.resolve())
 
 
 def test_a_link_in_place_of_a_folder_is_not_written_through(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_kill_at_any_write_leaves_a_whole_version(
     again.heal()
     newest = "two" if n_writes >= 4 else "one"
     assert {name: (paper.root / name).read_bytes() for name in files("")} == files(newest)
-    assert again.edited() is None
+    assert again.find_edits() is None
     assert len(again.versions()) == (2 if n_writes >= 4 else 1)
 
 
@@ -132,7 +132,7 @@ def test_an_older_version_that_a_person_put_back_is_an_edit(tmp_path: Path) -> N
     paper.adopt(files("two"), FACTS, None)
     (paper.root / "paper.tex").write_text("one")
     paper.heal()
-    assert paper.edited() == "one"
+    assert paper.find_edits() == "one"
 
 
 def test_a_missing_head_is_put_back_and_an_edited_one_is_not(tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def test_a_missing_head_is_put_back_and_an_edited_one_is_not(tmp_path: Path) -> 
     paper.adopt(files("one"), FACTS, None)
     (paper.root / "paper.tex").write_text("edited")
     paper.heal()
-    assert paper.edited() == "edited"
+    assert paper.find_edits() == "edited"
     (paper.root / "paper.tex").unlink()
     paper.heal()
-    assert paper.edited() is None
+    assert paper.find_edits() is None
     assert (paper.root / "paper.tex").read_text() == "one"
 
 
@@ -169,7 +169,7 @@ def test_a_draft_is_read_back(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"schema": 9}', '{"schema": 1, "sections": {"a": {}}}'):
         (tmp_path / "draft.json").write_text(text)
         with pytest.raises(
-            ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to go on"
+            ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to resume"
         ):
             load_draft(tmp_path / "draft.json")
 

@@ -58,7 +58,7 @@ def test_digits_without_an_operator_between_them_are_one_number(
 ) -> None:
     found = problems(body, evidence)
     assert f"'{number}" in found
-    assert "digits in a formula that no operator keeps apart read as one number" in found
+    assert "digits in a formula without an operator between them read as one number" in found
     assert problems(body, evidence, numbers_are_free=True) == ""
 
 

@@ -90,7 +90,7 @@ def test_an_update_goes_on_from_the_last_version(config: Make, own: Path) -> Non
     with chat_server(whole(), says("done")) as server:
         drafted(config(server.url), own)
         with pytest.raises(
-            ConfigError, match=r"holds version 1 of a paper; --update goes on from it, --output-dir"
+            ConfigError, match=r"holds version 1 of a paper; --update resumes it, --output-dir"
         ):
             drafted(config(server.url), own)
 
@@ -232,7 +232,7 @@ def test_an_unfinished_draft_is_gone_on_with_only_by_update(config: Make, own: P
         drafted(config(server.url), own)
     with (
         chat_server(calls(("list_artifacts", {}))) as server,  # nothing was there yet
-        pytest.raises(AgentError, match=r"go on with `caramba paper .*/run --update`"),
+        pytest.raises(AgentError, match=r"resume with `caramba paper .*/run --update`"),
     ):
         drafted(config(server.url), own)
     with (

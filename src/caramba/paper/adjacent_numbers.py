@@ -31,9 +31,7 @@ _NEAR = 60  # characters before a mark that are looked at
 VALUES_MEET = (
     "numbers that commands print stand side by side and read as one; put words or a comma and a space there"
 )
-NEGATED = (
-    "a minus stands before a value, which changes it; \\result and \\derived print the sign that a value has"
-)
+NEGATED = "a minus before a value changes it; \\result and \\derived print the sign that a value has"
 SUFFIX = "letters stand directly behind a value and would scale it; put a space before a unit"
 TOUCHES_DIGIT = "a value touches digits and reads as one number with them; put words between them"
 UNNAMED = (

@@ -1,4 +1,4 @@
-"""Which digits and number words may stand in a section as they are: names, years of cited works, indices in formulas.
+"""Which digits and number words may appear in a section as they are: names, years of cited works, indices in formulas.
 
 Everything else that counts or measures is written by its key, so that code puts it in.
 """
@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from caramba.paper.number_words import claims
 from caramba.paper.scanned import HOLE, Numeral
-from caramba.paper.words import claims
 
 # Number formats, norms, ranks and devices, whose digits count nothing in the paper.
 _FORMATS = "fp4 fp8 fp16 fp32 fp64 bf16 tf32 int4 int8 nf4 q4_0 q8_0 float8 float16 float32 float64 bfloat16"

@@ -8,8 +8,8 @@ import pytest
 
 from caramba.paper.check import check_section, report
 from caramba.paper.evidence import Evidence
+from caramba.paper.number_words import claims
 from caramba.paper.records import Record
-from caramba.paper.words import claims
 
 CITED = {"a2017x": Record("arxiv:1", "A title", ("A B",), "2017")}
 
