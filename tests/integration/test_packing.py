@@ -69,7 +69,7 @@ def test_documents_kept_apart_train_and_resume_bit_equal(
     report = json.loads((whole / "artifacts/report.json").read_text())
     meta = json.loads((folder / "meta.json").read_text())
     assert report["labels"]["data"] == "tokens"
-    assert "documents kept apart" in report["labels"]["packing"]
+    assert "separate documents" in report["labels"]["packing"]
     pretrain = next(phase for phase in report["phases"] if phase["id"] == "pretrain")
     assert 0.8 * 12 * 2 * 64 < pretrain["tokens"] < 12 * 2 * 64, "padding and first tokens are no targets"
     row = report["metrics"]

@@ -273,7 +273,7 @@ def test_a_sharded_run_grows_from_one_rank_to_two(folders: dict[str, Path]) -> N
     decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert decisions["data_parallel"]["value"] == 2
     assert decisions["batch_size"]["value"] * decisions["gradient_accumulation_steps"]["value"] == 4
-    assert "began with 1 ranks and goes on with 2" in decisions["batch_size"]["reason"]
+    assert "began with 1 ranks and resumes with 2" in decisions["batch_size"]["reason"]
     same(run, folders["one"])
 
 
@@ -328,7 +328,7 @@ def test_a_sharded_run_goes_on_with_one_rank(folders: dict[str, Path], tmp_path:
     assert worker.run(run) == 0
     decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert decisions["gradient_accumulation_steps"]["value"] == 2
-    assert "began with 2 ranks and goes on with 1" in decisions["gradient_accumulation_steps"]["reason"]
+    assert "began with 2 ranks and resumes with 1" in decisions["gradient_accumulation_steps"]["reason"]
     same(run, folders["one"])
 
 
@@ -348,7 +348,7 @@ def test_a_sharded_state_is_a_checkpoint_of_its_own(folders: dict[str, Path], tm
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     from caramba.data.checkpoint.sharded import load_sharded_state
-    from caramba.experiment.world_size import resized
+    from caramba.experiment.world_size import resize_batch
 
     wider = build_model(
         freeze([*WORDS, "model.embedder.vocab_size=600", "data.vocab_size=600"]).manifest.model
@@ -361,8 +361,8 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
         load_sharded_state(place, wider, torch.optim.SGD(wider.parameters(), lr=0.1))
     phase = freeze([*WORDS, "train.batch_size=4"]).manifest.groups[0].runs[0].train
     assert phase is not None
-    assert resized("pretrain", phase, 2, 4) == (2, 1)
+    assert resize_batch("pretrain", phase, 2, 4) == (2, 1)
     with pytest.raises(ConfigError, match=r"a step has 8 samples .* which 3 ranks do not share evenly"):
-        resized("pretrain", phase, 2, 3)
+        resize_batch("pretrain", phase, 2, 3)
     with pytest.raises(ConfigError, match="optimizer=muon is made for whole weights"):
         freeze([*WORDS, "parallel=fsdp2", "train.optimizer=muon"])

@@ -173,7 +173,7 @@ def shrink(
         assert done.returncode == 0, done.stdout + done.stderr
     decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     reason = decisions["gradient_accumulation_steps"]["reason"]
-    assert "began with 2 ranks and goes on with 1" in reason
+    assert "began with 2 ranks and resumes with 1" in reason
     curves = []
     for one in (only_run(whole), run):
         events = [json.loads(line) for line in (one / "events.jsonl").read_text().splitlines()]

@@ -135,13 +135,13 @@ def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
     run = only_run(tmp_path)
     events = list(read_events(run))
     if rank is None:
-        assert "going on with batch_size=127 x 3" in text
+        assert "continuing with batch_size=127 x 3" in text
         (ran_out,) = [event for event in events if event["event"] == "out_of_memory"]
         assert ran_out["step"] >= 1
     else:
         assert "rank 1 failed first: it ended with exit status 79; the others were stopped" in text
         assert re.search(r"rank 1 of 2: pretrain: out of memory at step [1-3] with batch_size=381", text)
-        assert "the phase goes on from its last saved state with batch_size=127 x 3: caramba resume" in text
+        assert "the phase resumes from its last saved state with batch_size=127 x 3: caramba resume" in text
         assert text.count("starting all ranks again with the smaller batch") == 1
     decisions = plan_of(run)
     assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)

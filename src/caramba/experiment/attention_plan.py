@@ -1,4 +1,4 @@
-"""What a plan says of the attention layers of its models, beside the order of backends."""
+"""Decisions of a plan about attention layers, besides the order of backends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def attention_decisions(
     *,
     has_documents: bool,
 ) -> dict[str, Decision]:
-    """Return `two_part_keys`, how many layers attend by a kernel of their own in the place of the order of `attention`,
-    where some do, and `documents`, what keeps the documents of a row apart, where something has to."""
+    """Return the decisions `two_part_keys` and `documents`, each if it applies.
+
+    `two_part_keys` counts the layers whose own kernel replaces the order of `attention`; `documents` is what separates
+    the documents of a row.
+    """
     device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
     found: dict[str, Decision] = {}
     n_own = sum(uses_split_keys_kernel(config, device, dtype) for config in layers)

@@ -28,7 +28,7 @@ COMMAND = "/"
 
 
 def check_chats(session: Session) -> None:
-    """Refuse, before anything trains, conversations that cannot be held after it.
+    """Refuse, before anything trains, conversations that cannot run after it.
 
     Raises:
         ConfigError: data without a tokenizer, a model that the group has none of, a message that does not fit.
@@ -58,10 +58,10 @@ def check_chats(session: Session) -> None:
                 dialogue.ask(message, limit - n_new)
 
 
-def hold_chat(session: Session, run: RunConfig, config: ChatConfig) -> bool:
+def run_chat(session: Session, run: RunConfig, config: ChatConfig) -> bool:
     """Hold the conversation, write chats/RUN.json after every answer, and return whether it has ended.
 
-    One that was interrupted goes on after its last answer. Without messages, a terminal or lines there is none to
+    One that was interrupted resumes after its last answer. Without messages, a terminal or lines there is none to
     hold: it stays open for a later resume.
     """
     file = session.run_dir / "chats" / f"{run.id}.json"

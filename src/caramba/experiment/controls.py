@@ -46,8 +46,9 @@ class Subject:
 
 
 def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
-    """Measure teacher, student and every control on the same held-out windows; a finished row is never repeated, and
-    one that failed is tried again.
+    """Measure teacher, student and every control on the same held-out windows.
+
+    A finished row is never repeated, and one that failed is tried again.
 
     A control that this teacher and budget do not allow is a row with the reason; another failure is its stage's error,
     and that of the run where several ranks were training.
@@ -88,9 +89,9 @@ def _outcome(stage: str, subject: Subject, error: Exception) -> dict[str, Any]:
     if isinstance(error, ConfigError | DataError):  # widths, parts or data that the control cannot have
         logger.warning(f"{stage}: skipped, {error}")
         return {"rows": ({"model": subject.name, "skipped": str(error)},)}
-    said = f"{type(error).__name__}: {error}"
-    logger.error(f"{stage}: {said}")
-    return {"error": said}  # in report.json, and turned into exit status 1 by the worker
+    message = f"{type(error).__name__}: {error}"
+    logger.error(f"{stage}: {message}")
+    return {"error": message}  # in report.json, and reported as exit status 1 by the worker
 
 
 def _subjects(session: Session, bench_id: str, config: ControlsBenchmarkConfig) -> list[Subject]:
@@ -116,7 +117,7 @@ def _subjects(session: Session, bench_id: str, config: ControlsBenchmarkConfig) 
 
 
 def _row(session: Session, subject: Subject, config: ControlsBenchmarkConfig) -> dict[str, Any]:
-    """Measure one subject beside the teacher; bytes are counted from cache tensors."""
+    """Measure one subject and the teacher; bytes are counted from cache tensors."""
     session.move_to(session.device)  # Lightning leaves what several ranks trained on the CPU
     teacher, model = session.model_of("teacher"), subject.make().to(session.device)
     found = agreement(

@@ -96,7 +96,7 @@ class Ladder:
             found = measure()
         except (ConfigError, KernelUnavailable, OutOfMemory) as error:  # what the device or the model has not
             found = self._words(row) | {"skipped": str(error)}
-        except Exception as error:  # recorded in report.json and turned into exit status 1 by the worker
+        except Exception as error:  # recorded in report.json and reported as exit status 1 by the worker
             logger.error(f"{stage}: {type(error).__name__}: {error}")
             result = dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
             found = None
@@ -110,7 +110,7 @@ class Ladder:
         _record(self.session, dataclasses.replace(result, seconds=time.perf_counter() - began))
 
     def _strike_behind(self, row: str) -> None:
-        """Strike rows on record that were measured without this one, which had failed: each rung stands on those before
+        """Strike rows on record that were measured without this one, which had failed: each rung builds on those before
         it, and the noise is of all twins. They go first: a kill then leaves a failure, which is tried again."""
         ledger, stage = self.session.ledger, f"{self.bench.id}.{row}"
         is_twin = row.startswith(TWIN)
@@ -310,8 +310,9 @@ def _record(session: Session, result: BenchmarkResult) -> None:
 
 
 def climb_ladder(session: Session, bench: BenchmarkConfig) -> None:
-    """Measure a training ladder with the session's own models off its device; a finished row is never repeated, and
-    one that failed is tried again."""
+    """Measure a training ladder with the session's own models off its device.
+
+    A finished row is never repeated, and one that failed is tried again."""
     logger.subheader(f"ladder: {bench.id}")
     roles = [role for role in ("student", "teacher") if getattr(session, role) is not None]
     role = next((role for role in roles if role in bench.models), None)

@@ -42,7 +42,7 @@ def find_largest(
 
     Args:
         taken: what the row's own batch took in steps of one micro-batch, which is not tried again.
-        first: the batch to begin with, where the row before ended: each that a compiled row tries is compiled anew.
+        first: the batch to begin with, where the row before ended: each that a compiled row tries is compiled again.
     """
     budget = Budget(seconds)
     candidate = Candidate(1, compile_model=bool(steps.keys.get("compile_model")))
@@ -74,10 +74,10 @@ def find_largest(
         known=known,
         first=first,
     )
-    return Largest(best, trials, ended_by(ended, config.most_batch, windows), budget)
+    return Largest(best, trials, name_limit(ended, config.most_batch, windows), budget)
 
 
-def ended_by(ended: Ended, most: int, windows: int) -> str:
+def name_limit(ended: Ended, most: int, windows: int) -> str:
     """Say why no larger batch was taken: see `Largest`."""
     if ended == "most":
         return "most_batch" if most <= windows else "data"
@@ -85,7 +85,7 @@ def ended_by(ended: Ended, most: int, windows: int) -> str:
 
 
 def largest_row(found: Largest, block_size: int, first: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a row's figures at its largest batch, beside those of the ladder's `first` row at its own."""
+    """Return a row's figures at its largest batch, with those of the ladder's `first` row at its own."""
     if found.best is None:
         has_time_left = found.ended != "time"
         why = "not even one sequence fits" if has_time_left else "; ".join(found.budget.skipped)

@@ -36,7 +36,7 @@ PLAIN_ATTENTION = AttentionChoice(("math",), False, "the ladder's rows before fl
 class Steps:
     """How a row's steps are taken: the phase's keys, which surroundings are on, and how many sequences.
 
-    `twin` is 0 but for runs that differ from a row's in rounding and in what is drawn (dropout, stochastic rounding),
+    `twin` is 0 but for runs that differ from a row's in rounding and in random numbers (dropout, stochastic rounding),
     each with a number of its own.
     """
 
@@ -67,7 +67,7 @@ def take_steps(
     """Train a fresh model for a row's steps through `fit`, as any phase is trained.
 
     Args:
-        fresh: whose weights a copy begins with, and is then held against held-out text. Without, a stand-in is timed.
+        fresh: whose weights a copy begins with; it is then evaluated on held-out text. Without, a stand-in is timed.
 
     Raises:
         ConfigError: the device cannot do what the row asks for.
@@ -132,7 +132,7 @@ def take_steps(
 
 @torch.no_grad()
 def move_by_one_ulp(model: Model, seed: int) -> None:
-    """Move every weight to the next number of its type, up or down at random: a change as small as rounding is."""
+    """Move every weight to the next number of its type, up or down randomly: a change as small as rounding is."""
     weights = list(model.parameters())
     draws = torch.Generator(weights[0].device).manual_seed(seed)
     for weight in weights:
@@ -170,6 +170,6 @@ def _held_out_loss(session: Session, config: LadderConfig, model: Model) -> floa
 
 
 def spread(values: tuple[float, ...] | list[float]) -> tuple[float, float, float]:
-    """Return the median of values and where their middle 60% lie."""
+    """Return the median of values and the range of their middle 60%."""
     p20, median, p80 = (float(value) for value in np.percentile(values, [20, 50, 80]))
     return median, p20, p80

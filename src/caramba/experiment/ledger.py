@@ -43,7 +43,7 @@ class Ledger:
         return tuple(self._records.values())
 
     def add(self, record: StageRecord) -> None:
-        """Keep a finished stage. Its weights are on disk by now: the record is what says that it is done."""
+        """Keep a finished stage. Its weights are on disk by now: the record marks it as done."""
         stage = record.phase.id
         number = max(map(_number, self.folder.glob("*.json")), default=-1) + 1
         write_json(self.folder / f"{number:02d}-{stage}.json", to_plain(record))

@@ -91,7 +91,7 @@ def frozen(model: nn.Module) -> Model:
 
 
 def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
-    """Return the teacher of a phase: the session's, or a copy held in the 16 bits that the phase computes in."""
+    """Return the teacher of a phase: the session's, or a copy in the 16 bits that the phase computes in."""
     teacher = frozen(session.model_of("teacher"))
     dtype = getattr(torch, decided.value("dtype"))
     if dtype == torch.float32:

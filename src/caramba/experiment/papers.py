@@ -15,7 +15,7 @@ from caramba.runs.files import sha256_of
 
 
 def draft_paper(manifest: Manifest, group: str, run_dir: Path, folder: Path) -> None:
-    """Draft a paper in `folder/paper/`, or go on with the one there, unless it is of these artifacts already.
+    """Draft a paper in `folder/paper/`, or resume the one there, unless it is of these artifacts already.
 
     Raises:
         AgentError, BudgetExceeded: no version could be made. The run itself is finished then, its result written.

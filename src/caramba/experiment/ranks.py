@@ -1,4 +1,4 @@
-"""A phase on several ranks: rank 0 runs the experiment, and says to the others which phase to train with it."""
+"""A phase on several ranks: rank 0 runs the experiment, and sends the others the phase to train with it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
 from caramba.errors import CarambaError, ConfigError, OutOfMemory
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
+from caramba.experiment.resolve_plans import reduce_for_all_ranks
 from caramba.experiment.session import Session
-from caramba.experiment.settle_plans import reduce_for_all_ranks
 from caramba.layer import attention_backends
 from caramba.model import Model, build_empty, build_model, spec_of
 from caramba.model.own_layers import refuse_lost_tensors
@@ -49,8 +49,8 @@ from caramba.train import SHARDED, STAGED, BlockwiseDistillation, PhaseData, fit
 
 
 @dataclass(frozen=True)
-class Order:
-    """One phase: what rank 0 has settled about it. Weights follow on their own way."""
+class PhaseCommand:
+    """One phase as rank 0 resolved it. Weights are sent separately."""
 
     group: str
     phase: PhaseConfig
@@ -73,7 +73,7 @@ class Order:
         return _adapter().dump_json(self).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> Order:
+    def from_json(cls, text: str) -> PhaseCommand:
         """Read an order that `to_json` wrote.
 
         Raises:
@@ -91,8 +91,8 @@ class Order:
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[Order]:
-    return TypeAdapter(Order)
+def _adapter() -> TypeAdapter[PhaseCommand]:
+    return TypeAdapter(PhaseCommand)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Assembled:
 def assemble(
     session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model | None, spec: ModelSpec
 ) -> Assembled:
-    """Build the objective of a phase over `model`, or with sharded weights over a shell of it; every rank calls this.
+    """Build the objective of a phase over `model`, or over a shell if weights are sharded; every rank calls this.
 
     Ranks without a `model` get rank 0's weights. With sharded weights `gather` puts the trained ones into `model`,
     which waits on the host meanwhile.
@@ -194,7 +194,7 @@ def _check_stages(session: Session) -> None:
             raise ConfigError(f"{role}: {problem}")
 
 
-def give_order(
+def send_command(
     session: Session,
     ranks: Ranks,
     phase: PhaseConfig,
@@ -210,7 +210,7 @@ def give_order(
     """Tell the other ranks to train a phase with this one."""
     needs_teacher = phase.reads_teacher and session.teacher is not None
     ranks.order(
-        Order(
+        PhaseCommand(
             session.group.name,
             phase,
             decided,
@@ -228,11 +228,11 @@ def give_order(
 
 
 def follow(manifest: Manifest, run_dir: Path, ranks: Ranks) -> None:
-    """Train with rank 0 what it says, until it says that the run has ended. Nothing is measured or written here."""
+    """Train the phases that rank 0 sends until the run ends. Nothing is measured or written here."""
     logger.quiet = True
     sessions: dict[str, Session] = {}
     while (text := ranks.next_order()) is not None:
-        order = Order.from_json(text)
+        order = PhaseCommand.from_json(text)
         if order.group not in sessions:
             sessions[order.group] = _session(manifest, order.group, run_dir)
         _train(sessions[order.group], order)
@@ -247,7 +247,7 @@ def _session(manifest: Manifest, name: str, run_dir: Path) -> Session:
     )  # rank 0 has made what this reads
 
 
-def _train(session: Session, order: Order) -> None:
+def _train(session: Session, order: PhaseCommand) -> None:
     gc.collect()
     assert not is_main_process()
     session.device = torch.device(order.plan.value("device"))

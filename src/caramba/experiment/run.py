@@ -13,8 +13,9 @@ from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
-from caramba.experiment.chats import check_chats, hold_chat
+from caramba.experiment.chats import check_chats, run_chat
 from caramba.experiment.controls import measure_controls
+from caramba.experiment.custom_layers import check_builds
 from caramba.experiment.ladder import climb_ladder
 from caramba.experiment.ledger import Ledger, StageRecord
 from caramba.experiment.objectives import (
@@ -23,16 +24,15 @@ from caramba.experiment.objectives import (
     check_precisions,
     check_teacher_caches,
 )
-from caramba.experiment.own_layers import check_builds
 from caramba.experiment.papers import draft_paper
 from caramba.experiment.ranks import check_split, follow
+from caramba.experiment.resolve_plans import resolve_plans
 from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
-from caramba.experiment.settle_plans import settle_plans
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
 from caramba.experiment.variants import train_variant
-from caramba.experiment.world_size import keep_step_size
+from caramba.experiment.world_size import keep_global_batch
 from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
@@ -46,7 +46,7 @@ FINAL, VERIFY = "final", "verify"
 def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
     """Train, verify and benchmark every selected group of `manifest` in `run_dir`, and write its artifacts.
 
-    A finished stage is never repeated, so calling this again after an interrupt goes on where the run stopped. With
+    A finished stage is never repeated, so calling this again after an interrupt resumes where the run stopped. With
     several groups each has a directory of its own below `groups/`.
 
     Raises:
@@ -87,8 +87,8 @@ def run_group(
     check_precisions(manifest, group, Ledger(folder))
     session = Session.open(manifest, group, folder, ranks)
     check_split(session)
-    settle_plans(session)
-    keep_step_size(session)
+    resolve_plans(session)
+    keep_global_batch(session)
     group = session.group
     check_calibration(session)
     check_block_schedules(session)
@@ -134,7 +134,7 @@ def has_failed(result: RunResult) -> bool:
 
 
 def finish(session: Session) -> None:
-    """Benchmark and verify what the phases saved: models are read back from disk, no training state is held."""
+    """Benchmark and verify what the phases saved: models are read back from disk, no training state is kept."""
     if session.has_only_variants:
         return
     if session.student is None and (session.trains("student") or session.group.benchmarks):
@@ -201,7 +201,7 @@ def chat_run(session: Session, run: RunConfig, config: ChatConfig) -> None:
     if run.id in session.ledger:
         return
     _ready(session, config.role)
-    if hold_chat(session, run, config):
+    if run_chat(session, run, config):
         session.ledger.add(StageRecord(_unphased(run.id)))
 
 

@@ -214,8 +214,8 @@ class Session:
         labels = {"data": self.text.name, "data_fingerprint": self.text.fingerprint[:16]}
         if self.text.tokenizer is not None:
             labels["tokenizer"] = f"{self.text.tokenizer.name} ({self.text.tokenizer.hash[:8]})"
-        kept_apart = ", documents kept apart" if self.text.documents is not None else ""
-        return labels | {"packing": f"{self.text.packing}{kept_apart}"}
+        separation = ", separate documents" if self.text.documents is not None else ""
+        return labels | {"packing": f"{self.text.packing}{separation}"}
 
     @property
     def tokenizer_hash(self) -> str:
@@ -291,7 +291,7 @@ class Session:
     def plan(
         self, phase: PhaseConfig, name: str, d_model: int = AUTO_LR_WIDTH, run_id: str | None = None
     ) -> RuntimePlan:
-        """Decide how the phase of a run runs, by what was measured for it and with the kernels of its device attached.
+        """Plan the phase of a run from its measurements, with the kernels of its device attached.
 
         Raises:
             KernelUnavailable: `kernels: require`, and an op would run its reference there.

@@ -11,7 +11,7 @@ PROXY, ORIGIN = "proxy", "origin"
 OF_FOLDERS = ("teacher_weights", "student_weights")
 
 
-def starts_anew(model: ModelConfig, role: str | None) -> bool:
+def is_fresh_init(model: ModelConfig, role: str | None) -> bool:
     """Return whether the weights of `role` come from no file."""
     if role == "teacher":
         return model.teacher is None or model.teacher.checkpoint is None

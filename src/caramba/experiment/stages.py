@@ -18,12 +18,12 @@ from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
-from caramba.experiment.again import measure_again
 from caramba.experiment.ledger import StageRecord
-from caramba.experiment.ranks import Assembled, assemble, give_order
+from caramba.experiment.ranks import Assembled, assemble, send_command
+from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
+from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import Session
-from caramba.experiment.settle_plans import reduce_for_all_ranks, reduced
-from caramba.experiment.sources import ORIGIN, PROXY, starts_anew
+from caramba.experiment.sources import ORIGIN, PROXY, is_fresh_init
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal, spec_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
@@ -71,7 +71,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
             transplant_student(session)
     if run.id in session.ledger:
         drop_state(session.run_dir, run.id)  # a kill may have come before it went
-        measure_again(session, run.id)
+        retry_failed_benchmarks(session, run.id)
         hold(session.ledger[run.id].verdicts)
         if not session.ledger[run.id].phase.skipped and not phase.control:
             session.reload(run.id, phase.trains)
@@ -114,8 +114,9 @@ def hold(verdicts: tuple[Verdict, ...]) -> None:
 def fit_phase(
     session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool = False, stage: str | None = None
 ) -> StageRecord:
-    """Train what a phase trains and save it; under the name of another `stage` the student is a control, which reads
-    the data of the run and adds no row of its own."""
+    """Train the model of a phase and save it.
+
+    Under the name of another `stage` the student is a control, which reads the data of the run and adds no row."""
     # Trainer and module refer to each other: without this the last phase's teacher copy and optimiser state stay.
     gc.collect()
     name = stage or run.id
@@ -129,7 +130,7 @@ def fit_phase(
     session.move_to(torch.device(decided.value("device")))
     check_causal(model)
     if session.ranks is not None:
-        give_order(
+        send_command(
             session,
             session.ranks,
             phase,
@@ -158,7 +159,7 @@ def fit_phase(
     if stage is None and (row := _row_name(session, run, phase)):
         callbacks.append(BenchmarkArtifacts(lambda: rows.extend(session.stage_row(row, model))))
     role = "control" if phase.control or stage is not None else phase.trains or "student"
-    is_anew = starts_anew(session.manifest.model, phase.trains) and (
+    is_anew = is_fresh_init(session.manifest.model, phase.trains) and (
         phase.trains == "teacher" or TRANSPLANT not in session.ledger
     )
     if phase.phase == "pretrain" and not phase.control and is_anew:
@@ -175,9 +176,7 @@ def fit_phase(
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
     check_causal(model)
-    if (
-        session.device.type != "cpu"
-    ):  # cycles of references hold what the phase had on the device beside the model
+    if session.device.type != "cpu":  # cycles of references keep the phase's other tensors on the device
         release_memory()
     if outcome.steps < phase.steps:
         logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
@@ -192,7 +191,7 @@ def fit_phase(
         loss=outcome.loss,
         details={**_details(phase, schedule), "measured": outcome.measured},
     )
-    say_measured(name, outcome.measured)
+    log_throughput(name, outcome.measured)
     append_event(
         session.run_dir,
         "phase_finished",
@@ -207,7 +206,7 @@ def fit_phase(
 def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> float | None:
     """Return the work of a position in a phase, as the plan counts it, with the teacher's where the phase runs it.
 
-    None where a layer of somebody's own does not declare its work: there is no MFU then.
+    None if a custom layer does not declare its work: there is no MFU then.
     """
     teacher = session.teacher if session.teacher is not model and phase.trains == "student" else None
     return estimate_phase(
@@ -218,7 +217,7 @@ def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> floa
     ).flops_per_token
 
 
-def say_measured(name: str, measured: dict[str, float]) -> None:
+def log_throughput(name: str, measured: dict[str, float]) -> None:
     """Print how fast a phase ran and what it took; warn when it waited for its data."""
     if "tokens_per_s" not in measured:
         return
@@ -284,7 +283,7 @@ def _fit(
             failure = OutOfMemory(str(error), step=error.step, is_clean=error.is_clean)
         if get_world_size() > 1:
             raise reduce_for_all_ranks(session, run.id, phase, decided, failure)
-        made_smaller = None if attempt == 2 else reduced(session, run.id, phase, decided, str(failure))
+        made_smaller = None if attempt == 2 else reduce_batch(session, run.id, phase, decided, str(failure))
         if made_smaller is None:
             break
         phase, decided = made_smaller
@@ -296,7 +295,7 @@ def _fit(
             )
         release_memory()
         logger.warning(
-            f"{failure}; going on with batch_size={phase.batch_size} x {phase.gradient_accumulation_steps}"
+            f"{failure}; continuing with batch_size={phase.batch_size} x {phase.gradient_accumulation_steps}"
         )
         append_event(session.run_dir, "out_of_memory", phase=decided.phase, step=failure.step)
         torch.manual_seed(phase.seed if phase.seed is not None else run.seed)

@@ -14,9 +14,9 @@ from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
 from caramba.data import TokenDataset, refuse_overlap
 from caramba.distill import block_errors
-from caramba.experiment.again import measure_again
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import frozen
+from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import Session
 from caramba.metrics import Windows, batches, documents_of
 from caramba.result import PhaseResult
@@ -42,7 +42,7 @@ def transplant_student(session: Session) -> None:
     if session.student is not None:
         return
     if TRANSPLANT in session.ledger:
-        measure_again(session, TRANSPLANT)
+        retry_failed_benchmarks(session, TRANSPLANT)
         session.reload(TRANSPLANT, "student")
         return
     config = session.manifest.model
@@ -125,7 +125,7 @@ def calibrate(session: Session, surgery: SurgeryConfig) -> Calibration:
 
 
 def _stacked(windows: Windows, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens of windows and, where documents are kept apart, their ids, each [n, T]."""
+    """Return the tokens of windows and, if documents are separate, their ids, each [n, T]."""
     parts = [torch.stack(part) for part in zip(*(windows[index] for index in indices), strict=True)]
     return parts[0], documents_of(tuple(parts))
 

@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks: every step sees as many samples as it did, and the same ones."""
+"""A run that resumes with another number of ranks: every step sees as many samples as it did, and the same ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = "ranks.json"
 DATA_PARALLEL = "data_parallel"
 
 
-def keep_step_size(session: Session) -> None:
+def keep_global_batch(session: Session) -> None:
     """Accumulate more or less in every phase of the group, where there are other ranks than the run began with.
 
     ranks.json holds how many shared the data then; a phase that was resized before has its own in plan.json.
@@ -37,9 +37,9 @@ def keep_step_size(session: Session) -> None:
     for run in session.group.runs:
         before = first if run.train is None else _ranks_of(plans.get(run.id), run.train, first)
         if run.train is not None and before != now:
-            batch_size, times = resized(run.id, run.train, before, now)
+            batch_size, times = resize_batch(run.id, run.train, before, now)
             reason = (
-                f"the run began with {before} ranks and goes on with {now}: each step sees as many samples"
+                f"the run began with {before} ranks and resumes with {now}: each step sees as many samples"
             )
             _record(
                 session, run.id, {key: Decision(value, reason) for key, value in _keys(batch_size, times)}
@@ -52,7 +52,7 @@ def keep_step_size(session: Session) -> None:
     session.group = session.group.model_copy(update={"runs": tuple(runs)})
 
 
-def resized(name: str, phase: PhaseConfig, before: int, now: int) -> tuple[int, int]:
+def resize_batch(name: str, phase: PhaseConfig, before: int, now: int) -> tuple[int, int]:
     """Return batch_size and gradient_accumulation_steps with which `now` ranks take the steps of `before`.
 
     Raises:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.unit.model.model_specs import MLP, NORM, spec
 
-from caramba.experiment.ladder_largest import Largest, ended_by, largest_row
+from caramba.experiment.ladder_largest import Largest, largest_row, name_limit
 from caramba.experiment.ladder_steps import move_by_one_ulp
 from caramba.experiment.planning import Budget, Candidate, Trial, largest_batch
 from caramba.model import build_model
@@ -34,7 +34,7 @@ def test_a_search_says_what_kept_it_from_a_larger_batch(
     *_, ended = largest_batch(
         measure, Candidate(1), target_bytes=target, most=min(most, windows), budget=budget
     )
-    assert ended_by(ended, most, windows) == reason
+    assert name_limit(ended, most, windows) == reason
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_row_without_a_batch_says_whether_memory_or_time_was_short(seconds: fl
     best, trials, ended = largest_batch(
         measure, Candidate(1), target_bytes=1.0, most=512, budget=budget, first=64
     )
-    row = largest_row(Largest(best, trials, ended_by(ended, 512, 1000), budget), 128, None)
+    row = largest_row(Largest(best, trials, name_limit(ended, 512, 1000), budget), 128, None)
     assert row == {"largest_skipped": reason, "largest_s": now}
 
 

@@ -13,7 +13,7 @@ from tests.unit.model.model_specs import ATTENTION, transformer
 
 from caramba.config.train import PhaseConfig
 from caramba.errors import CarambaError
-from caramba.experiment.ranks import Order
+from caramba.experiment.ranks import PhaseCommand
 from caramba.model import build_model, spec_of
 from caramba.runtime import AttentionChoice, Ranks
 from caramba.runtime.plan import plan
@@ -24,12 +24,14 @@ PHASES = (
 )
 
 
-def order_of(name: str, phase: dict[str, Any]) -> Order:
+def order_of(name: str, phase: dict[str, Any]) -> PhaseCommand:
     config = PhaseConfig.model_validate(phase)
     spec = build_model(transformer(name), device="meta").spec
     decided = plan(config, device="cpu", kernels="auto", ops={"quantize": "reference"}, name="x", d_model=32)
     attention = AttentionChoice(("flash", "math"), True, "measured", measured_ms={"64x64.flash": 0.25})
-    return Order("main", config, decided, 1, 2**62, 3, spec_of(spec), None, attention, 12.5, "x", "f" * 64)
+    return PhaseCommand(
+        "main", config, decided, 1, 2**62, 3, spec_of(spec), None, attention, 12.5, "x", "f" * 64
+    )
 
 
 def ranks_of(store: Any) -> Ranks:
@@ -46,7 +48,7 @@ def test_order_through_the_store_comes_back_equal(name: str, phase: dict[str, An
     sender.order(None)
     text = reader.next_order()
     assert text is not None
-    assert Order.from_json(text) == given
+    assert PhaseCommand.from_json(text) == given
     assert reader.next_order() is None
 
 
@@ -65,7 +67,7 @@ def test_pickle_in_the_store_is_refused_and_not_run(tmp_path: Path) -> None:
     ranks = ranks_of(store)
     for _ in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(CarambaError, match=r"ranks: .*rank 0"):
-            Order.from_json(ranks.next_order() or "")
+            PhaseCommand.from_json(ranks.next_order() or "")
     assert not (tmp_path / "ran").exists()
 
 
@@ -83,10 +85,10 @@ def test_pickle_in_the_store_is_refused_and_not_run(tmp_path: Path) -> None:
 def test_order_with_a_wrong_value_is_refused_by_key(change: dict[str, Any], named: str) -> None:
     values = json.loads(order_of("standard", PHASES[0]).to_json()) | change
     with pytest.raises(CarambaError, match=rf"not valid at {named}: "):
-        Order.from_json(json.dumps(values))
+        PhaseCommand.from_json(json.dumps(values))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "null", "[" * 100_000])
 def test_order_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(CarambaError, match="an order from rank 0 is not valid at the text"):
-        Order.from_json(text)
+        PhaseCommand.from_json(text)

@@ -40,7 +40,9 @@ def test_spending_never_exceeds_the_limits(
             assert {**spent.as_dict(), "iterations": 0} == pytest.approx({**before, "iterations": 0})
             continue
         if outcome == "used":
-            ledger.record_usage(reserved, int(share * reserved.prompt_tokens), int(share * reserved.reply_tokens))
+            ledger.record_usage(
+                reserved, int(share * reserved.prompt_tokens), int(share * reserved.reply_tokens)
+            )
         elif outcome == "unknown":
             ledger.record_usage(reserved, None, 7)
         elif outcome == "refused":

@@ -68,13 +68,13 @@ def test_a_slow_feed_shows_in_the_share_of_waiting() -> None:
 
 
 def test_a_phase_that_waited_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
-    from caramba.experiment.stages import say_measured
+    from caramba.experiment.stages import log_throughput
 
-    say_measured("pretrain", {"tokens_per_s": 1234.0, "data_wait_share": 0.43, "mfu": 0.5})
+    log_throughput("pretrain", {"tokens_per_s": 1234.0, "data_wait_share": 0.43, "mfu": 0.5})
     said = capsys.readouterr()
     assert "pretrain: 1,234 tokens/s, 50.0% MFU" in said.out
     assert "waited for data 43% of the time; raise train.num_workers" in said.err
-    say_measured("pretrain", {"tokens_per_s": 1234.0, "data_wait_share": 0.01})
+    log_throughput("pretrain", {"tokens_per_s": 1234.0, "data_wait_share": 0.01})
     assert "waited" not in capsys.readouterr().err
 
 

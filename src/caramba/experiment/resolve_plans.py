@@ -58,10 +58,10 @@ ENDING_S = 5.0  # of the budget: ending a process that compiles, moving models b
 UNMEASURED = {"compile_model": False, "activation_checkpointing": "none", "num_workers": 0}
 
 
-def settle_plans(session: Session) -> None:
-    """Replace `auto` in the group's runs by what its plan says, and leave the plans in `session.measured`.
+def resolve_plans(session: Session) -> None:
+    """Replace `auto` in the group's runs by the values of its plan, and leave the plans in `session.measured`.
 
-    A run that has begun goes on by its own plan.json. Else `plan=PATH` names the plan, or the cache holds it, or it is
+    A run that has begun resumes by its own plan.json. Else `plan=PATH` names the plan, or the cache holds it, or it is
     measured and kept there.
 
     Raises:
@@ -78,7 +78,7 @@ def settle_plans(session: Session) -> None:
                 made = _found_or_measured(session, run, phase)
             if made is not None:
                 session.measured[run.id] = made
-                run = run.model_copy(update={"train": settled(phase, made)})
+                run = run.model_copy(update={"train": apply_plan(phase, made)})
         runs.append(run)
     asked = session.manifest.plan
     if asked not in ("auto", "refresh", "off") and not session.measured:
@@ -88,7 +88,7 @@ def settle_plans(session: Session) -> None:
     session.group = session.group.model_copy(update={"runs": tuple(runs)})
 
 
-def settled(phase: PhaseConfig, made: RuntimePlan) -> PhaseConfig:
+def apply_plan(phase: PhaseConfig, made: RuntimePlan) -> PhaseConfig:
     """Return the phase with what a plan decided in place of what it left open."""
     update: dict[str, Any] = {key: made.decisions[key].value for key in SETTLED if key in made.decisions}
     return phase.model_copy(update=update | {"activation_checkpoint_threshold": None})
@@ -107,7 +107,7 @@ def _begun(session: Session, run: RunConfig, phase: PhaseConfig) -> RuntimePlan 
             return None
         if run.id not in session.ledger:
             logger.warning(
-                f"{run.id}: goes on as it was planned for another machine or version: its data is read by that batch"
+                f"{run.id}: resumes as it was planned for another machine or version: its data is read by that batch"
             )
     kept = {key: plan.decisions[key] for key in (*SETTLED, *MEASURED) if key in plan.decisions}
     return RuntimePlan(run.id, signature, plan.facts, kept)
@@ -232,7 +232,7 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
     if phase.num_workers == "auto":
         decisions["num_workers"] = workers_needed(
             session.windows("train", phase.block_size),
-            settled(phase, RuntimePlan(run.id, signature, {}, decisions)),
+            apply_plan(phase, RuntimePlan(run.id, signature, {}, decisions)),
             decisions["step_seconds"].value / phase.gradient_accumulation_steps,
         )
     made = RuntimePlan(run.id, signature, device_facts(device), decisions)
@@ -269,7 +269,7 @@ def _rank_bytes(session: Session, run: RunConfig, phase: PhaseConfig, device: to
         spec = variant(session.manifest.model, run.exp)
     nodes = max(1, get_world_size() // get_local_world_size())
     spread = Spread(session.manifest.parallel, session.data_ranks, nodes)
-    # A trial on a CPU counts what is taken beyond its model, and there a sharded one waits beside its parts.
+    # A trial on a CPU counts what is taken beyond its model, and there a sharded one waits next to its parts.
     return rank_bytes(phase, model_cost(spec), spread, keeps_whole=device.type == "cpu")
 
 
@@ -293,7 +293,7 @@ def _summary(made: RuntimePlan) -> str:
     return ", ".join(shown) or "nothing to decide"
 
 
-def reduced(
+def reduce_batch(
     session: Session, run_id: str, phase: PhaseConfig, decided: RuntimePlan, why: str
 ) -> tuple[PhaseConfig, RuntimePlan] | None:
     """Return a phase and its plan with a smaller batch and as many more accumulated: each step sees the same samples.
@@ -334,7 +334,7 @@ def reduce_for_all_ranks(
 ) -> OutOfMemory:
     """Return what a rank ends with when memory ran out on it: the others wait for it within a step, so that all have
     to be started again, with the smaller batch that plan.json has from now on."""
-    made = reduced(session, run_id, phase, decided, str(failure))
+    made = reduce_batch(session, run_id, phase, decided, str(failure))
     where = f"rank {get_rank()} of {get_world_size()}: {failure}"
     if made is None:
         return OutOfMemory(
@@ -343,7 +343,7 @@ def reduce_for_all_ranks(
         )
     smaller = made[0]
     has_state = has_saved_state(state_path(session.run_dir, decided.phase))
-    begins = "goes on from its last saved state" if has_state else "begins again"
+    begins = "resumes from its last saved state" if has_state else "begins again"
     return BatchReduced(
         f"{where}; once the ranks are started again the phase {begins} with batch_size={smaller.batch_size} x "
         f"{smaller.gradient_accumulation_steps}: caramba resume {show_path(session.run_dir)}"

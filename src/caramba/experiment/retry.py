@@ -9,7 +9,7 @@ from caramba.model import load_pretrained
 from caramba.result import BenchmarkResult
 
 
-def measure_again(session: Session, stage: str) -> None:
+def retry_failed_benchmarks(session: Session, stage: str) -> None:
     """Run the benchmarks of a stage on record that failed; what was measured stays as it is.
 
     What they lacked, memory say, may be there now. Nothing is trained, and nothing is loaded where none failed.
@@ -20,7 +20,7 @@ def measure_again(session: Session, stage: str) -> None:
     model = load_pretrained(session.weights_path(stage), device=session.device)[0].eval()
     benchmarks = {bench.id: bench for bench in session.group.benchmarks}
 
-    def repeated(result: BenchmarkResult) -> BenchmarkResult:
+    def retry(result: BenchmarkResult) -> BenchmarkResult:
         if result.error is None:
             return result
         bench, _, row = result.id.rpartition(".")  # rows have no point in their name
@@ -28,5 +28,5 @@ def measure_again(session: Session, stage: str) -> None:
         return dataclasses.replace(found, id=result.id)
 
     session.ledger.replace(
-        dataclasses.replace(record, benchmarks=tuple(repeated(result) for result in record.benchmarks))
+        dataclasses.replace(record, benchmarks=tuple(retry(result) for result in record.benchmarks))
     )

@@ -1,4 +1,4 @@
-"""Layers of somebody's own, each built once without memory before a run reads its data, which may take long."""
+"""Custom layers, each built once without memory before a run reads its data, which may take long."""
 
 from __future__ import annotations
 
