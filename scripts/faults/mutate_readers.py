@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from caramba.config.hf import is_hf_folder, spec_of_folder
-from caramba.data.checkpoint import load_tensors, save_tensors, stored_tensors
+from caramba.data.checkpoint import index_tensors, load_tensors, save_tensors
 from caramba.data.checkpoint.hf_names import hf_names
 from caramba.data.folder import open_token_folder, write_token_folder
 from caramba.data.library import train_bpe
@@ -81,7 +81,7 @@ def _make(folder: Path) -> dict[str, tuple[Path, Callable[[], Any], bool]]:
     np.save(flat, np.arange(100, dtype=np.uint16))
 
     def read_weights() -> None:
-        stored_tensors((weights,))
+        index_tensors((weights,))
         load_tensors(weights)
 
     def read_tokens() -> None:

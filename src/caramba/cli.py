@@ -99,7 +99,7 @@ def _resume(argv: list[str]) -> int:
     request = _request(argv)
     if len(request.overrides) != 1 or "=" in request.overrides[0]:
         raise ConfigError(
-            "resume: expected one run, which goes on unchanged: caramba resume RUN (a directory, runs/NAME, or latest; "
+            "resume: expected one run, which resumes unchanged: caramba resume RUN (a directory, runs/NAME, or latest; "
             "or the directory of a sweep)"
         )
     from caramba.launch.run import resume

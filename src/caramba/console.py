@@ -47,7 +47,7 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether stdout is a terminal that a progress bar can be drawn on."""
+        """Whether stdout is a terminal that can show a progress bar."""
         return _is_terminal(sys.stdout)
 
     def header(self, title: str, subtitle: str | None = None) -> None:
@@ -137,7 +137,7 @@ class Console:
     def progress(self, iterable_or_total: Iterable[T] | int, description: str = "") -> Iterator[Any]:
         """Yield the items, or the numbers below a total, and show how far the loop is.
 
-        A terminal shows a bar; elsewhere a line is printed at every tenth of the way.
+        A terminal shows a bar; elsewhere a line is printed every 10%.
         """
         items = range(iterable_or_total) if isinstance(iterable_or_total, int) else iterable_or_total
         total = len(items) if isinstance(items, Sized) else None
@@ -160,7 +160,7 @@ class Console:
         )
 
     def live(self) -> Live:
-        """Return a rich Live, a context manager that yields itself, for a picture that is drawn again and again."""
+        """Return a rich Live, a context manager that yields itself, for a display that is refreshed repeatedly."""
         from rich.live import Live
 
         return Live(console=self._console(), auto_refresh=False)
@@ -214,7 +214,7 @@ class Console:
     def _console(self, stderr: bool = False) -> RichConsole:
         """Return the rich console of what stdout or stderr is now (a test or a notebook may replace it)."""
         stream = sys.stderr if stderr else sys.stdout
-        # While a bar is drawn, rich stands in front of the stream; the bar's own console has to print.
+        # While a bar is shown, rich wraps the stream; the bar's own console has to print.
         stream = getattr(stream, "rich_proxied_file", stream)
         known = self._consoles.get(stderr)
         if known is None or known[0] is not stream:

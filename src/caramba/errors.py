@@ -89,7 +89,7 @@ class ConfigError(CarambaError, ValueError):
     exit_status = 2
 
 
-class CacheFull(ConfigError):  # noqa: N818 - says what happened
+class CacheFull(ConfigError):  # noqa: N818 - names the event
     """A key/value cache was given more tokens than it was made for; it is unchanged."""
 
 
@@ -123,7 +123,7 @@ class KernelUnavailable(CarambaError):  # noqa: N818 - the name that users know
     exit_status = 2
 
 
-class OutOfMemory(CarambaError):  # noqa: N818 - says what happened
+class OutOfMemory(CarambaError):  # noqa: N818 - names the event
     """A training step did not fit the device's memory; its weights are those of `step`, if `is_clean`."""
 
     def __init__(self, message: str, *, step: int = 0, is_clean: bool = True) -> None:
@@ -132,7 +132,7 @@ class OutOfMemory(CarambaError):  # noqa: N818 - says what happened
 
 
 class BatchReduced(OutOfMemory):
-    """Memory ran out on one of several ranks; plan.json has a smaller batch, for all of them to be started again."""
+    """Memory ran out on one of several ranks; plan.json has a smaller batch for a restart of all."""
 
     exit_status = 79  # one that nothing else of a run ends with, for who started the ranks
 

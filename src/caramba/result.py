@@ -74,7 +74,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one model said to a case: its answer, None when there is none in its text, and what it follows from.
+    """One model's answer to a case, None when its text has none, and its text.
 
     `text` is what it wrote, of a generated answer; `logprobs` (nats) and `logprobs_per_token` are those of the choices.
     """

@@ -91,16 +91,16 @@ def run(run_dir: Path) -> int:
         except Exception as error:
             _tell_agent(error)
             append_event(run_dir, ENDED_BADLY, error=f"{type(error).__name__}: {error}")
-            print(f"the run stopped; go on with: caramba resume {show_path(run_dir)}", file=sys.stderr)
+            print(f"the run stopped; continue with: caramba resume {show_path(run_dir)}", file=sys.stderr)
             raise
         except KeyboardInterrupt:
             append_event(run_dir, STOPPED)
-            print(f"\ninterrupted; go on with: caramba resume {show_path(run_dir)}", file=sys.stderr)
+            print(f"\ninterrupted; continue with: caramba resume {show_path(run_dir)}", file=sys.stderr)
             return INTERRUPTED
         except Preempted as stop:
             append_event(run_dir, STOPPED, signal=stop.signal_name)
             print(
-                f"stopped by {stop.signal_name}; go on with: caramba resume {show_path(run_dir)}",
+                f"stopped by {stop.signal_name}; continue with: caramba resume {show_path(run_dir)}",
                 file=sys.stderr,
             )
             status = status_of(stop)
@@ -127,7 +127,7 @@ def _follow(manifest: Manifest, run_dir: Path) -> int:
 
             run_experiment(manifest, run_dir)
         except (Preempted, KeyboardInterrupt):
-            return 0  # rank 0 says how the run ended; a bad status here would have it killed before it has
+            return 0  # rank 0 reports how the run ended; a bad status here would kill it before it does
         except Exception as error:
             _tell_agent(error)
             raise

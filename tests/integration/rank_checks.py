@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from caramba.config.estimate import model_cost
-from caramba.config.estimate.spread import Spread, holdings
+from caramba.config.estimate.spread import ParallelLayout, holdings
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
@@ -19,7 +19,7 @@ from caramba.data.checkpoint.sharded import save_sharded_state
 from caramba.distill import LanguageModelObjective, PipelinedObjective
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model, spec_of
-from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
+from caramba.model.sharding import fill_sharded, gather_state, shard_model, sharding_of
 from caramba.optim import build_optimizer, clip_gradients, local
 from caramba.parallel import apply_tensor_parallel, gather_stages, send_stages, split_stage
 from caramba.runtime import (
@@ -85,7 +85,9 @@ def check_stages(spec: ModelSpec) -> None:
         assert data_share(1) == (get_rank(), 2)
         assert data_share(2) == (0, 1)
         send_stages(whole if is_main_process() else None, stage, torch.device("cpu"))
-        planned = holdings(PRETRAIN, model_cost(spec), Spread(ParallelConfig(strategy="pipeline", pp=2)))
+        planned = holdings(
+            PRETRAIN, model_cost(spec), ParallelLayout(ParallelConfig(strategy="pipeline", pp=2))
+        )
         assert sum(p.numel() for p in stage.model.parameters()) == planned[get_rank()].params
         alone, staged = (
             LanguageModelObjective(whole),
@@ -129,14 +131,14 @@ def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> 
     for name, p in shell.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-9)
         held += local(p).numel()
-    spread = Spread(parallel, 2 // parallel.tp, nodes=2 // parts)
+    spread = ParallelLayout(parallel, 2 // parallel.tp, nodes=2 // parts)
     (planned,) = holdings(PRETRAIN, model_cost(spec), spread)
     assert held == pytest.approx(planned.params, rel=0.05), "what the plan says a rank holds"
     total = sum(p.numel() for p in whole.parameters())
     assert total / parts <= held < total * (0.9 if parts > 1 else 1.1), (
         "norms and embeddings may be on all ranks"
     )
-    state = gathered_state(shell)
+    state = gather_state(shell)
     assert bool(state) == is_main_process()
     for name, value in state.items():
         assert torch.equal(value, whole.state_dict()[name]), name

@@ -159,7 +159,7 @@ def shrink(
     process = started([*torchrun, *words, "parallel=fsdp2", "train.batch_size=4"], stopped, cache)
     os.kill(ranks_at_work(process, stopped)[1], signal.SIGUSR1)
     said = process.communicate(timeout=LIMIT_S)[0]
-    assert "stopped by SIGUSR1; go on with: caramba resume" in said, said
+    assert "stopped by SIGUSR1; continue with: caramba resume" in said, said
     run = only_run(stopped)
     place = latest_sharded_state(state_path(run, "pretrain"))
     assert place is not None

@@ -80,7 +80,7 @@ def test_ranks_go_on_after_a_kill_or_a_signal_with_the_same_weights(tmp_path: Pa
     assert (first.returncode, second.returncode) == (0, 0), "\n".join(texts)
     assert "rank 1 failed first: it was ended by SIGKILL; the others were stopped" in texts[0]
     assert "starting all ranks again from the last saved state (restart 1 of 1)" in texts[0]
-    assert "stopped by SIGUSR1; go on with: caramba resume" in texts[1]
+    assert "stopped by SIGUSR1; continue with: caramba resume" in texts[1]
     runs = only_run(killed), only_run(stopped)
     logs = {f"torchrun-{attempt}/rank-{rank}.err" for attempt in (0, 1) for rank in (0, 1)}
     assert {str(file.relative_to(runs[0] / "logs")) for file in runs[0].glob("logs/*/*.err")} == logs
@@ -110,7 +110,7 @@ def test_a_rank_stops_with_a_torchrun_that_a_signal_ends(tmp_path: Path, cache: 
     text = process.communicate(timeout=LIMIT_S)[0]  # the pipe ends with the rank
     assert process.returncode == -signal.SIGUSR1
     run = only_run(tmp_path)
-    assert "stopped by SIGTERM; go on with: caramba resume" in text
+    assert "stopped by SIGTERM; continue with: caramba resume" in text
     assert run_state(run).state == "interrupted"
     assert len(list(run.glob("checkpoints/*.state.pt"))) == 1, "it was saved at the end of the step"
     done = caramba(["resume", str(run)], tmp_path, cache)

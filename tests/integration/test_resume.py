@@ -116,7 +116,7 @@ def test_a_stop_as_training_begins_is_answered_by_the_first_step(tmp_path: Path,
     words += ["settings.instrument=none", "train.compile=false"]
     done = caramba(words, tmp_path, cache, preexec_fn=_stop_as_training_begins)
     assert done.returncode == 143, done.stderr
-    assert "stopped by SIGTERM; go on with: caramba resume" in done.stderr
+    assert "stopped by SIGTERM; continue with: caramba resume" in done.stderr
     assert read_saved_step(state_path(only_run(tmp_path), "pretrain")) == 1
 
 

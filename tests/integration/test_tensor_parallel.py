@@ -23,7 +23,7 @@ from caramba.cache import DeviceContext
 from caramba.cli import main
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError, Preempted
-from caramba.evaluation.ladder_ranks import SharedRung, timed_on_ranks
+from caramba.evaluation.ladder_ranks import SharedRung, time_on_ranks
 from caramba.infer import Generator
 from caramba.infer.device_steps import step_refusal
 from caramba.model import Model, build_model, save_model
@@ -284,7 +284,7 @@ def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
     generate = {"max_new_tokens": 4, "temperature": 0.0}
     rung = SharedRung("cpu", "float32", "reference", True, TOKENS.tolist(), 1, 2, generate)
     model = build_model(SPECS["even"], seed=1)
-    found = timed_on_ranks(model, rung)
+    found = time_on_ranks(model, rung)
     assert (found.ran, len(found.timed)) == ("eager", 2)
     assert all(seconds > 0 for pair in found.timed for seconds in pair)
     assert found.weight_bytes < 0.75 * sum(value.nbytes for value in model.parameters())
@@ -299,7 +299,7 @@ def test_a_stop_ends_the_ranks_of_the_ladder(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ProcessContext, "join", stopped)
     rung = SharedRung("cpu", "float32", "reference", True, TOKENS.tolist(), 1, 2, {"max_new_tokens": 4})
     with pytest.raises(Preempted):
-        timed_on_ranks(build_model(SPECS["even"], seed=1), rung)
+        time_on_ranks(build_model(SPECS["even"], seed=1), rung)
     assert multiprocessing.active_children() == []
 
 
@@ -322,5 +322,5 @@ def test_two_gpus_replay_graphs_of_a_shared_step(compiled: str | bool) -> None:
         "topology": {"type": "StackedTopology", "layers": [wide]},
     }
     rung = SharedRung("cuda", "bfloat16", "auto", False, [[1, 2, 3]], 1, 3, generate)
-    found = timed_on_ranks(build_model(ModelSpec.model_validate(network), seed=1), rung)
+    found = time_on_ranks(build_model(ModelSpec.model_validate(network), seed=1), rung)
     assert found.ran == ("graph" if compiled == "graph" else "compiled graph")

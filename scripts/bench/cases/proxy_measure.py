@@ -28,7 +28,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class EvalWindows:
     """Disjoint validation windows and recall samples with their answers; the same for every model."""
 
     text: Text
@@ -39,7 +39,7 @@ class HeldOut:
 
 def held_out(
     corpus: ProxyCorpus, n_windows: int, n_recall: int, n_tokens: int, seed: int = 20, shift: int = 0
-) -> HeldOut:
+) -> EvalWindows:
     """Return disjoint windows spread over the validation split, and recall samples made of random ones.
 
     Another `shift`, below the number of windows of the split over `n_windows`, gives other windows.
@@ -51,12 +51,12 @@ def held_out(
     text = torch.stack([corpus.val[i * width : (i + 1) * width] for i in chosen.tolist()]).long()
     generator = torch.Generator(corpus.val.device).manual_seed(seed)
     rows = windows(corpus.val, n_recall, width, generator)
-    return HeldOut(Text(text), *plant_needles(rows, corpus, generator))
+    return EvalWindows(Text(text), *plant_needles(rows, corpus, generator))
 
 
 @torch.no_grad()
 def recall_by_depth(
-    model: nn.Module, data: HeldOut, autocast: Autocast, batch: int, n_depths: int = 5
+    model: nn.Module, data: EvalWindows, autocast: Autocast, batch: int, n_depths: int = 5
 ) -> list[float]:
     """Return the share of needles whose two value ids are both the most likely ones, from shallow to deep."""
     hits = []

@@ -35,7 +35,7 @@ from caramba.config.train import PhaseConfig
 from caramba.distill import LanguageModelObjective
 from caramba.experiment.planning.trial import RandomWindows
 from caramba.layer import attention_backends
-from caramba.model import build_model, build_stand_in
+from caramba.model import build_model, build_with_random_weights
 from caramba.model.sharding import fill_sharded, shard_model, sharding_of
 from caramba.runtime import choose_attention, choose_device, get_world_size, join_ranks, plan
 from caramba.train import SHARDED, PhaseData, fit, strategy_for
@@ -129,7 +129,7 @@ def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
         attention=attention,
         ranks=ranks,
     )
-    whole = build_stand_in(manifest.model, device)
+    whole = build_with_random_weights(manifest.model, device)
     shard = None
     trained = whole
     if strategy_for(manifest.parallel, phase) == SHARDED:

@@ -16,7 +16,7 @@ from cases.decode_steps import FORMS, LAYOUTS, SIZES, model_of
 from record import Record, machine_facts
 
 from caramba import kernels
-from caramba.evaluation.ladder_ranks import SharedRung, timed_on_ranks
+from caramba.evaluation.ladder_ranks import SharedRung, time_on_ranks
 from caramba.infer import Generator
 from caramba.metrics import model_bytes
 
@@ -54,7 +54,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
             one = summary(times) | {"ran": alone.stats.decode, "weight_bytes": model_bytes(model)}
             dtype = str(model.embedder.token.weight.dtype).removeprefix("torch.")
             rung = SharedRung(device.type, dtype, "auto", False, prompts, 1, words.repeats, keys)
-            found = timed_on_ranks(model, rung)
+            found = time_on_ranks(model, rung)
             two = summary(found.timed) | {"ran": found.ran, "weight_bytes": found.weight_bytes}
             speed_up = one["step_ms"] / two["step_ms"]
             rows.append({"layout": layout, "compiled": form, "one": one, "two": two, "speed_up": speed_up})

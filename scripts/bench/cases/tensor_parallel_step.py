@@ -30,7 +30,7 @@ from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.distill import LanguageModelObjective
 from caramba.layer import attention_backends
-from caramba.model import build_stand_in
+from caramba.model import build_with_random_weights
 from caramba.optim import build_optimizer, clip_gradients
 from caramba.parallel import apply_tensor_parallel
 from caramba.runtime import (
@@ -56,7 +56,7 @@ class Step:
 
     def __init__(self, words: argparse.Namespace, device: torch.device, row: dict[str, Any]) -> None:
         spec = ModelSpec.model_validate(spec_of_size(words.size))
-        model = build_stand_in(spec, device).bfloat16()
+        model = build_with_random_weights(spec, device).bfloat16()
         release_memory()
         if row["devices"] > 1:
             mesh = init_device_mesh(device.type, (row["devices"],), mesh_dim_names=("tp",))

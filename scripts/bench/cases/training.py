@@ -56,7 +56,7 @@ from caramba.errors import CarambaError
 from caramba.experiment.planning.trial import RandomWindows
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
-from caramba.model import build_stand_in
+from caramba.model import build_with_random_weights
 from caramba.runtime import (
     choose_attention,
     choose_precision,
@@ -126,7 +126,7 @@ class Bench:
         flops = estimate_phase(phase, model_cost(self.spec), None).flops_per_token
         with tempfile.TemporaryDirectory() as folder:
             return fit(
-                LanguageModelObjective(build_stand_in(self.spec, self.device).train()),
+                LanguageModelObjective(build_with_random_weights(self.spec, self.device).train()),
                 phase,
                 PhaseData(windows, windows, seed=0, start=0),
                 made,

@@ -16,7 +16,7 @@ from caramba.config.model import ModelSpec
 from caramba.distill import LanguageModelObjective
 from caramba.export.llama import llama_config
 from caramba.layer.float8 import Float8Linear, Float8Recipe
-from caramba.model import build_stand_in
+from caramba.model import build_with_random_weights
 from caramba.optim import AdamW, MasterWeights, clip_gradients
 from caramba.train.callbacks.float8 import float8_layers
 
@@ -233,7 +233,7 @@ def ours_bare(
     With `float8`, products of the layers that a phase would choose are of such numbers. The losses of the first
     `LOSSES` steps are kept.
     """
-    net = build_stand_in(spec, x.device).to(torch.bfloat16).train()
+    net = build_with_random_weights(spec, x.device).to(torch.bfloat16).train()
     if float8 is not None:
         for name, layer in float8_layers(net, least_width, is_compiled=compiled)[0].items():
             net.set_submodule(name, Float8Linear(layer, float8))

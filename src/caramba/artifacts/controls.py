@@ -30,7 +30,7 @@ def control_rows(result: RunResult) -> list[dict[str, Any]]:
     return [row for row in listed if row.get("skipped") is None]
 
 
-def skipped_controls(result: RunResult) -> list[Omission]:
+def collect_skipped_controls(result: RunResult) -> list[Omission]:
     """Return the controls that could not be made, with the reason."""
     return [
         Omission(f"controls: {row['model']}", str(row["skipped"]))
@@ -79,7 +79,7 @@ def draw_controls(result: RunResult) -> Picture | None:
 
 
 def _name_points(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Write each row's name beside its point, those of one column far enough apart to be read."""
+    """Write each row's name next to its point; names of one column do not overlap."""
     axes.figure.draw_without_rendering()  # settles the layout, so that places are known
     to_points = 72 / axes.figure.dpi
     columns: dict[int, float] = {}

@@ -114,7 +114,7 @@ def _draw_curves(
     height: Callable[[Metric, int], float],
     bounds: Callable[[Metric], tuple[float, float] | None],
 ) -> None:
-    """Colour tells models apart; dashes and markers tell the fixed conditions apart."""
+    """Colours separate models; dashes and markers separate the fixed conditions."""
     kinds = list(dict.fromkeys(tuple(sorted(fixed.items())) for _, fixed, _ in found))
     for model, fixed, points in found:
         kind = kinds.index(tuple(sorted(fixed.items()))) % len(_DASHES)

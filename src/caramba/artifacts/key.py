@@ -1,4 +1,4 @@
-"""The one place where a metric key is taken apart or put together."""
+"""Metric keys: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class MetricKey:
 
 
 def parse_key(text: str) -> MetricKey:
-    """Take a metric key apart.
+    """Parse a metric key.
 
     Raises:
-        CarambaError: the text is not a metric key; the message says what one looks like.
+        CarambaError: the text is not a metric key; the message shows the form of one.
     """
     head, at, tail = text.partition("@")
     family, _, rest = head.partition(".")

@@ -20,10 +20,10 @@ from caramba.result import RunResult
 
 KIND, PLOT_FILE = "inference_ladder", "inference_ladder.png"
 SKIPPING = {KIND: "rung", "weights": "weights", "ladder": "row"}
-"""Benchmarks whose rows may say why they were not measured, with the column that tells rows of a model apart."""
+"""Benchmarks whose rows may have a reason for no measurement, with the column that separates a model's rows."""
 
 
-def measured_rows(result: RunResult, kind: str) -> list[dict[str, Any]]:
+def collect_measured_rows(result: RunResult, kind: str) -> list[dict[str, Any]]:
     """Return the measured rows of the benchmarks of a type, in order."""
     return [
         row
@@ -34,7 +34,7 @@ def measured_rows(result: RunResult, kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def skipped_rows(result: RunResult) -> list[Omission]:
+def collect_skipped_rows(result: RunResult) -> list[Omission]:
     """Return the rungs and formats that could not be measured, with the reason."""
     return [
         Omission(f"{bench.id}: {row['model']}, {row[SKIPPING[bench.type]]}", str(row["skipped"]))
@@ -47,7 +47,7 @@ def skipped_rows(result: RunResult) -> list[Omission]:
 
 def draw_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return a bar per model and rung with its middle 60%; nothing where no ladder was asked for."""
-    rows = measured_rows(result, KIND)
+    rows = collect_measured_rows(result, KIND)
     if not rows:
         asked = any(bench.type == KIND for bench in result.benchmarks)
         return None, [Omission(PLOT_FILE, missing_reason(result, KIND))] if asked else []

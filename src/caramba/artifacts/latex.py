@@ -34,7 +34,7 @@ _HEADER = """\
 % Tables of run {name}. Needs \\usepackage{{booktabs}}.
 % Each row ends with the keys of its numbers in report.json's "metrics", in the order of the cells;
 % after a plus-minus stands the std or standard_error of the same key, KEY#bound is the bound of that check under
-% "verify", a key that begins with "transplant" or "phases" is a path in report.json, and a dash stands for no number.
+% "verify", a key that begins with "transplant" or "phases" is a path in report.json, and a dash is no number.
 """
 
 
@@ -63,11 +63,11 @@ def escape(text: str) -> str:
 def typeset(number: str) -> str:
     """Return a number as `tables.number` writes it, with its signs and exponent in math."""
 
-    def replaced(found: re.Match[str]) -> str:
+    def replace_macro(found: re.Match[str]) -> str:
         mantissa, exponent = found["mantissa"], found["exponent"]
         return rf"${mantissa}\times10^{{{int(exponent)}}}$" if mantissa else _SIGNS[found[0]]
 
-    return re.sub(_NUMBER_PARTS, replaced, number)
+    return re.sub(_NUMBER_PARTS, replace_macro, number)
 
 
 _NUMBER_PARTS = rf"(?P<mantissa>-?[\d.]+)e(?P<exponent>[+-]\d+)|[{re.escape(''.join(_SIGNS))}]"

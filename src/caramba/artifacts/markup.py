@@ -87,7 +87,7 @@ def table(
     known: frozenset[str] = frozenset(),
     row_ids: Sequence[str] = (),
 ) -> str:
-    """Return a table in a frame that scrolls sideways; the first cell of a row is its heading, numbers stand right.
+    """Return a table in a frame that scrolls sideways; a row's first cell is its heading, numbers align right.
 
     A number carries its key, and is a link where the key is in `known`: `metric_id` of it is then the target's id.
     """
@@ -151,13 +151,13 @@ def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
-def folded(title: str, text: str) -> str:
+def details(title: str, text: str) -> str:
     """Return a long text that a click on its title shows."""
     return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"
 
 
 def file_link(name: str) -> str:
-    """Return a link to a file beside the page."""
+    """Return a link to a file in the page's folder."""
     return f'<a href="{quote(name)}">{escape(name)}</a>'
 
 

@@ -24,7 +24,7 @@ STAGES = (
     STUDENT,
 )
 
-# A count of tokens is the same for both models, so its ratio says nothing.
+# A count of tokens is the same for both models, so its ratio is meaningless.
 NO_RATIO = frozenset({"unique_tokens"})
 COMPARING = frozenset(
     {"controls", "weights", "inference_ladder", "ladder"}
@@ -67,7 +67,7 @@ def collect(result: RunResult) -> dict[str, Metric]:
     return metrics
 
 
-def undefined_ratios(result: RunResult) -> tuple[Undefined, ...]:
+def find_undefined_ratios(result: RunResult) -> tuple[Undefined, ...]:
     """Return the ratios that `collect` leaves out because the teacher's value is zero."""
     return ratios(_measured(result))[1]
 
@@ -140,7 +140,7 @@ def ratios(
         error(S / T) = |S / T| * sqrt((s / S)^2 + (t / T)^2)
 
     The losses of both on the same windows are not independent: what both find hard cancels. Where `windows` has them,
-    the error is the standard error of their difference, window by window (`paired_error`).
+    the error is the standard error of their difference, window by window (`error_of_paired_ratio`).
     """
     by_key = {parse_key(text): metric for text, metric in measured.items()}
     out: dict[str, Metric] = {}
@@ -169,7 +169,7 @@ def ratios(
         is_paired = metric.source == base.source and key.family == "perplexity" and key.field in _OF_WINDOWS
         if is_paired and ours and theirs:
             ratio = replace(
-                ratio, std=None, standard_error=paired_error(key.field, ratio.value, ours, theirs)
+                ratio, std=None, standard_error=error_of_paired_ratio(key.field, ratio.value, ours, theirs)
             )
         _add(out, ratio, "two families of metrics")
     return out, tuple(undefined)
@@ -188,7 +188,9 @@ def _divide(name: str, over: Metric, under: Metric) -> Metric:
     return Metric(name, value, "ratio", std=spread, source=source)
 
 
-def paired_error(field: str, ratio: float, ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+def error_of_paired_ratio(
+    field: str, ratio: float, ours: Sequence[float], theirs: Sequence[float]
+) -> float | None:
     """Return the first-order standard error of student over teacher from the NLL of the same n windows.
 
     Of perplexity, R = exp(mean(s_i - t_i)), it is R std(s_i - t_i) / sqrt(n); of nll and of bits per byte, with

@@ -18,7 +18,7 @@ from caramba.artifacts.markup import (
     facts,
     figure,
     file_link,
-    folded,
+    details,
     metric_id,
     paragraph,
     section,
@@ -89,7 +89,7 @@ _MEASURED = (
         ((TRANSPLANT_FILE, "Error and energy kept by attention layer, above what each layer caches"),),
     ),
 )
-_ALT = "{caption}. Its numbers are in the tables of this page and in the CSV files beside it."
+_ALT = "{caption}. Its numbers are in the tables of this page and in the CSV files next to it."
 _PHASE_HEAD = ("Stage", "Phase", "Trains", "Steps", "Tokens", "Seconds", "Loss", "Weights or why skipped")
 _METRIC_HEAD = ("Metric", "Value", "Unit", "Std or standard error", "n", "Source")
 
@@ -193,7 +193,7 @@ def _provenance(result: RunResult) -> list[str]:
         [Cell("Git commit"), Cell(result.git_commit or "not in a repository", is_code=True)],
     ]
     blocks = [
-        folded(title, _json(value))
+        details(title, _json(value))
         for title, value in (("Environment", result.environment), ("Plan", result.plan))
         if value
     ]

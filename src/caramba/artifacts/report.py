@@ -1,4 +1,4 @@
-"""report.json: every number of a run by key, with its provenance, and the hashes of the files beside it."""
+"""report.json: every number of a run by key, with its provenance, and the hashes of the files in its folder."""
 
 from __future__ import annotations
 

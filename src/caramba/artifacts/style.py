@@ -68,7 +68,7 @@ _STYLE: dict[str, Any] = {
 
 @contextlib.contextmanager
 def styled() -> Generator[None, None, None]:
-    """Draw with our settings alone, whatever a user's matplotlibrc says."""
+    """Draw with our settings alone, whatever a user's matplotlibrc sets."""
     import matplotlib
 
     mpl: Any = matplotlib

@@ -44,7 +44,7 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture
             _pair(metrics, "memory", "kv_bytes_per_token"),
         ),
     ]
-    if any(bench.type == "accuracy" for bench in result.benchmarks):  # asked for, so its absence is told
+    if any(bench.type == "accuracy" for bench in result.benchmarks):  # requested, so its absence is reported
         panels.append(
             ("accuracy", "accuracy", "mean over tasks (higher is better)", _pair(metrics, "accuracy", "mean"))
         )
@@ -70,7 +70,7 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture
 def stage_bars(metrics: dict[str, Metric]) -> Bars:
     """Return the perplexity rows in the order of training.
 
-    The final student repeats the row of its last stage, so it stands for itself only when no stage has its value.
+    The final student repeats the row of its last stage, so it appears itself only when no stage has its value.
     """
     rows = headline(metrics, "perplexity", "perplexity")
     bars = [(model, rows[model]) for model in STAGES if model in rows]

@@ -6,11 +6,11 @@ import json
 import re
 from dataclasses import dataclass, replace
 
-from caramba.artifacts.cases import asked
+from caramba.artifacts.cases import collect_verdicts
 from caramba.artifacts.controls import control_rows
 from caramba.artifacts.dispersion import describe_dispersion
 from caramba.artifacts.key import MetricKey, parse_key
-from caramba.artifacts.ladder import measured_rows
+from caramba.artifacts.ladder import collect_measured_rows
 from caramba.artifacts.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
 from caramba.artifacts.style import byte_text, name_of
 from caramba.artifacts.summary import ratio_key, stage_bars
@@ -115,7 +115,7 @@ VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per
 CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
 WEIGHTS_HEAD = ("Model", "Weights", "Perplexity", "NLL change (nats)", "PPL ratio", "Bytes", "Smaller")
 LADDER_HEAD = ("Model", "Rung", "Ran as", "Per token (ms)", "Tokens/s", "Speed-up")
-CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
+CASE_HEAD = ("Case", "Kind", "Expected", "Teacher answers", "Student answers")
 # Columns of words stand left, numbers right.
 WORDS = frozenset(
     {*CASE_HEAD, "Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", "Rung", "Row"}
@@ -138,7 +138,7 @@ _COMPARED = (
 
 
 def number(value: float) -> str:
-    """Return a number with four significant digits, whole ones in full, thousands apart."""
+    """Return a number with four significant digits, whole ones in full, with separated thousands."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if not 1e-3 <= abs(value) < 1e6:
@@ -258,7 +258,7 @@ def _controls(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]
 def _weights(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
     """List what every format of weights costs and saves; the first row of a model is its 16 bits."""
     rows: list[list[Cell]] = []
-    for row in measured_rows(result, "weights"):
+    for row in collect_measured_rows(result, "weights"):
         given = {"weights": str(row["weights"])}
         found = {
             field: metrics.get(MetricKey("weights", row["model"], field, given).format())
@@ -375,7 +375,7 @@ def _accuracy(metrics: dict[str, Metric]) -> list[list[Cell]]:
 def _cases(result: RunResult) -> list[list[Cell]]:
     """List every case that was asked, with both answers; texts and log-probabilities are in eval_cases.csv."""
     rows: list[list[Cell]] = []
-    for _, case in asked(result):
+    for _, case in collect_verdicts(result):
         said = {answer.model: answer for answer in case.answers}
         cells = [Cell(case.id), Cell(case.kind), Cell(_quoted(case.expected), is_code=True)]
         for model in (TEACHER, STUDENT):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from caramba.artifacts.key import MetricKey
-from caramba.artifacts.ladder import measured_rows
+from caramba.artifacts.ladder import collect_measured_rows
 from caramba.artifacts.report import Omission
 from caramba.artifacts.rows import missing_reason
 from caramba.artifacts.style import (
@@ -37,9 +37,9 @@ FIXED, LARGEST, TWIN, LEFT_OUT = "#0072B2", "#E69F00", "#009E73", "#999999"
 
 
 def ladder_keys(result: RunResult) -> list[tuple[tuple[str, str], list[str], str]]:
-    """Return the words of every measured row, the keys of its `FIELDS`, and what ended the search of a larger batch."""
+    """Return each measured row's name, the keys of its `FIELDS`, and what ended the search of a larger batch."""
     found: list[tuple[tuple[str, str], list[str], str]] = []
-    for row in measured_rows(result, KIND):
+    for row in collect_measured_rows(result, KIND):
         times = f" \u00d7 {row['accumulation']}" if row["accumulation"] > 1 else ""
         given = {"row": row["row"], "batch": row["batch_size"], "accumulate": row["accumulation"]}
         given |= {"block": row["block_size"]}
@@ -51,7 +51,7 @@ def ladder_keys(result: RunResult) -> list[tuple[tuple[str, str], list[str], str
 
 def draw_training_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return bars of speed and memory for every row; nothing where no ladder was asked for."""
-    rows = measured_rows(result, KIND)
+    rows = collect_measured_rows(result, KIND)
     if not rows:
         asked = any(bench.type == KIND for bench in result.benchmarks)
         return None, [Omission(PLOT_FILE, missing_reason(result, KIND))] if asked else []

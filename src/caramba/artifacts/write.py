@@ -9,15 +9,15 @@ from caramba.artifacts.by_position import draw_by_position
 from caramba.artifacts.cases import FILE as CASES_FILE
 from caramba.artifacts.cases import cases_csv
 from caramba.artifacts.controls import PLOT_FILE as CONTROLS_FILE
-from caramba.artifacts.controls import draw_controls, skipped_controls
+from caramba.artifacts.controls import collect_skipped_controls, draw_controls
 from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
 from caramba.artifacts.header import read_facts
 from caramba.artifacts.items import FILE as ITEMS_FILE
 from caramba.artifacts.items import items_csv
 from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
-from caramba.artifacts.ladder import draw_ladder, skipped_rows
+from caramba.artifacts.ladder import collect_skipped_rows, draw_ladder
 from caramba.artifacts.latex import build_tables
-from caramba.artifacts.metrics import collect, undefined_ratios
+from caramba.artifacts.metrics import collect, find_undefined_ratios
 from caramba.artifacts.page import build_page
 from caramba.artifacts.report import Omission, build_report
 from caramba.artifacts.rows import missing_reason, to_csv
@@ -104,9 +104,9 @@ def _contents(
     omitted += missing
     pictures[POSITION_FILE] = draw_by_position(result)
     pictures[CONTROLS_FILE] = draw_controls(result)
-    omitted += skipped_controls(result)
+    omitted += collect_skipped_controls(result)
     pictures[LADDER_FILE], missing = draw_ladder(result)
-    omitted += [*missing, *skipped_rows(result)]
+    omitted += [*missing, *collect_skipped_rows(result)]
     pictures[TRAINING_LADDER_FILE], missing = draw_training_ladder(result)
     omitted += missing
     contents[CSV_FILE] = transplant_csv(result)
@@ -115,5 +115,5 @@ def _contents(
     contents[TABLES_FILE] = build_tables(result, metrics)
     if contents[TABLES_FILE] is None:
         omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))
-    omitted += [Omission(item.key, item.reason) for item in undefined_ratios(result)]
+    omitted += [Omission(item.key, item.reason) for item in find_undefined_ratios(result)]
     return contents, pictures, omitted

@@ -17,7 +17,7 @@ from caramba.evaluation.local_tasks import LocalTask, TaskScores, group_means, o
 from caramba.evaluation.subject import Subjects
 from caramba.result import ITEMS, Metric
 
-# The metric that stands for a task in the mean over tasks, the first that it has.
+# The metric that represents a task in the mean over tasks, the first that it has.
 MAIN = ("acc", "exact_match")
 MAIN_LOCAL = ("acc", "acc_norm")
 NO_FILTER = "none"
@@ -43,8 +43,8 @@ def accuracy(
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Run the tasks on each model: one row and one metric per task and score of the harness.
 
-    `standard_error` is the harness's, over `n` documents. `accuracy.<model>.mean` averages over tasks what stands
-    for each (`acc`, else `exact_match`), its error following from theirs as independent.
+    `standard_error` is the harness's, over `n` documents. `accuracy.<model>.mean` averages over tasks the metric of
+    each (`acc`, else `exact_match`), its error following from theirs as independent.
     """
     if config.eval_data is not None:
         return _local_accuracy(config, subjects, source)

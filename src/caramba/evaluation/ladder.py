@@ -19,7 +19,7 @@ from caramba.config.benchmark import InferenceLadderConfig
 from caramba.config.quantise import WeightFormat
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.evaluation.ladder_ranks import SharedRung, kernels_in_use, timed_on_ranks
+from caramba.evaluation.ladder_ranks import SharedRung, kernels_in_use, time_on_ranks
 from caramba.evaluation.subject import Subjects
 from caramba.infer import Generator
 from caramba.lower.quantize import format_refusal, quantise_weights
@@ -43,7 +43,7 @@ NO_TP = "tensor parallelism over 2 needs 2 devices, this process sees {n}"
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to run a model's generation."""
+    """One configuration of a model's generation."""
 
     name: str
     generator: Generator
@@ -61,7 +61,7 @@ def math_attention():
 def inference_ladder(
     config: InferenceLadderConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
-    """Time every model's decode on every rung that the device has; a rung that it has not is a row that says why.
+    """Time every model's decode on every rung; a rung that the device lacks is a row with the reason.
 
     Rungs take turns within a repetition; `tp2`, which two processes of its own run with whatever else is on, comes
     after them. `latency_ms` is the time of a decode step, `tok_s` the new tokens of all rows per second of decode:
@@ -84,7 +84,7 @@ def inference_ladder(
         }
         if SHARED in config.rungs and SHARED not in missing:
             try:
-                shared = timed_on_ranks(
+                shared = time_on_ranks(
                     model, shared_rung(model, config, subjects, is_int8="int8" not in missing)
                 )
             except ProcessException as error:  # the rungs of one device stand
@@ -112,7 +112,7 @@ def inference_ladder(
     return metrics, rows
 
 
-def served_dtype(model: Model, device: torch.device) -> torch.dtype:
+def dtype_of_serving(model: Model, device: torch.device) -> torch.dtype:
     """Return the type that a model decodes in: bfloat16 for fp32 weights on CUDA, else its own."""
     own = model.embedder.token.weight.dtype
     return torch.bfloat16 if device.type == "cuda" and own is torch.float32 else own
@@ -143,7 +143,7 @@ def shared_rung(
     device = subjects.device
     return SharedRung(
         device=device.type,
-        dtype=str(served_dtype(model, device)).removeprefix("torch."),
+        dtype=str(dtype_of_serving(model, device)).removeprefix("torch."),
         kernels=kernels_in_use(device),
         is_int8=is_int8 and "int8" in config.rungs,
         prompts=_prompts(config, subjects),
@@ -155,7 +155,7 @@ def shared_rung(
 
 def _rungs(model: Model, config: InferenceLadderConfig, device: torch.device, names: list[str]) -> list[Rung]:
     on_cuda = device.type == "cuda"
-    plain, dtype = model.eval(), served_dtype(model, device)
+    plain, dtype = model.eval(), dtype_of_serving(model, device)
     if plain.embedder.token.weight.dtype is not dtype:
         plain = copy.deepcopy(plain).to(dtype)
     values = _keys(config)

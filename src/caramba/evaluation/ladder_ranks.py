@@ -58,7 +58,7 @@ class SharedTimes:
     weight_bytes: int
 
 
-def timed_on_ranks(model: Model, rung: SharedRung, n_ranks: int = 2) -> SharedTimes:
+def time_on_ranks(model: Model, rung: SharedRung, n_ranks: int = 2) -> SharedTimes:
     """Time a model's generation in `n_ranks` processes, started here, that share it; they end with this call.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Latency of prefill and decode, timed apart, with the device synchronised around each."""
+"""Latency of prefill and decode, timed separately, with the device synchronised around each."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class CarambaLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The context of a text without one."""
         tokenizer = self.own_tokenizer
         return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 

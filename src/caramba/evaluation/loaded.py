@@ -15,7 +15,7 @@ from caramba.data import TokenDataset, Tokenizer, open_windows
 from caramba.errors import ConfigError, quote
 from caramba.evaluation.harness import run_harness, task_manager
 from caramba.evaluation.local_tasks import open_tasks, score_task
-from caramba.evaluation.perplexity import predicted_bytes, summarise
+from caramba.evaluation.perplexity import count_predicted_bytes, summarise
 from caramba.infer.arguments import DTYPES, end_marks
 from caramba.infer.eval_text import EvalText, corpus_of, held_out_of
 from caramba.infer.generator import Generated, Generator
@@ -177,7 +177,7 @@ class LoadedModel:
         measured = windowed_nll(
             self.model, dataset, windows=windows, batch_size=batch_size, device=self.device
         )
-        text_bytes = predicted_bytes(dataset, windows, token_bytes)
+        text_bytes = count_predicted_bytes(dataset, windows, token_bytes)
         return {key: value for key, (value, _, _) in summarise(measured, text_bytes).items()}
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ class CachedModel(nn.Module):
     Shape: tokens [B, T] int64 to logits [B, T, V].
 
     Raises:
-        ConfigError: windows whose documents are kept apart, which a cache cannot do.
+        ConfigError: windows with separate documents, which a cache does not support.
     """
 
     def __init__(self, model: Model, config: PerplexityBenchmarkConfig) -> None:
@@ -39,7 +39,7 @@ class CachedModel(nn.Module):
         if documents is not None:
             raise ConfigError(
                 f"benchmark: cache_kind={self.kind} reads windows of one stream, and data.packing=best_fit keeps the "
-                "documents of a window apart; remove cache_kind, or use packing: concat or a dataset of its own"
+                "separate documents of a window; remove cache_kind, or use packing: concat or a dataset of its own"
             )
         chunk = self.config.cache_tail_tokens
         batch, n_tokens = tokens.shape
@@ -69,7 +69,7 @@ def perplexity(
     else:
         dataset = subjects.windows(config.block_size)
     wanted = config.num_batches * config.batch_size
-    text_bytes = predicted_bytes(dataset, wanted, token_bytes)
+    text_bytes = count_predicted_bytes(dataset, wanted, token_bytes)
     given = f"@kind={config.cache_kind}" if config.cache_kind else ""
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
@@ -124,7 +124,7 @@ def summarise(measured: WindowedNLL, text_bytes: int | None) -> dict[str, tuple[
     return values
 
 
-def predicted_bytes(dataset: TokenDataset, wanted: int, token_bytes: np.ndarray | None) -> int | None:
+def count_predicted_bytes(dataset: TokenDataset, wanted: int, token_bytes: np.ndarray | None) -> int | None:
     """Return the UTF-8 bytes of the targets in the measured windows; None when the tokenizer is not known."""
     if token_bytes is None:
         return None

@@ -78,10 +78,10 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
 def _average(repeats: Sequence[list[Metric]]) -> list[Metric]:
     if len(repeats) == 1:
         return repeats[0]
-    return [pooled(same) for same in zip(*repeats, strict=True)]
+    return [pool_metrics(same) for same in zip(*repeats, strict=True)]
 
 
-def pooled(same: Sequence[Metric]) -> Metric:
+def pool_metrics(same: Sequence[Metric]) -> Metric:
     """Return one metric of two or more repeats: the mean, and a deviation of what varies within and between them.
 
     Repeats that have no deviation of their own are the samples themselves. Otherwise the variance is the mean of
@@ -109,7 +109,7 @@ def run_suite(benchmarks: Sequence[BenchmarkConfig], subjects: Subjects) -> tupl
         began = time.perf_counter()
         try:
             metrics, rows = run_benchmark(bench, subjects)
-        except Exception as error:  # recorded in report.json and turned into exit status 1 by the worker
+        except Exception as error:  # recorded in report.json and reported as exit status 1 by the worker
             logger.error(f"benchmark {bench.id}: {type(error).__name__}: {error}")
             results.append(
                 BenchmarkResult(

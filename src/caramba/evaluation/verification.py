@@ -13,9 +13,9 @@ from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, Ver
 from caramba.data import TokenDataset, Tokenizer, load_tokenizer
 from caramba.errors import ConfigError, VerificationFailed
 from caramba.evaluation.compare import compare
+from caramba.evaluation.eval_case_runner import STUDENT, TEACHER, EncodedCase, ask, encode_cases
 from caramba.evaluation.fidelity import fidelity
 from caramba.evaluation.kvcache import kvcache
-from caramba.evaluation.questions import STUDENT, TEACHER, EncodedCase, ask, encode_cases
 from caramba.model import Model
 from caramba.result import Case, Verdict
 
@@ -32,7 +32,7 @@ def verify(
     device: torch.device,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[Verdict, ...]:
-    """Run each verification in order. Thresholds are held by the caller, once every verdict is recorded.
+    """Run each verification in order. Thresholds are checked by the caller, once every verdict is recorded.
 
     Args:
         windows: returns the windows of split `train` or `val` at a block size.

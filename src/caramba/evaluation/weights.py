@@ -34,8 +34,9 @@ UNITS = {
 def weights(
     config: WeightsBenchmarkConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
-    """Measure every model in 16 bits and in each format on the same windows; a format without a kernel, or
-    without a layer of the model's to quantise, is a row that says why.
+    """Measure every model in 16 bits and in each format on the same windows.
+
+    A format without a kernel, or without a layer of the model's to quantise, is a row with the reason.
 
     `delta_nll` is NLL minus that of 16 bits, `standard_error` that of the windows' differences; `weight_bytes` are
     those of all parameters and buffers.

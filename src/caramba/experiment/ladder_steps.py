@@ -23,7 +23,7 @@ from caramba.experiment.planning import Stopwatch, disable_logging
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.metrics import windowed_nll
-from caramba.model import Model, build_stand_in
+from caramba.model import Model, build_with_random_weights
 from caramba.ops.backend import without_kernels
 from caramba.runtime import AttentionChoice, MemoryMeter, seed_process
 from caramba.train import FitOutcome, PhaseData, fit
@@ -95,7 +95,7 @@ def take_steps(
     meter = MemoryMeter(session.device)
     meter.start()  # which also gives back what the row before it left
     if fresh is None:
-        model = build_stand_in(spec, session.device).train()
+        model = build_with_random_weights(spec, session.device).train()
     else:
         model = copy.deepcopy(fresh).to(session.device).train()
         if steps.twin:

@@ -29,7 +29,7 @@ from caramba.experiment.objectives import build_objective
 from caramba.experiment.planning import Candidate, Trial, run_trial
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
-from caramba.model import Model, build_model, build_stand_in
+from caramba.model import Model, build_model, build_with_random_weights
 from caramba.runtime import MemoryMeter, RuntimePlan, apply_determinism, choose_device, is_out_of_memory
 
 MODULE = "caramba.experiment.probe"
@@ -106,7 +106,7 @@ def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, Memo
         def objective_of(phase: PhaseConfig, decided: RuntimePlan) -> Objective:
             session.teacher = session.student = None
             session.teacher, session.student = (
-                None if spec is None else build_stand_in(spec, device)
+                None if spec is None else build_with_random_weights(spec, device)
                 for spec in (specs["teacher"], specs["student"])
             )
             model = session.model_of("teacher" if trains == "teacher" else "student")

@@ -26,8 +26,8 @@ from caramba.experiment.resolve_plans import reduce_for_all_ranks
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.model import Model, build_empty, build_model, spec_of
-from caramba.model.own_layers import refuse_lost_tensors
-from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
+from caramba.model.custom_layers import refuse_lost_tensors
+from caramba.model.sharding import fill_sharded, gather_state, shard_model, sharding_of
 from caramba.parallel import (
     apply_tensor_parallel,
     gather_stages,
@@ -138,7 +138,7 @@ def assemble(
         fill_sharded(shell, model, device)
 
     def gather() -> None:
-        state = gathered_state(shell)
+        state = gather_state(shell)
         if model is not None:
             model.load_state_dict(state)
 

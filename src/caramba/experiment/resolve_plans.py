@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from caramba import __version__
-from caramba.config.estimate import Spread, model_cost, rank_bytes, variant
+from caramba.config.estimate import ParallelLayout, model_cost, rank_bytes, variant
 from caramba.config.manifest import RunConfig
 from caramba.config.phase_checks import check_batch_is_given
 from caramba.config.train import PhaseConfig
@@ -268,7 +268,7 @@ def _rank_bytes(session: Session, run: RunConfig, phase: PhaseConfig, device: to
     if run.exp is not None:
         spec = variant(session.manifest.model, run.exp)
     nodes = max(1, get_world_size() // get_local_world_size())
-    spread = Spread(session.manifest.parallel, session.data_ranks, nodes)
+    spread = ParallelLayout(session.manifest.parallel, session.data_ranks, nodes)
     # A trial on a CPU counts what is taken beyond its model, and there a sharded one waits next to its parts.
     return rank_bytes(phase, model_cost(spec), spread, keeps_whole=device.type == "cpu")
 

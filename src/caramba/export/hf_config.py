@@ -12,7 +12,7 @@ class CarambaConfig(PreTrainedConfig):
 
     The other fields repeat, under the names that tools look for, what follows from the spec: `hidden_size` is M,
     `num_hidden_layers` the number of attention applications of one forward, `max_position_embeddings` the longest
-    sequence trained on (positions go on beyond it unless they are learned).
+    sequence trained on (positions continue beyond it unless they are learned).
     """
 
     model_type = "caramba"

@@ -76,8 +76,8 @@ class Rows:
 class CarambaCache(Cache):
     """The key/value cache of one batch: exactly the streams that each attention layer stores, nothing else.
 
-    Sequences that padding on the left makes equally long are cached apart, by length and without their padding, so each
-    sees what it would see alone. `max_tokens` allocates the buffers at once for that many columns; otherwise they grow.
+    Sequences that padding on the left makes equally long are cached separately, by length and without their padding, so
+    each sees what it would see alone. `max_tokens` allocates that many columns at once; otherwise they grow.
     """
 
     def __init__(self, max_tokens: int | None = None) -> None:
@@ -125,7 +125,7 @@ class CarambaCache(Cache):
         return sum(context.used_bytes() for context in self.contexts)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each sequence the past of the one that it goes on from, which is as long."""
+        """Give each sequence the past of the one that it continues, which is as long."""
         beam_idx = beam_idx.long()
         for part in self.rows:
             chosen = beam_idx
@@ -134,7 +134,7 @@ class CarambaCache(Cache):
                 places[part.index] = torch.arange(len(part.index), device=beam_idx.device)
                 chosen = places[beam_idx[part.index]]
                 if bool((chosen < 0).any()):
-                    raise ValueError("CarambaForCausalLM: a sequence goes on from one of another length")
+                    raise ValueError("CarambaForCausalLM: a sequence continues one of another length")
             if part.context is not None:
                 part.context.select(chosen)
 
@@ -144,7 +144,7 @@ class CarambaCache(Cache):
             context.truncate(context.position - abs(tokens_to_remove))
 
     def extend(self, max_tokens: int) -> None:
-        """Make room for `max_tokens` columns, if that is more than before: a generation goes on from an earlier one."""
+        """Make room for `max_tokens` columns, if that is more than before: a generation continues an earlier one."""
         if self.max_tokens is None or max_tokens <= self.max_tokens:
             return
         self.max_tokens = max_tokens

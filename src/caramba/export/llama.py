@@ -61,7 +61,7 @@ def llama_config(spec: ModelSpec, *, max_positions: int, eos_id: int | None, dty
     dims = attention.dims()
     family: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     family |= {"attention_bias": attention.bias, "mlp_bias": feed_forward.bias}
-    if attention.bias == "qkv":  # what every Qwen 2 has, without a key that says so
+    if attention.bias == "qkv":  # what every Qwen 2 has, without a key for it
         family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
     return {
         **family,

@@ -60,11 +60,11 @@ NEVER_CALLED = (
 )
 """Ops, each in the module of its name."""
 
-# Of layers that are somebody's own, which no such folder holds, nothing is to be asked.
-_OWN = "caramba.model.own_layers"
+# No such folder holds custom layers, so their checks are empty.
+_OWN = "caramba.model.custom_layers"
 NO_OWN_LAYERS: dict[Place, tuple[str, str]] = {
     ("caramba.model.topology.build", "own_config"): ("module", "None"),
-    (_OWN, "own_layers_of"): ("model", "[]"),
+    (_OWN, "custom_layers_of"): ("model", "[]"),
     (_OWN, "refuse_documents"): ("model", "None"),
     (_OWN, "check_decoding"): ("model", "None"),
 }
@@ -149,7 +149,7 @@ def _code(targets: tuple[tuple[str, str], ...], enums: tuple[tuple[str, str], ..
         text = f'def {name}(*arguments, **options):\n    raise NotImplementedError("{name}: no kernel is here")\n'
         bundle.give((f"caramba.ops.{name}", name), text)
     for place, (argument, answer) in NO_OWN_LAYERS.items():
-        text = f'def {place[1]}({argument}):\n    """No layer of somebody\'s own is here."""\n    return {answer}\n'
+        text = f'def {place[1]}({argument}):\n    """No custom layer is here."""\n    return {answer}\n'
         bundle.give(place, text)
     bundle.give((_OWN, "new_cache"), NEW_CACHE, [("caramba.cache.layer", "new_layer_cache")])
     bundle.give((MODEL, "NODES"), *_table("NODES", targets))

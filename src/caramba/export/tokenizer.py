@@ -87,9 +87,9 @@ def _byte_definition() -> dict[str, Any]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the printable letter that stands for each byte in byte-level vocabularies.
+    """Return the printable letter that represents each byte in byte-level vocabularies.
 
-    Reference: Radford et al., 2019 (GPT-2): printable Latin-1 stands for itself, the other bytes for U+0100 onwards.
+    Reference: Radford et al., 2019 (GPT-2): printable Latin-1 represents itself, the other bytes for U+0100 onwards.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -29,7 +29,7 @@ from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
 
 FORMATS = ("hf", "deepseek", "gguf", "safetensors", "ckpt", "dcp")
-# What a Hugging Face folder holds beside weights; a model that came from one takes it along.
+# What a Hugging Face folder holds besides weights; a model that came from one takes it along.
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -152,7 +152,7 @@ def _write_hf(opened: ModelBundle, part: Path, role: str, dtype: torch.dtype | N
         for name, text in remote_code(model.spec).items():
             write_whole(part / name, text)
     config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels}
-    if reason is not None:  # what transformers reads beside it holds derived widths too
+    if reason is not None:  # what transformers reads in addition holds derived widths too
         config["caramba"]["spec"] = spec_of(model.spec).model_dump(mode="json")
     config["torch_dtype"] = config["dtype"]  # the name of the key before transformers 5
     save_tensors(part / "model.safetensors", in_dtype(tensors, dtype), {"format": "pt"})

@@ -24,8 +24,8 @@ from caramba.infer.row import GenerationRow
 from caramba.infer.step import StepState
 from caramba.metrics import agreement
 from caramba.model import Model
+from caramba.model.custom_layers import cached_layers
 from caramba.model.model import context_of
-from caramba.model.own_layers import cached_layers
 from caramba.runtime import synchronize
 
 WINDOWS = 8

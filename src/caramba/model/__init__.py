@@ -1,6 +1,7 @@
-"""Models: embedder, topology and head built from a spec, and a way to look inside a forward."""
+"""Models: embedder, topology and head built from a spec, and traces of a forward."""
 
-from caramba.model.build import build_empty, build_model, build_stand_in, init_weights
+from caramba.model.build import build_empty, build_model, build_with_random_weights, init_weights
+from caramba.model.custom_layers import check_causal
 from caramba.model.early_exit import EarlyExit
 from caramba.model.embedder import Embedder
 from caramba.model.head import Head, TiedHead
@@ -21,7 +22,7 @@ __all__ = [
     "TraceRecord",
     "build_empty",
     "build_model",
-    "build_stand_in",
+    "build_with_random_weights",
     "check_causal",
     "find_checkpoint",
     "init_weights",

@@ -22,7 +22,7 @@ def build_model(spec: ModelSpec, *, seed: int | None = None, device: torch.devic
 
     Linear and embedding weights are normal(0, 0.02); the outputs of residual branches (attention `out`,
     SwiGLU `down`) are scaled by 1/sqrt(2 * depth), depth being the number of attention applications; norms
-    are one, biases zero, gates and temperatures neutral. Weights are drawn on the CPU, so a seed gives the
+    are one, biases zero, gates and temperatures neutral. Weights are sampled on the CPU, so a seed gives the
     same model on any device.
 
     Args:
@@ -33,7 +33,7 @@ def build_model(spec: ModelSpec, *, seed: int | None = None, device: torch.devic
     Reference: Radford et al., 2019 (GPT-2), section 2.3, for the residual scale.
     """
     if torch.device(device).type == "meta":
-        with torch.device("meta"), _Undrawn():
+        with torch.device("meta"), SkipInit():
             return Model(spec)
     with _seeded(seed), torch.device("cpu"):
         model = Model(spec)
@@ -63,12 +63,12 @@ def init_weights(model: nn.Module) -> None:
 
 def build_empty(spec: ModelSpec, device: torch.device | str) -> Model:
     """Build a model where it runs, in float32, with memory for weights that are still to be read into it."""
-    with torch.device(device), _Undrawn():
+    with torch.device(device), SkipInit():
         model = Model(spec)
     return model.to(device)
 
 
-def build_stand_in(spec: ModelSpec, device: torch.device) -> Model:
+def build_with_random_weights(spec: ModelSpec, device: torch.device) -> Model:
     """Build a model where it runs, quickly, for what does not depend on its weights: matrices normal(0, 0.02) and the
     rest one, the same on every device of a kind."""
     model = build_empty(spec, device)
@@ -82,7 +82,7 @@ def build_stand_in(spec: ModelSpec, device: torch.device) -> Model:
     return model
 
 
-class _Undrawn(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Leaves `torch.nn.init` out, for weights that something else gives; on "meta" it would load the compiler.
 
     Buffers are filled: no checkpoint may hold them.

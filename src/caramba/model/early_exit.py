@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from caramba.cache import Context, DeviceContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
+from caramba.model.custom_layers import cached_layers
 from caramba.model.model import Model, context_of
-from caramba.model.own_layers import cached_layers
 from caramba.model.topology.base import attention_applications
 from caramba.model.topology.cyclic import CyclicTopology
 from caramba.model.topology.nested import NestedTopology
@@ -97,7 +97,7 @@ def _parts(nodes: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], li
     """Split nodes into those before the residual ones, these, and those after.
 
     Raises:
-        ConfigError: what stands between residual nodes, or attends outside of them, is no part of a block.
+        ConfigError: what is between residual nodes, or attends outside of them, is no part of a block.
     """
     residual = [index for index, node in enumerate(nodes) if isinstance(node, ResidualTopology)]
     first, end = (residual[0], residual[-1] + 1) if residual else (0, 0)

@@ -11,7 +11,7 @@ import torch
 from caramba.config.hf import CONFIG, read_hf_config, spec_of_folder
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec
-from caramba.data.checkpoint import is_same_tensor, signature, stored_tensors, stream_into, weight_files
+from caramba.data.checkpoint import index_tensors, is_same_tensor, signature, stream_into, weight_files
 from caramba.data.checkpoint.hf_names import DERIVED_SUFFIXES, EMBEDDING, HEAD, hf_names, llama_blocks
 from caramba.errors import CheckpointError
 from caramba.model.build import build_model
@@ -32,7 +32,7 @@ def load_hf_folder(
 ) -> Model:
     """Build the model of a Hugging Face folder and read its weights into it; return it in eval mode.
 
-    Host memory peaks at the model plus some megabytes: no tensor is held twice.
+    Host memory peaks at the model plus some megabytes: no tensor is in memory twice.
 
     Args:
         expected: the description that the folder has to agree with, if there is one.
@@ -42,7 +42,7 @@ def load_hf_folder(
         CheckpointError: the folder is incomplete, damaged, unsupported, or of another network than `expected`.
     """
     spec = spec_of_folder(folder)
-    stored = stored_tensors(weight_files(folder))
+    stored = index_tensors(weight_files(folder))
     if (depth := int(read_hf_config(folder)["num_hidden_layers"])) > len(stored):
         raise CheckpointError(
             f"{where}: {folder / CONFIG}: num_hidden_layers={depth}, expected at most the {len(stored)} tensors of its "
@@ -122,14 +122,14 @@ def record_loaded(run_dir: Path, role: str, folder: Path) -> dict[str, str]:
     Raises:
         CheckpointError: the run, now resumed, read other files from that folder before.
     """
-    if loaded_folder(run_dir, role) != folder.absolute():
+    if find_loaded_folder(run_dir, role) != folder.absolute():
         entry = {"path": str(folder.absolute()), "signature": signature(folder)}
         write_json(run_dir / "checkpoints" / LOADED, _references(run_dir) | {role: entry})
     found = _references(run_dir)[role]
     return {f"{role}_weights": found["path"], f"{role}_weights_signature": found["signature"]}
 
 
-def loaded_folder(run_dir: Path, role: str | None = None) -> Path | None:
+def find_loaded_folder(run_dir: Path, role: str | None = None) -> Path | None:
     """Return the folder that a run read its model of `role` (None: of any) from, or None.
 
     Raises:

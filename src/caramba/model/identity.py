@@ -13,7 +13,7 @@ from caramba.model.model import Model
 
 
 def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data: of one that stands for several, such as codes and scales, those."""
+    """Yield the tensors that hold the data: of one that contains several, such as codes and scales, those."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()

@@ -15,15 +15,15 @@ from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
 from caramba.layer.rope import RotaryEmbedding, angles_of, share_frequencies, share_rope_tables
-from caramba.model.embedder import Embedder
-from caramba.model.head import build_head
-from caramba.model.own_layers import (
+from caramba.model.custom_layers import (
     cached_layers,
     check_decoding,
+    custom_layers_of,
     new_cache,
-    own_layers_of,
     refuse_documents,
 )
+from caramba.model.embedder import Embedder
+from caramba.model.head import build_head
 from caramba.model.topology.base import attention_applications
 from caramba.model.topology.build import build_node
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
     the sequences that `ctx` holds and adds them to it: the logits equal those of one forward over everything,
     in whatever chunks the tokens come. A `DeviceContext` in its place takes one token per sequence.
 
-    `documents` [B, T] int64 keeps the documents of packed rows apart: neighbours with equal ids are of one document,
+    `documents` [B, T] int64 separates the documents of packed rows: neighbours with equal ids are of one document,
     attention stays inside it, and its positions count from 0. Each document's logits equal those of a forward over it
     alone.
 
@@ -52,9 +52,7 @@ class Model(nn.Module):
         self.topology = build_node(spec.topology)
         self.head = build_head(spec)
         self._covered: tuple[int, torch.device] | None = None  # tokens and device of the shared angles
-        self._has_checked = not own_layers_of(
-            self.topology
-        )  # that layers of somebody's own decode as they train
+        self._has_checked = not custom_layers_of(self.topology)  # that custom layers decode as they train
 
     def forward(
         self, tokens: Tensor, ctx: Context | DeviceContext | None = None, documents: Tensor | None = None
@@ -75,7 +73,7 @@ class Model(nn.Module):
 
         Raises:
             ConfigError: tokens that are not [B, T] with T above 0, a context made for another model or batch, or
-            documents of another shape or beside a context.
+            documents of another shape or with a context.
         """
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ConfigError(
@@ -84,7 +82,7 @@ class Model(nn.Module):
         if documents is not None:
             if ctx is not None or documents.shape != tokens.shape:
                 raise ConfigError(
-                    f"model: documents have shape {tuple(documents.shape)} beside tokens {tuple(tokens.shape)}"
+                    f"model: documents have shape {tuple(documents.shape)}, tokens {tuple(tokens.shape)}"
                     f"{'' if ctx is None else ' and a context'}; expected the shape of the tokens and no context: a "
                     "cache holds one document per row"
                 )
@@ -147,7 +145,7 @@ class Model(nn.Module):
         quantise `tail_tokens` at a time; `hadamard` rotates keys and latents before 4 bits.
 
         Raises:
-            ConfigError: a layer of somebody's own that cannot be decoded, or decodes other than it says.
+            ConfigError: a custom layer that cannot be decoded, or decodes other than declared.
         """
         layers = cached_layers(self)
         device = self.embedder.token.weight.device

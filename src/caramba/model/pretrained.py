@@ -12,12 +12,12 @@ from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_f
 from caramba.config.json_file import parse_object
 from caramba.config.model import ModelSpec
 from caramba.config.parse import parse_as
-from caramba.data.checkpoint import load_into, read_metadata, save_tensors, stored_tensors, stream_into
+from caramba.data.checkpoint import index_tensors, load_into, read_metadata, save_tensors, stream_into
 from caramba.data.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
 from caramba.data.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model.build import build_empty
-from caramba.model.hf_folder import load_hf_folder, loaded_folder
+from caramba.model.hf_folder import find_loaded_folder, load_hf_folder
 from caramba.model.model import Model
 from caramba.runs import MANIFEST, read_manifest
 
@@ -63,8 +63,9 @@ def load_pretrained(
     where: str = "checkpoint",
     tokenizer_hash: str = "",
 ) -> tuple[Model, dict[str, str]]:
-    """Build the model that a file or Hugging Face folder describes and load its weights; return it in eval mode, with
-    the file's labels. Weights are read straight into place, as float32.
+    """Build the model of a file or Hugging Face folder and load its weights.
+
+    Returns it in eval mode, with the file's labels. Weights are read straight into place, as float32.
 
     Raises:
         CheckpointError: the file is not a caramba model, or describes another network than `expected`.
@@ -83,7 +84,7 @@ def load_pretrained(
     if "spec" not in metadata:
         raise CheckpointError(
             f"{where}: {path} does not describe its network; use a file that caramba wrote under RUN/checkpoints/, "
-            "or the Hugging Face folder that it lies in, with its config.json"
+            "or its Hugging Face folder, with its config.json"
         )
     spec = _spec_in(metadata["spec"], path, where)
     _check_shape(spec, expected, path, where)
@@ -99,7 +100,7 @@ def load_pretrained(
         load_into(model, read_model_tensors(path), where=str(path))
         refuse_not_finite(model, f"{where}={path}")
     else:
-        stream_into(model, stored_tensors((path,)), where=f"{where}={path}")
+        stream_into(model, index_tensors((path,)), where=f"{where}={path}")
     labels = parse_object(
         metadata.get("labels", "{}"), f"{path}: labels", CheckpointError, "restore the file"
     )
@@ -142,8 +143,9 @@ def refuse_not_finite(model: Model, where: str) -> None:
 
 
 def find_checkpoint(place: Path, *, role: str) -> Path:
-    """Return the weights of `role` in a run directory, or the file, export or Hugging Face folder itself, or those of a
-    sharded training state.
+    """Return the path of a role's weights in a run, or of a file, export or Hugging Face folder.
+
+    A sharded training state counts as a file.
 
     Of a run: the last stage on record of that role, else the folder that its model of that role was read from, else
     the last stage, else any folder that it read. Times and names of files do not count.
@@ -162,9 +164,9 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
             return own
     finished = _finished(place)
     own = [stage for stage in finished if stage.role == role]
-    folder = None if own else loaded_folder(place, role)
+    folder = None if own else find_loaded_folder(place, role)
     if folder is None and not finished:
-        folder = loaded_folder(place)
+        folder = find_loaded_folder(place)
     if folder is not None:
         return folder
     if not finished:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from caramba.config.hf import spec_of_folder
-from caramba.data.checkpoint import stored_tensors, stream_into, weight_files
+from caramba.data.checkpoint import index_tensors, stream_into, weight_files
 from caramba.errors import CheckpointError
 from caramba.model.build import build_empty
 from caramba.model.model import Model
@@ -31,7 +31,7 @@ def load_remote_folder(folder: Path, *, device: torch.device | str = "cpu", wher
     # The folder also holds what a network computes when it is built, which transformers would otherwise leave empty.
     computed = {PREFIX + name: item for name, item in model.named_buffers()}
     stored: dict[str, StoredTensor] = {}
-    for name, item in stored_tensors(weight_files(folder)).items():
+    for name, item in index_tensors(weight_files(folder)).items():
         if name in kept.values() or name not in computed:
             stored[name] = item  # unknown names are refused by stream_into
         elif not _is_computed(item, name, computed[name]):

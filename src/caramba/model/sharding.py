@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from caramba.config.parallel import ParallelConfig
 from caramba.errors import ConfigError
+from caramba.model.custom_layers import refuse_lost_tensors
 from caramba.model.model import Model
-from caramba.model.own_layers import refuse_lost_tensors
 from caramba.model.topology import sharding_units
 from caramba.runtime import get_local_world_size, get_world_size
 
@@ -45,7 +45,7 @@ class Sharding:
 def sharding_of(parallel: ParallelConfig, device: torch.device, computes_in: str) -> Sharding:
     """Return how a phase that computes in `computes_in` shards its weights over the ranks there are.
 
-    Over several nodes weights are sharded within each node and replicated between them (HSDP), unless `sharding` says
+    Over several nodes weights are sharded within each node and replicated between them (HSDP), unless `sharding` sets
     otherwise.
 
     Raises:
@@ -90,7 +90,7 @@ def shard_model(model: Model, sharding: Sharding) -> None:
     """Spread the weights of a model over the ranks of a mesh, block by block; it may be on meta.
 
     Raises:
-        ConfigError: the topology has no node of the types that are named, or a layer of somebody's own has numbers
+        ConfigError: the topology has no node of the types that are named, or a custom layer has numbers
             that no state dict holds.
     """
     refuse_lost_tensors(model)
@@ -120,8 +120,7 @@ def shard_model(model: Model, sharding: Sharding) -> None:
 
 
 def fill_sharded(model: Model, whole: Model | None, device: torch.device) -> None:
-    """Give a sharded model on meta its memory and the weights of rank 0's `whole` model, which other ranks need not
-    have."""
+    """Allocate a sharded model on meta and copy the weights of rank 0's `whole` model; other ranks need none."""
     model.to_empty(device=device)
     state = {} if whole is None else {name: value.detach() for name, value in whole.state_dict().items()}
     set_model_state_dict(
@@ -129,8 +128,8 @@ def fill_sharded(model: Model, whole: Model | None, device: torch.device) -> Non
     )
 
 
-def gathered_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole weights of a sharded model, on the host of rank 0; other ranks take part and get none."""
+def gather_state(model: nn.Module) -> dict[str, Tensor]:
+    """Gather the weights of a sharded model on the host of rank 0; other ranks take part and get none."""
     reshard(model)
     state: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,7 +1,7 @@
 """The algebra of surgery on one layer's statistics, in float64.
 
 A rotary pair of a head is one complex number (rotate-half: x_p + i x_{p+P}), and a row vector k [K D] is kept head by
-head, so complex maps over the heads of one frequency p become real maps [K D, .] by `realified`.
+head, so complex maps over the heads of one frequency p become real maps [K D, .] by `to_real`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Geometry:
     Attributes:
         key: [K D, 2n], the cached geometric key is k @ key.
         query: [K, D, 2n], its query is q @ query of the query's key/value head.
-        residual: [K D, K D], what is left, turned by its mean rotation: k @ residual.
+        residual: [K D, K D], what is left, rotated by its mean rotation: k @ residual.
         pairs: the frequency index of each component, [n].
         energy: the share of the position-dependent cost that the components carry.
     """
@@ -65,12 +65,12 @@ def key_moments(statistics: LayerStatistics, n_kv_heads: int) -> Tensor:
 
 
 def query_energy(queries: Tensor, n_kv_heads: int) -> Tensor:
-    """Return w_{g,p} = sum over the heads i of group g of E|q_{i,p}|^2, [K, P], from E[q q^T] [H, D, D]."""
+    """Return w_{g,p}, the sum over heads i of group g of E|q_{i,p}|^2, [K, P], from E[q q^T] [H, D, D]."""
     energy = queries.diagonal(dim1=1, dim2=2).unflatten(-1, (2, -1)).sum(1)
     return energy.unflatten(0, (n_kv_heads, -1)).sum(1)
 
 
-def realified(maps: Tensor) -> Tensor:
+def to_real(maps: Tensor) -> Tensor:
     """Return the real matrix [K D, J D] of complex-linear maps over heads: for each p, out_j = sum_g k_g maps[p, g, j].
 
     Shape: maps [P, K, J] complex -> [K 2P, J 2P].
@@ -97,7 +97,7 @@ def select_geometry(
 
     Per frequency p, with D_p = diag(w_p)^1/2: eigh(D_p Z_p D_p) = U L U^H. Complex-linear mixing across the heads of
     one frequency commutes with RoPE. Un-rotating component j costs L_j (1 - sum_g |U_gj|^2 |rho_g|^2); with
-    `turns=False` (no attention is known) it costs L_j, and the residual loses its rotation instead of being turned by
+    `turns=False` (no attention is known) it costs L_j, and the residual loses its rotation instead of being rotated by
     the mean one.
 
     With a `grid`, the teacher's pair of each component [geo_dim / 2] in ascending order, each pair gives its costliest
@@ -138,7 +138,7 @@ def select_geometry(
     return Geometry(
         _component_map(into, chosen, pairs).flatten(0, 1),
         _component_map(read, chosen, pairs),
-        realified(rest),
+        to_real(rest),
         chosen,
         float((cost * kept).sum() / total),
     )

@@ -22,7 +22,7 @@ from caramba.model import Model
 from caramba.model.topology.base import attention_applications
 from caramba.surgery.calibration import Calibration
 from caramba.surgery.dba import split_keys
-from caramba.surgery.held_out import HeldOut, latent_output, per_head_output
+from caramba.surgery.held_out import EvalWindows, latent_output, per_head_output
 from caramba.surgery.latent import latent_maps
 from caramba.surgery.per_head import per_head_maps
 from caramba.surgery.statistics import LayerStatistics
@@ -135,7 +135,11 @@ def fit_widths(teacher: Model, spec: ModelSpec, calibration: Calibration, budget
 
 
 def _curve(
-    layer: AttentionLayer, config: AttentionLayerConfig, statistics: LayerStatistics, held: HeldOut, most: int
+    layer: AttentionLayer,
+    config: AttentionLayerConfig,
+    statistics: LayerStatistics,
+    held: EvalWindows,
+    most: int,
 ) -> list[Choice]:
     if config.layout == "latent":
         return _latent_curve(layer, statistics, held, most, config.exact_first_tokens)
@@ -143,7 +147,7 @@ def _curve(
 
 
 def _latent_curve(
-    layer: AttentionLayer, statistics: LayerStatistics, held: HeldOut, most: int, first_tokens: int
+    layer: AttentionLayer, statistics: LayerStatistics, held: EvalWindows, most: int, first_tokens: int
 ) -> list[Choice]:
     """Measure latents of many widths for each geometric width: one eigenbasis serves all of them."""
     dims = layer.dims
@@ -157,7 +161,7 @@ def _latent_curve(
         for rank in (
             step for step in _STEPS if step <= widest and step + geo <= most and _is_sane(step, geo)
         ):
-            damage = held.relative(latent_output(held, maps.narrowed(rank), first_tokens)) ** 2
+            damage = held.relative(latent_output(held, maps.truncate(rank), first_tokens)) ** 2
             choices.append(Choice(rank + geo, damage, (("sem_dim", rank), ("geo_dim", geo))))
     return choices
 
@@ -168,7 +172,11 @@ def _is_sane(rank: int, geo: int) -> bool:
 
 
 def _per_head_curve(
-    layer: AttentionLayer, config: AttentionLayerConfig, statistics: LayerStatistics, held: HeldOut, most: int
+    layer: AttentionLayer,
+    config: AttentionLayerConfig,
+    statistics: LayerStatistics,
+    held: EvalWindows,
+    most: int,
 ) -> list[Choice]:
     """Measure key widths with whole values and value widths with whole keys; their damages are taken to add up."""
     dims, kv_heads = layer.dims, layer.dims.n_kv_heads

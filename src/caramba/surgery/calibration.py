@@ -17,7 +17,7 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model, model_hash
 from caramba.surgery.collect import collect_statistics
-from caramba.surgery.held_out import HeldOut, capture
+from caramba.surgery.held_out import EvalWindows, capture
 from caramba.surgery.statistics import LayerStatistics, pack, unpack
 
 CALIBRATION_TOKENS = 262_144
@@ -31,7 +31,7 @@ _CHECKSUM = "crc32"
 @dataclass(frozen=True)
 class CalibrationText:
     """Disjoint windows of the train split: `windows` [N, T] to calibrate on, `held_out` [n, T] to choose by; and the
-    documents of each, where documents are kept apart."""
+    documents of each, if documents are separate."""
 
     windows: Tensor
     held_out: Tensor
@@ -45,10 +45,10 @@ class Calibration:
 
     layers: tuple[tuple[str, AttentionLayer], ...]
     statistics: tuple[LayerStatistics, ...]
-    held_out: tuple[HeldOut, ...]
+    held_out: tuple[EvalWindows, ...]
     n_tokens: int
 
-    def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, HeldOut]:
+    def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, EvalWindows]:
         """Return the statistics and the held-out activations of a teacher layer, on its device."""
         index = next(index for index, (_, known) in enumerate(self.layers) if known is layer)
         device = layer.out.weight.device

@@ -4,7 +4,7 @@ Per layer, over the tokens of the calibration windows, in float64 on the model's
 vector y = [k; v] before RoPE, its mean, the second moment of every query head, and the attention-weighted mean rotation
 rho = E_attention[exp(i theta (t - u))].
 
-Where the first n tokens keep keys and values of their own they are left out: the latent never stands for them, and the
+Where the first n tokens keep keys and values of their own they are left out: the latent never represents them, and the
 sinks that they often are have keys far from all others. The mean rotation is then over the attention that is left.
 """
 
@@ -20,7 +20,7 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.rope import rotate
 from caramba.model import Model
-from caramba.surgery.statistics import LayerStatistics, standard_projection, unrotated
+from caramba.surgery.statistics import LayerStatistics, project_without_rope, standard_projection
 
 QUERY_CHUNK = 256
 BATCH_TOKENS = 8192
@@ -35,7 +35,7 @@ def mean_rotation(
     weights.
 
     Attention is computed from QUERY_CHUNK queries at a time, with the layer's own window and rotary table, within
-    documents where these are kept apart; queries of padding, of document -1, do not count, and neither do the first
+    documents if these are separate; queries of padding, of document -1, do not count, and neither do the first
     `first_tokens` keys of a sequence or document.
 
     Shape: q [B, H, T, D], k [B, K, T, D] unrotated, documents [B, T] -> [H, P] complex128 and [H] float64.
@@ -95,7 +95,7 @@ class _Accumulator:
 
     def add(self, x: Tensor, rotates: bool, documents: Tensor | None = None) -> bool:
         """Add the features of some sequences [B, T, M] but padding; return whether what they gave is finite."""
-        q, k, v = unrotated(self.layer, x)
+        q, k, v = project_without_rope(self.layer, x)
         counted = self._counted(x, documents)
         joint = (
             torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1)
@@ -211,7 +211,7 @@ def collect_statistics(
 ) -> list[LayerStatistics]:
     """Run the teacher once over token windows [N, T] and return the statistics of the named layers.
 
-    `documents` [N, T] are kept apart, as in `Model`, and padding, of document -1, is left out; so are the first
+    `documents` [N, T] are separate, as in `Model`, and padding, of document -1, is left out; so are the first
     `first_tokens` of each.
 
     The mean rotation comes from about `rotation_windows` of them, spread evenly: text changes along a corpus. Memory is

@@ -18,12 +18,12 @@ def copy_heads(teacher: AttentionLayer, student: AttentionLayer) -> Transplanted
     assert isinstance(source, StandardProjection)
     kv_heads = student.dims.n_kv_heads
 
-    def pooled(value: Tensor) -> Tensor:
+    def pool_heads(value: Tensor) -> Tensor:
         heads = value.double().unflatten(0, (kv_heads, teacher.dims.n_kv_heads // kv_heads, -1))
         return heads.mean(1).flatten(0, 1)
 
     state = {
-        name: pooled(value) if name.startswith(("projection.k.", "projection.v.")) else value
+        name: pool_heads(value) if name.startswith(("projection.k.", "projection.v.")) else value
         for name, value in teacher.state_dict().items()
     }
     load_layer(student, state)

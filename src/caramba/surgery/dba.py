@@ -9,7 +9,7 @@ from caramba.layer import AttentionLayer
 from caramba.layer.projection import Projection
 from caramba.result import TransplantedLayer
 from caramba.surgery.algebra import Geometry, select_geometry
-from caramba.surgery.held_out import HeldOut, latent_output, per_head_output
+from caramba.surgery.held_out import EvalWindows, latent_output, per_head_output
 from caramba.surgery.latent import LatentMaps, latent_maps, latent_state
 from caramba.surgery.per_head import per_head_maps, per_head_state
 from caramba.surgery.statistics import LayerStatistics, standard_projection
@@ -18,7 +18,10 @@ BETA_STEPS = range(-3, 4)
 
 
 def convert(
-    teacher: AttentionLayer, student: AttentionLayer, statistics: LayerStatistics, held_out: HeldOut | None
+    teacher: AttentionLayer,
+    student: AttentionLayer,
+    statistics: LayerStatistics,
+    held_out: EvalWindows | None,
 ) -> TransplantedLayer:
     """Initialise a decoupled student layer from its teacher's statistics, in place, and say what it kept.
 
@@ -111,7 +114,7 @@ def search_beta(
     statistics: LayerStatistics,
     geometry: Geometry,
     rank: int,
-    held_out: HeldOut | None,
+    held_out: EvalWindows | None,
     first_tokens: int = 0,
     *,
     norm_eps: float | None = None,
@@ -140,7 +143,7 @@ def search_beta(
             if tried[0] >= best[0]:
                 break
             best, step = tried, step + direction
-        if step != direction:  # this way was downhill
+        if step != direction:  # this direction was downhill
             break
     return best[1]
 

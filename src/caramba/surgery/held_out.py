@@ -20,15 +20,15 @@ from caramba.ops.upcast import upcast
 from caramba.surgery.collect import batches
 from caramba.surgery.latent import LatentMaps
 from caramba.surgery.per_head import PerHeadMaps
-from caramba.surgery.statistics import standard_projection, unrotated
+from caramba.surgery.statistics import project_without_rope, standard_projection
 
 KEPT_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class EvalWindows:
     """One layer on held-out windows [N, T]: its queries, keys and values before RoPE, its output without bias, and
-    the documents that are kept apart, of which padding has the id -1.
+    the separate documents, of which padding has the id -1.
 
     Shape: q [N, H, T, D], k and v [N, K, T, .], output [N, T, M], documents [N, T].
     """
@@ -50,7 +50,7 @@ class HeldOut:
         """Attend with the layer's window, within documents. Shape: [N, H, T, D], [N, K, T, D] and [N, K, T, Dv]."""
         return CausalScore(self.layer.config.local_window)(q, k, v, None, self.first)
 
-    def to(self, device: torch.device | str) -> HeldOut:
+    def to(self, device: torch.device | str) -> EvalWindows:
         """Return the same on `device`; the layer stays where it is."""
         moved = {
             name: None if (value := getattr(self, name)) is None else value.to(device)
@@ -70,7 +70,7 @@ def capture(
     layers: Sequence[tuple[str, AttentionLayer]],
     windows: Tensor,
     documents: Tensor | None = None,
-) -> list[HeldOut]:
+) -> list[EvalWindows]:
     """Run the teacher on token windows [N, T] and keep what each named layer saw, in at least fp32.
 
     Memory: about 4 N T (2 M + H D + 2 K D) bytes a layer. Where all layers take more than KEPT_BYTES, what they saw
@@ -109,10 +109,10 @@ def capture(
             teacher.hidden(batch, documents=ids)
     found = []
     for name, layer in layers:
-        q, k, v = unrotated(layer, torch.cat(inputs.pop(name)).to(device))
+        q, k, v = project_without_rope(layer, torch.cat(inputs.pop(name)).to(device))
         output = torch.cat(outputs.pop(name))
         seen = torch.cat(kept_apart[name]) if documents is not None else None
-        found.append(HeldOut(layer, upcast(q), upcast(k), upcast(v), output, seen).to(place))
+        found.append(EvalWindows(layer, upcast(q), upcast(k), upcast(v), output, seen).to(place))
     return found
 
 
@@ -127,7 +127,7 @@ def _kept_bytes(layers: Sequence[tuple[str, AttentionLayer]], windows: Tensor) -
 
 
 @torch.no_grad()
-def latent_output(held: HeldOut, maps: LatentMaps, first_tokens: int = 0) -> Tensor:
+def latent_output(held: EvalWindows, maps: LatentMaps, first_tokens: int = 0) -> Tensor:
     """Return the block output, without bias, of a latent layer with these maps, [N, T, M].
 
     The first `first_tokens` of each sequence, or document, keep their own keys and values.
@@ -162,7 +162,9 @@ def latent_output(held: HeldOut, maps: LatentMaps, first_tokens: int = 0) -> Ten
     return _project(layer, out + mean.repeat_interleave(group, 0)[:, None])
 
 
-def _read_first(held: HeldOut, maps: LatentMaps, mean: Tensor, first_tokens: int) -> tuple[Tensor, Tensor]:
+def _read_first(
+    held: EvalWindows, maps: LatentMaps, mean: Tensor, first_tokens: int
+) -> tuple[Tensor, Tensor]:
     """Return what the first tokens' own keys and values give, less the values' mean, and their log-sum-exp."""
     rope = standard_projection(held.layer).rope
     assert rope is not None
@@ -177,7 +179,7 @@ def _read_first(held: HeldOut, maps: LatentMaps, mean: Tensor, first_tokens: int
 
 
 @torch.no_grad()
-def per_head_output(held: HeldOut, maps: PerHeadMaps) -> Tensor:
+def per_head_output(held: EvalWindows, maps: PerHeadMaps) -> Tensor:
     """Return the block output, without bias, of a per-head layer with these maps, [N, T, M]."""
     layer = held.layer
     dims, dtype = layer.dims, held.q.dtype
@@ -203,7 +205,7 @@ def per_head_output(held: HeldOut, maps: PerHeadMaps) -> Tensor:
     return _project(layer, out + maps.constant.to(dtype).repeat_interleave(group, 0)[:, None])
 
 
-def _table(held: HeldOut, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def _table(held: EvalWindows, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     positions = torch.arange(held.q.shape[2], dtype=torch.float32, device=held.q.device)
     angles = positions[:, None] * frequencies.to(held.q.device)[:, None, :]
     return angles.cos() * factor, angles.sin() * factor

@@ -1,8 +1,8 @@
 """Surgery for `layout: latent`: one latent that all heads read as semantic key and as value, and shared rotary keys.
 
-With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotation, S_g = sum_i E[q_i q_i^T] / D and
+With y = [k_s; v], k_s the keys' position-free residual rotated by its mean rotation, S_g = sum_i E[q_i q_i^T] / D and
 E_g = sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
-into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out. Beside
+into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out. With
 first tokens that stay exact it does not: their scores lose what centring took from the others', q . mean.
 
 Multi-head latent attention (`mla`) has no biases: there c = y @ latent, of the second moment of [k_s; v] in which the
@@ -58,7 +58,7 @@ class LatentMaps:
         weight = c.new_full((c.shape[-1],), norm_weight(self.norm_eps))
         return torch.nn.functional.rms_norm(c, (c.shape[-1],), weight, self.norm_eps)
 
-    def narrowed(self, rank: int) -> LatentMaps:
+    def truncate(self, rank: int) -> LatentMaps:
         """Return the maps of a narrower latent: its directions are the leading ones of this."""
         return replace(
             self, latent=self.latent[:, :rank], query=self.query[..., :rank], value=self.value[:, :rank]

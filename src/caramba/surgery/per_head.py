@@ -1,7 +1,7 @@
 """Surgery for `layout: per_head`: every key/value head has rotary pairs, a semantic key and a value of its own.
 
 Per key/value head g, with S_g = sum_i E[q_i q_i^T]: the pairs costliest to un-rotate, w_p E|k_p|^2 (1 - |rho_p|^2),
-keep their rotation; the others are turned by their mean rotation, and PCA of S_g^1/2 k_s gives the semantic key. Values
+keep their rotation; the others get their mean rotation, and PCA of S_g^1/2 k_s gives the semantic key. Values
 take the PCA of E_g^1/2 v, centred where the output has a bias to hold the mean.
 """
 

@@ -17,7 +17,7 @@ from caramba.layer.projection import split_heads
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Moments of one attention layer's projections; H query heads in K groups of key/value heads, P = D / 2 pairs.
+    """Moments of one attention layer's projections: H query heads, K key/value heads, P = D / 2 pairs.
 
     Attributes:
         moment: E[y y^T] of y = [k; v], each head by head, [K (D + Dv), K (D + Dv)] float64.
@@ -49,8 +49,8 @@ def standard_projection(layer: AttentionLayer) -> StandardProjection:
     return projection
 
 
-def unrotated(layer: AttentionLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] of the features x [B, T, M], before RoPE and scale."""
+def project_without_rope(layer: AttentionLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [B, H, T, D], k [B, K, T, D], v [B, K, T, Dv] before RoPE and scale."""
     projection, dims = standard_projection(layer), layer.dims
     return (
         split_heads(projection.q(x), dims.n_heads),

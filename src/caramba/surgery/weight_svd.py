@@ -32,7 +32,7 @@ class Factors:
 
 
 def low_rank(weight: Tensor, gram: Tensor, rank: int) -> Factors:
-    """Factor readers x of y = weight @ h as x^T y ~ (counterpart @ x)^T (cached @ h), best for readers of Gram `gram`.
+    """Factor x^T weight h as (counterpart @ x)^T (cached @ h), optimal for x of Gram `gram`.
 
     Shape: weight [n, M], gram [n, n] -> cached [rank, M], counterpart [rank, n]. Rows beyond n are zero.
     """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from caramba.artifacts.metrics import collect, headline, undefined_ratios
+from caramba.artifacts.metrics import collect, find_undefined_ratios, headline
 from caramba.artifacts.rows import to_csv
 from caramba.errors import CarambaError
 from caramba.evaluation.perplexity import summarise
@@ -60,7 +60,7 @@ def test_a_ratio_has_no_error_when_one_side_has_none(result: RunResult) -> None:
 def test_a_ratio_over_zero_is_left_out_with_its_reason(result: RunResult) -> None:
     run = with_benches(result, bench("b", ("a.teacher.x@seq=1", 0.0, None), ("a.student.x@seq=1", 3.0, None)))
     assert list(collect(run)) == ["a.teacher.x@seq=1", "a.student.x@seq=1"]
-    assert [(item.key, item.reason) for item in undefined_ratios(run)] == [
+    assert [(item.key, item.reason) for item in find_undefined_ratios(run)] == [
         ("ratio.x@seq=1", "a.teacher.x@seq=1 is 0")
     ]
 

@@ -15,8 +15,8 @@ from caramba.config.verify import KVCacheVerifyConfig
 from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError, VerificationFailed
 from caramba.evaluation import prepare_verification, verify
+from caramba.evaluation.eval_case_runner import first_integer
 from caramba.evaluation.kvcache import kvcache
-from caramba.evaluation.questions import first_integer
 from caramba.model import Model, build_model
 from caramba.result import Verdict
 

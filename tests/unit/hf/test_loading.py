@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from caramba.config.hf import spec_of_folder
 from caramba.config.model import ModelSpec
-from caramba.data.checkpoint import stored_tensors, stream_into
+from caramba.data.checkpoint import index_tensors, stream_into
 from caramba.errors import CheckpointError
 from caramba.model import build_model, find_checkpoint, load_hf_folder, load_pretrained, record_loaded
-from caramba.model.hf_folder import loaded_folder
+from caramba.model.hf_folder import find_loaded_folder
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -136,7 +136,7 @@ def test_a_run_keeps_a_reference_that_notices_changes(folder: Path, tmp_path: Pa
     labels = record_loaded(run, "student", folder)
     assert labels["student_weights"] == str(folder)
     assert record_loaded(run, "student", folder) == labels
-    assert loaded_folder(run, "teacher") is None
+    assert find_loaded_folder(run, "teacher") is None
     found = find_checkpoint(run, role="student")
     assert found == folder
     assert torch.equal(
@@ -159,7 +159,7 @@ def test_streaming_equals_the_file_whatever_the_dtype(tmp_path: Path) -> None:
     module = torch.nn.Linear(2100, 2001)  # more than one chunk of 8 MB, and a part of one
     weight = torch.randn(2001, 2100, generator=generator).to(torch.bfloat16)
     save_file({"weight": weight, "bias": torch.arange(2001.0)}, tmp_path / "a.safetensors")
-    stream_into(module, stored_tensors((tmp_path / "a.safetensors",)), where="a")
+    stream_into(module, index_tensors((tmp_path / "a.safetensors",)), where="a")
     assert torch.equal(module.weight, weight.float())
     assert torch.equal(module.bias, torch.arange(2001.0))
 

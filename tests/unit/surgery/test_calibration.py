@@ -21,7 +21,7 @@ from caramba.surgery.dba import split_keys
 from caramba.surgery.held_out import capture, latent_output, per_head_output
 from caramba.surgery.latent import latent_maps
 from caramba.surgery.per_head import per_head_maps
-from caramba.surgery.statistics import pack, unpack, unrotated
+from caramba.surgery.statistics import pack, project_without_rope, unpack
 from tests.unit.surgery.models import DIM, KV, loud, make_teacher, spec, tokens
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -31,7 +31,7 @@ FULL = KV * DIM
 def test_statistics_are_those_of_the_definition(teacher: Model, calibration: Calibration) -> None:
     _, layer = teacher.attention_layers()[0]
     x = teacher.topology.layers[0].layers[0].layers[0](teacher.embedder(tokens(24, 24, 1)))
-    q, k, v = unrotated(layer, x)
+    q, k, v = project_without_rope(layer, x)
     state, _ = calibration.of(layer)
     pairs = torch.complex(k[..., : DIM // 2], k[..., DIM // 2 :])
     expected = torch.einsum("bgtp,bhtp->pgh", pairs, pairs.conj()) / (24 * 24)

@@ -116,7 +116,7 @@ def test_error_never_rises_with_rank(layout: str, teacher: Model, calibration: C
         for geo in (0, 4, 8):
             if layout == "latent":
                 maps = latent_maps(layer, state, split_keys(layer, state, geo), state.queries, 2 * FULL, 1.0)
-                found = [held.relative(latent_output(held, maps.narrowed(rank))) for rank in range(4, 33, 4)]
+                found = [held.relative(latent_output(held, maps.truncate(rank))) for rank in range(4, 33, 4)]
             else:
                 ranks = [(r, geo // KV // 2 * 2, r) for r in range(2, DIM + 1, 2)]
                 found = [

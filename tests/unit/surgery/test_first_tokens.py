@@ -19,7 +19,7 @@ from caramba.model import Model, build_model
 from caramba.surgery import CalibrationText, calibrate, pair_attention, transplant
 from caramba.surgery.calibration import calibration_key
 from caramba.surgery.collect import collect_statistics
-from caramba.surgery.statistics import unrotated
+from caramba.surgery.statistics import project_without_rope
 from tests.unit.surgery.models import DIM, KV, latent_spec, make_teacher, spec, tokens
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -108,7 +108,7 @@ def test_statistics_leave_the_first_tokens_out() -> None:
     layers[0][1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     for documents, places in ((None, torch.arange(LENGTH).expand(2, -1)), (IDS, Documents.of(IDS).positions)):
         state = collect_statistics(teacher, layers, text, documents=documents, first_tokens=2)[0]
-        q, k, v = unrotated(layers[0][1], inputs[-1])
+        q, k, v = project_without_rope(layers[0][1], inputs[-1])
         counted = places >= 2
         counted = counted if documents is None else counted & (documents >= 0)
         y = torch.cat([x.transpose(1, 2).flatten(2)[counted] for x in (k, v)], -1)

@@ -9,7 +9,7 @@ from caramba.config.estimate.fit import FitResult, FitRow, fit
 from caramba.config.estimate.memory import MemoryEstimate, PhaseEstimate, estimate_phase, rank_bytes
 from caramba.config.estimate.model import ModelCost, check_widths, model_cost
 from caramba.config.estimate.planning import CacheRow, ExperimentPlan, StagePlan, plan
-from caramba.config.estimate.spread import Spread
+from caramba.config.estimate.spread import ParallelLayout
 from caramba.config.estimate.variants import check_variants, variant
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ __all__ = [
     "FitRow",
     "MemoryEstimate",
     "ModelCost",
+    "ParallelLayout",
     "PhaseEstimate",
-    "Spread",
     "StagePlan",
     "Width",
     "WidthError",

@@ -5,9 +5,9 @@ Weights: 4 bytes each, for every model that the phase holds; 2 for weights in bf
 Gradients: as many bytes as the weights, for the parameters that train.
 Optimiser: states of the parameters that train, in the dtype of the weights: two for AdamW, one for SGD with
     momentum, Lion and Muon, none for SGD without, and none counted for Adafactor, whose factored moments are a row
-    and a column per matrix. They are fp32 beside bfloat16 weights that are rounded from fp32 (another 4 bytes for
+    and a column per matrix. They are fp32 with bfloat16 weights that are rounded from fp32 (another 4 bytes for
     masters) or at random: with AdamW 12 bytes a parameter in all, for its step copies nothing. The fp32 copies of
-    some weights and gradients in a step of the others, while no activation is held, are not counted. None on the
+    some weights and gradients in a step of the others, without activations in memory, are not counted. None on the
     device with optimizer_offload.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
@@ -19,7 +19,7 @@ Work per token: three times the forward FLOPs of what trains (forward, and twice
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.
 Several ranks: what one of them holds, by the rules of `spread`.
-On top of a step that one device took (`rank_bytes`): under ddp nothing, for gradients are averaged where they lie; with
+On top of a step that one device took (`rank_bytes`): under ddp nothing, for gradients are averaged in place; with
     sums in bfloat16 those of two exchanges, of as many gradients as go at once or of the largest layer. Under fsdp2
     what is gathered, less
     the other ranks' weights and states: gradients, which may not exist at the peak of activations, take nothing off.
@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 
 from caramba.config.estimate.model import ModelCost
-from caramba.config.estimate.spread import Holding, Spread, holdings
+from caramba.config.estimate.spread import RankMemory, ParallelLayout, holdings
 from caramba.config.extension import name_of
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 
@@ -81,9 +81,9 @@ def estimate_phase(
     teacher: ModelCost | None,
     *,
     keeps_copied: bool = False,
-    spread: Spread | None = None,
+    spread: ParallelLayout | None = None,
 ) -> PhaseEstimate:
-    """Estimate a phase that trains `trained`; `teacher` may run beside it, None when there is none.
+    """Estimate a phase that trains `trained`; `teacher` may run with it, None when there is none.
 
     With `keeps_copied` the weights that surgery copied stay as they are, and take no gradient. With `spread` memory is
     that of the fullest rank; parameters and work are those of the model.
@@ -95,7 +95,7 @@ def estimate_phase(
         flops = 3.0 * trained.attention_flops_per_token(context)
         if keeps_copied:
             params -= trained.copied_params
-            flops -= trained.copied_flops_per_token()
+            flops -= trained.flops_of_copied_weights()
     else:
         flops = trained.training_flops_per_token(context)
     if phase.phase == "drift":
@@ -103,7 +103,7 @@ def estimate_phase(
     running = teacher if runs_teacher(phase) else None
     if running is not None:
         flops += running.topology.flops_per_token(context) if blockwise else running.flops_per_token(context)
-    held = holdings(phase, trained, spread or Spread())
+    held = holdings(phase, trained, spread or ParallelLayout())
     memory = max(
         (_on_rank(phase, trained, running, params, one) for one in held), key=lambda one: one.total_bytes
     )
@@ -113,8 +113,10 @@ def estimate_phase(
     return PhaseEstimate(params, flops if is_known else None, memory, uncounted)
 
 
-def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread, *, keeps_whole: bool = False) -> int:
-    """Return how much more a rank holds at its peak, less if negative, than one device at the peak of the same step.
+def rank_bytes(
+    phase: PhaseConfig, trained: ModelCost, spread: ParallelLayout, *, keeps_whole: bool = False
+) -> int:
+    """Return how much more a rank stores at its peak than one device at the peak of the same step.
 
     At most: of what ranks share only what is there throughout a step counts. With `keeps_whole` the whole model waits
     where a rank's part of it trains, on the host.
@@ -136,9 +138,9 @@ def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread, *, keeps_
 
 
 def _on_rank(
-    phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None, params: int, held: Holding
+    phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None, params: int, held: RankMemory
 ) -> MemoryEstimate:
-    """Return the memory of a rank that holds `held` of a model of which `params` train."""
+    """Return the memory of a rank with its part of a model of which `params` train."""
     blockwise = phase.phase in BLOCK_PHASES
     kept = held.activation_elements
     if blockwise:

@@ -120,7 +120,7 @@ class ModelCost:
             if leaf.type in ATTENTION
         )
 
-    def copied_flops_per_token(self) -> float:
+    def flops_of_copied_weights(self) -> float:
         """FLOPs per token of the weight gradients that `copied_params` do without when they stay as they are."""
         return sum(2.0 * runs * leaf.copied_params for leaf, runs, _ in self.topology.leaves())
 

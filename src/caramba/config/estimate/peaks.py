@@ -6,7 +6,7 @@ from typing import Literal
 
 Arithmetic = Literal["float32", "tf32", "float16", "bfloat16", "float8"]
 
-# TFLOP/s. The first row whose words are all in the device's name holds, so a variant stands before its family.
+# TFLOP/s. The first row whose words are all in the device's name holds, so a variant precedes its family.
 # Data sheets of NVIDIA: H200 and H100 (SXM, NVL, PCIe), A100; half of what they state "with sparsity".
 _PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
     (

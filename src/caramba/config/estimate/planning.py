@@ -76,7 +76,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class ExperimentPlan:
-    """All that can be said before anything runs. `context` is the block size that FLOPs are counted at."""
+    """All that is known before anything runs. `context` is the block size that FLOPs are counted at."""
 
     name: str
     command: str

@@ -44,7 +44,7 @@ def render(plan: ExperimentPlan) -> Group:
 
 
 def command_line(plan: ExperimentPlan) -> str:
-    """Return the line that says how to run the plan, which is never wrapped; empty without a command."""
+    """Return the line with the command that runs the plan, never wrapped; empty without a command."""
     return f"Run it: {plan.command}\n" if plan.command else ""
 
 

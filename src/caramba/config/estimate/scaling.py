@@ -20,8 +20,10 @@ WIDTHS = ("d_model", "d_in", "d_out")
 
 @dataclass(frozen=True)
 class Scale:
-    """From `d_model` to `to_d_model`, the first outermost NestedTopology repeated `repeat` times, its first
-    feed-forward `d_ff` wide; other repeats and feed-forwards follow in proportion. None keeps the proportion.
+    """A target size of a model: width `to_d_model` from `d_model`, repeats and `d_ff`.
+
+    `repeat` is that of the first outermost NestedTopology, `d_ff` that of its first feed-forward; others follow in
+    proportion. None keeps the proportion.
     """
 
     d_model: int

@@ -28,7 +28,7 @@ SPLIT_BY_TP = ("AttentionLayer", "SwiGLULayer")
 
 
 @dataclass(frozen=True)
-class Spread:
+class ParallelLayout:
     """A strategy, how many ranks share the data, and on how many nodes.
 
     Where dp=auto is what the machine that runs it has, `is_open`, both numbers are 1.
@@ -47,7 +47,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankMemory:
     """What a rank holds: elements of weights, the bytes that it gathers, elements per token that backward needs, the
     share of the batch that is alive at a time, whether it makes logits, and of how many ranks' blocks its are."""
 
@@ -59,26 +59,26 @@ class Holding:
     block_owners: int = 1
 
 
-def spread_of(manifest: Manifest) -> Spread:
+def spread_of(manifest: Manifest) -> ParallelLayout:
     """Return how a manifest spreads its phases; dp=auto counts the ranks of the launcher where it names them."""
     parallel, nodes = manifest.parallel, manifest.launcher.nodes or 1
     if parallel.strategy in ("single", "pipeline"):
-        return Spread(parallel)
+        return ParallelLayout(parallel)
     if parallel.dp != "auto":
-        return Spread(parallel, parallel.dp, nodes)
+        return ParallelLayout(parallel, parallel.dp, nodes)
     on_node = manifest.open_ranks_per_node
     if on_node is None:
-        return Spread(parallel, is_open=True)
-    return Spread(parallel, max(1, nodes * on_node // parallel.tp), nodes)
+        return ParallelLayout(parallel, is_open=True)
+    return ParallelLayout(parallel, max(1, nodes * on_node // parallel.tp), nodes)
 
 
-def holdings(phase: PhaseConfig, model: ModelCost, spread: Spread) -> tuple[Holding, ...]:
+def holdings(phase: PhaseConfig, model: ModelCost, spread: ParallelLayout) -> tuple[RankMemory, ...]:
     """Return what the ranks hold that may be the fullest."""
     parallel = spread.parallel
     elements = model.activation_elements - 2 * model.vocab_size
     if phase.phase in BLOCK_PHASES or parallel.strategy in ("single", "ddp"):
         owners = spread.data_ranks if parallel.blockwise == "blocks" and phase.phase == "blockwise" else 1
-        return (Holding(model.params, 0, elements, block_owners=owners),)
+        return (RankMemory(model.params, 0, elements, block_owners=owners),)
     if parallel.strategy == "pipeline":
         return _stages(model, parallel)
     tp = parallel.tp
@@ -86,10 +86,10 @@ def holdings(phase: PhaseConfig, model: ModelCost, spread: Spread) -> tuple[Hold
     layers = _params(model.topology, tp)
     kept = sum(runs * _kept(leaf, parallel) for leaf, runs, _ in model.topology.leaves()) + model.d_model
     params = -(-(outside + layers) // spread.shards)
-    return (Holding(params, _gathered(phase, model, spread, outside), kept),)
+    return (RankMemory(params, _gathered(phase, model, spread, outside), kept),)
 
 
-def _gathered(phase: PhaseConfig, model: ModelCost, spread: Spread, outside: int) -> int:
+def _gathered(phase: PhaseConfig, model: ModelCost, spread: ParallelLayout, outside: int) -> int:
     if spread.shards == 1:
         return 0
     parallel = spread.parallel
@@ -102,7 +102,7 @@ def _gathered(phase: PhaseConfig, model: ModelCost, spread: Spread, outside: int
     return 2 * 4 * root + (2 if is_narrow else 4) * (sum(alive) + max(units, default=0))
 
 
-def _stages(model: ModelCost, parallel: ParallelConfig) -> tuple[Holding, Holding]:
+def _stages(model: ModelCost, parallel: ParallelConfig) -> tuple[RankMemory, RankMemory]:
     """Return what the first and the last stage hold of a uniform stack; what is none is counted as one stage."""
     children = model.topology.children
     at = next((index for index, child in enumerate(children) if child.type == "NestedTopology"), 0)
@@ -111,14 +111,14 @@ def _stages(model: ModelCost, parallel: ParallelConfig) -> tuple[Holding, Holdin
     tied = model.embedder_params if model.tied else 0
     own, kept = -(-children[at].params // pp), -(-children[at].activation_elements // pp)
     return (
-        Holding(
+        RankMemory(
             model.embedder_params + sum(child.params for child in before) + own,
             0,
             sum(child.activation_elements for child in before) + kept,
             alive=Fraction(min(pp, parts), parts),
             has_head=False,
         ),
-        Holding(
+        RankMemory(
             tied + model.head_params + sum(child.params for child in after) + own,
             0,
             sum(child.activation_elements for child in after) + kept + model.d_model,

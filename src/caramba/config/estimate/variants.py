@@ -23,8 +23,9 @@ _KEPT = (
 
 
 def variant(model: ModelSpec, exp: ExperimentName) -> ModelSpec:
-    """Return the model with attention of the kind `exp` in every layer and d_ff changed by one number everywhere, so
-    that its parameters are the model's within 2%.
+    """Return the model with attention of the kind `exp` in every layer, and as many parameters within 2%.
+
+    d_ff is changed by one number everywhere to reach them.
 
     With H heads of width D: baseline has H key/value heads, gqa the model's own groups or H / 2, bottleneck attn_dim
     H D / 4, decoupled H D / 8 semantic, H D / 4 geometric and H D / 2 value widths.

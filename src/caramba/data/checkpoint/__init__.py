@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caramba.data.checkpoint.folder import fingerprint, signature, weight_files
-    from caramba.data.checkpoint.shards import is_same_tensor, stored_tensors, stream_into
+    from caramba.data.checkpoint.shards import index_tensors, is_same_tensor, stream_into
     from caramba.data.checkpoint.tensors import (
         load_into,
         load_tensors,
@@ -23,7 +23,7 @@ _HOMES = {
     "read_metadata": "tensors",
     "save_tensors": "tensors",
     "is_same_tensor": "shards",
-    "stored_tensors": "shards",
+    "index_tensors": "shards",
     "stream_into": "shards",
     "fingerprint": "folder",
     "signature": "folder",
@@ -35,6 +35,7 @@ _HOMES = {
 
 __all__ = [
     "fingerprint",
+    "index_tensors",
     "is_same_tensor",
     "load_into",
     "load_tensors",
@@ -43,7 +44,6 @@ __all__ = [
     "save_tensors",
     "save_training_state",
     "signature",
-    "stored_tensors",
     "stream_into",
     "weight_files",
     "without_aliases",

@@ -66,7 +66,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def signature(folder: Path) -> str:
-    """Return a SHA-256 of what a folder says of its weights: config.json, and the index or the one file's header.
+    """Return a SHA-256 of a folder's description of its weights: config.json, and the index or the one file's header.
 
     It changes with the network, the layout and the size of the weights, and is read in no time; it is no hash of the
     weights themselves.

@@ -52,7 +52,7 @@ def is_own_format(place: Path) -> bool:
 
 
 def read_model_metadata(place: Path) -> dict[str, str]:
-    """Read what a file or folder of any of the three formats says about itself.
+    """Read the metadata of a file or folder of any of the three formats.
 
     Raises:
         CheckpointError: missing, damaged, or a pickle that could run code.
@@ -78,7 +78,7 @@ def read_model_tensors(place: Path) -> dict[str, torch.Tensor]:
 
 
 def write_model_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the format that the name says: `.safetensors`, `.ckpt`, or a folder for any other."""
+    """Write the format of the name: `.safetensors`, `.ckpt`, or a folder for any other."""
     if path.suffix == ".safetensors":
         save_tensors(path, tensors, metadata)
     elif path.suffix == TORCH_SUFFIX:

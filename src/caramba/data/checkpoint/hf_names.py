@@ -58,7 +58,7 @@ def hf_names(spec: ModelSpec) -> dict[str, str]:
     A tied head has no entry of its own. Invert it for the other direction: names are distinct on both sides.
 
     Raises:
-        CheckpointError: the model is of another shape than a Llama; says which part.
+        CheckpointError: the model is of another shape than a Llama; the message names the part.
     """
     blocks, (final_norm, _) = llama_blocks(spec)
     names = dict((EMBEDDING,))
@@ -111,7 +111,7 @@ def llama_blocks(
     Attention is that of a Llama, with `allows_mla` multi-head latent attention too.
 
     Raises:
-        CheckpointError: the model is of another shape than a Llama; says which part.
+        CheckpointError: the model is of another shape than a Llama; the message names the part.
     """
     if spec.embedder.max_positions is not None:
         raise _refusal("it has learned position embeddings")

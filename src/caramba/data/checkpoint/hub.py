@@ -25,7 +25,7 @@ def hub_cache() -> Path:
 
 
 def cached_folder(hub_id: str, *, needs_weights: bool = True) -> Path | None:
-    """Return the local snapshot of a hub id, that of `main` first, then the newest, or None; never uses the network.
+    """Return the local snapshot of a hub id, `main` first, then the newest, or None; never uses the network.
 
     A snapshot counts when it holds config.json and, with `needs_weights`, every file of its weights.
     """

@@ -11,10 +11,10 @@ _PICKLE_STARTS = (b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in (2, 3
 
 
 def refuse_pickle(path: Path) -> None:
-    """Raise if `path` is a pickle by its suffix or by its first bytes (a pickle, or torch's zip of one).
+    """Raise if `path` is a pickle by its suffix or by its first bytes (or torch's zip of one).
 
     Raises:
-        CheckpointError: says why, and how to convert the file.
+        CheckpointError: the reason, and how to convert the file.
     """
     with open(path, "rb") as file:
         first = file.read(8)

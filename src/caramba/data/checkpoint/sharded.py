@@ -1,4 +1,4 @@
-"""Training state of which each rank writes its part: a folder that any number of ranks can go on from."""
+"""Training state of which each rank writes its part: a folder that any number of ranks can resume from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_sharded_state(
     labels: Mapping[str, str],
 ) -> None:
     """Write folder/STEP/ whole from all ranks: model/ and optimizer/ of torch.distributed.checkpoint, and loop.pt,
-    which is written last and says that the rest is there. Older steps are then removed.
+    which is written last and marks the rest as complete. Older steps are then removed.
 
     `labels` describe the model, so that model/ is a checkpoint of its own, which `caramba export` reads.
 
@@ -124,7 +124,7 @@ def _check_fits(place: Path, reader: Any, weights: Mapping[str, torch.Tensor]) -
         raise CheckpointError(
             f"{place}: is the state of another model, {len(wrong)} tensors differ:\n  "
             + "\n  ".join(wrong[:10])
-            + "\n  go on with the manifest that it was trained with, or remove it"
+            + "\n  use the manifest that it was trained with, or remove it"
         )
 
 

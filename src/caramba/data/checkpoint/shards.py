@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from caramba.data.checkpoint.tensors import described, kind_of, read_header, without_aliases
+from caramba.data.checkpoint.tensors import describe, kind_of, read_header, without_aliases
 from caramba.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
@@ -37,7 +37,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: its file, the byte at which its data begins, dtype and shape."""
+    """The place of a tensor: its file, the byte at which its data begins, dtype and shape."""
 
     file: Path
     start: int
@@ -49,7 +49,7 @@ class StoredTensor:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
+def index_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Read the headers of safetensors files and return every tensor's place by name.
 
     Raises:
@@ -120,12 +120,12 @@ def stream_into(
         same = [key, aliases.get(key, key), *(alias for alias, kept in aliases.items() if kept == key)]
         name = next((stored_name[item] for item in same if stored_name[item] in tensors), None)
         if name is None:
-            problems.append(f"missing {stored_name[key]} {described(target)}")
+            problems.append(f"missing {stored_name[key]} {describe(target)}")
             continue
         stored = tensors[name]
         used.add(name)
         if stored.shape != target.shape or kind_of(target) != kind_of(torch.empty(0, dtype=stored.dtype)):
-            problems.append(f"{name} in {stored.file.name}: expected {described(target)}, found {stored}")
+            problems.append(f"{name} in {stored.file.name}: expected {describe(target)}, found {stored}")
         elif target.is_meta:
             problems.append(f"{name}: the module is on meta, without memory; call to_empty() first")
         elif key not in aliases:

@@ -110,16 +110,16 @@ def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], wher
     _, aliases = without_aliases(own)
     given = {aliases.get(name, name) for name in tensors}
     problems = [
-        f"missing {name} {described(tensor)}"
+        f"missing {name} {describe(tensor)}"
         for name, tensor in own.items()
         if aliases.get(name, name) not in given
     ]
     for name, tensor in tensors.items():
         target = own.get(name)
         if target is None:
-            problems.append(f"unexpected {name} {described(tensor)}")
+            problems.append(f"unexpected {name} {describe(tensor)}")
         elif target.shape != tensor.shape or kind_of(target) != kind_of(tensor):
-            problems.append(f"{name}: expected {described(target)}, found {described(tensor)}")
+            problems.append(f"{name}: expected {describe(target)}, found {describe(tensor)}")
         elif target.is_meta:
             problems.append(f"{name}: the module is on meta, without memory; call to_empty() first")
     if problems:
@@ -175,7 +175,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     if size != expected:
         kind = "truncated" if size < expected else "corrupt"
         raise CheckpointError(
-            f"{path}: the file is {kind}: {size} bytes, its header says {expected}; copy it again or use an"
+            f"{path}: the file is {kind}: {size} bytes, its header states {expected}; copy it again or use an"
             " earlier checkpoint"
         )
     return header, 8 + length
@@ -291,6 +291,6 @@ def kind_of(tensor: torch.Tensor) -> str:
     return "complex" if tensor.is_complex() else str(tensor.dtype)
 
 
-def described(tensor: torch.Tensor) -> str:
+def describe(tensor: torch.Tensor) -> str:
     """Return a tensor's shape and dtype in words."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.config.estimate import ModelCost, Spread, model_cost, rank_bytes
+from caramba.config.estimate import ModelCost, ParallelLayout, model_cost, rank_bytes
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.launch.freeze import freeze
@@ -19,7 +19,7 @@ def beyond(cost: ModelCost, ranks: int, phase: dict[str, object] | None = None, 
     described = PhaseConfig.model_validate(
         {"phase": "pretrain", "steps": 9, "batch_size": "auto", **(phase or {})}
     )
-    return rank_bytes(described, cost, Spread(ParallelConfig.model_validate(parallel), ranks))
+    return rank_bytes(described, cost, ParallelLayout(ParallelConfig.model_validate(parallel), ranks))
 
 
 def test_ddp_adds_sums_that_are_narrower_than_gradients_and_nothing_else(cost: ModelCost) -> None:
@@ -42,7 +42,7 @@ def test_fsdp2_takes_off_what_other_ranks_hold_throughout_a_step(cost: ModelCost
     assert -kept < many < two < 0 < gathered < kept
     assert beyond(cost, 2, {"phase": "blockwise"}, strategy="fsdp2", dp=2) == 0
     phase = PhaseConfig(phase="pretrain", steps=9)
-    spread = Spread(ParallelConfig(strategy="fsdp2", dp=2), 2)
+    spread = ParallelLayout(ParallelConfig(strategy="fsdp2", dp=2), 2)
     assert rank_bytes(phase, cost, spread, keeps_whole=True) == two + 4 * cost.params
     sgd = beyond(cost, 2, {"optimizer": "sgd"}, strategy="fsdp2", dp=2)
     assert sgd == two + 4 * (cost.params - -(-cost.params // 2))

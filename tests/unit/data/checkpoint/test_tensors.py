@@ -178,7 +178,7 @@ def test_truncated_files_name_both_sizes(tmp_path: Path, cut: int) -> None:
         (b"hello world, this is text", "announce a header of"),
         (struct.pack("<Q", 4) + b"{{{{", "corrupt header in a file of 12 bytes"),
         (struct.pack("<Q", 12) + b'{"a": "b"}  ', "corrupt header"),
-        (struct.pack("<Q", 2) + b"{}" + b"extra", "corrupt: 15 bytes, its header says 10"),
+        (struct.pack("<Q", 2) + b"{}" + b"extra", "corrupt: 15 bytes, its header states 10"),
     ],
 )
 def test_files_that_are_not_safetensors(tmp_path: Path, content: bytes, message: str) -> None:

@@ -16,7 +16,7 @@ from caramba.config.plugins import activate, use_plugins
 from caramba.errors import ConfigError
 from caramba.infer.decode import greedy
 from caramba.model import Model, build_empty, build_model, check_causal
-from caramba.model.own_layers import refuse_lost_tensors
+from caramba.model.custom_layers import refuse_lost_tensors
 from caramba.model.topology import build_node
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
@@ -119,7 +119,7 @@ def test_a_layer_that_looks_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"returned .*; return a tensor"):
         check_causal(built)
     monkeypatch.setattr(conv_class(), "forward", lambda self, x, ctx=None: x @ x)
-    with pytest.raises(ConfigError, match=r"failed: RuntimeError: .*test_own_layers\.py:"):
+    with pytest.raises(ConfigError, match=r"failed: RuntimeError: .*test_custom_layers\.py:"):
         check_causal(built)
 
 
@@ -148,7 +148,7 @@ class Alone(nn.Module):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("Fails", r"Fails\(config\) failed: KeyError: 'nothing' \(.*test_own_layers.py:"),
+        ("Fails", r"Fails\(config\) failed: KeyError: 'nothing' \(.*test_custom_layers.py:"),
         ("Alone", r"its forward does not take \(x, ctx\)"),
         (
             "Wider",

@@ -1,4 +1,4 @@
-"""Layers of somebody's own in a model: their caches, and what is measured of them before anything depends on it."""
+"""Custom layers of a model: their caches, and checks of their decoding, causality and tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cached_layers(module: nn.Module) -> list[nn.Module]:
     """Return the layer of every application that keeps a cache, in execution order.
 
     Raises:
-        ConfigError: a layer of somebody's own that does not say how it is decoded.
+        ConfigError: a custom layer that does not declare how it is decoded.
     """
     found: list[nn.Module] = []
     for name, layer in applications(module):
@@ -60,8 +60,8 @@ def new_cache(layer: nn.Module, *args: Any, **options: Any) -> LayerCache:
     return new_layer_cache(layer.dims, *args, **options)
 
 
-def own_layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (qualified name, layer) of each distinct layer of somebody's own, in execution order."""
+def custom_layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (qualified name, layer) of each distinct custom layer, in execution order."""
     return [
         (name, layer) for name, layer in dict(applications(model)).items() if own_config(layer) is not None
     ]
@@ -72,9 +72,9 @@ def refuse_lost_tensors(model: nn.Module) -> None:
     state dict.
 
     Raises:
-        ConfigError: a layer of somebody's own with a buffer that no state dict holds, or a tensor beside its buffers.
+        ConfigError: a custom layer with a buffer that no state dict holds, or a tensor that is no buffer.
     """
-    for name, layer in own_layers_of(model):
+    for name, layer in custom_layers_of(model):
         for key, what in _lost_tensors(layer):
             raise ConfigError(
                 f"parallel: {name} has the {what} {key}, which ranks with a part of the weights are not given; make it "
@@ -95,23 +95,23 @@ def _lost_tensors(layer: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def refuse_documents(model: nn.Module) -> None:
-    """Refuse to keep the documents of a row apart in layers that may look at other tokens, and so across documents.
+    """Refuse separate documents in a row for layers that may look at other tokens, and so across documents.
 
     Raises:
         ConfigError: naming the layer.
     """
-    for name, layer in own_layers_of(model):
+    for name, layer in custom_layers_of(model):
         config = own_config(layer)
         if config is not None and config.decoding != "per_token":
             raise ConfigError(
-                f"{name}: a {config.type} may look at other tokens, and documents are kept apart in a row "
+                f"{name}: a {config.type} may look at other tokens, and documents of a row are separate "
                 '(data.packing, data.document_mask); leave them joined, or set decoding = "per_token" if it looks at '
                 "none"
             )
 
 
 def check_causal(model: Model) -> None:
-    """Hold layers of somebody's own to what training takes for granted: no output depends on a later token.
+    """Check that no output of a custom layer depends on a later token.
 
     A forward is compared with one whose last token differs. With weights that let nothing through, such as a gate at
     zero, there is nothing to be seen, so it is done before a phase and after it.
@@ -120,7 +120,7 @@ def check_causal(model: Model) -> None:
         ConfigError: a layer whose earlier outputs change with the last token, whose output has another shape, or
             whose forward fails.
     """
-    if not own_layers_of(model):
+    if not custom_layers_of(model):
         return
     tokens = _tokens(model)
     other = tokens.clone()
@@ -136,7 +136,7 @@ def check_causal(model: Model) -> None:
 
 
 def check_decoding(model: Model) -> None:
-    """Hold layers of somebody's own to their `decoding`: in chunks behind a cache as in one forward.
+    """Check that cached decoding in chunks matches one full forward.
 
     Raises:
         ConfigError: a layer whose outputs differ.
@@ -205,7 +205,7 @@ def _outputs(model: Model, parts: list[Tensor], ctx: Any = None) -> list[tuple[s
         return keep
 
     hooks = []
-    for name, layer in own_layers_of(model):
+    for name, layer in custom_layers_of(model):
         config = own_config(layer)
         assert config is not None
         hooks.append(layer.register_forward_hook(watch(name, config.type)))

@@ -69,7 +69,7 @@ def ask(
 
     An answer of `int_greedy` is the first integer of the greedy text, which ends at the end mark or after
     `max_new_tokens`; that of `choice_logprob` the choice c of the highest log p(c | prompt), over its tokens' number
-    where the case says so.
+    where the case asks for it.
 
     Raises:
         VerificationFailed: a log-probability that is not a number.
