@@ -14,11 +14,11 @@ from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE
 from caramba.artifacts.header import Fact
 from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
 from caramba.artifacts.markup import (
+    details,
     document,
     facts,
     figure,
     file_link,
-    details,
     metric_id,
     paragraph,
     section,

@@ -84,7 +84,7 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
 def has_teacher(result: RunResult, metrics: dict[str, Metric]) -> bool:
     """Whether a run has a teacher: without one its only model is no student."""
     roles = {phase.trains for phase in result.phases} | {parse_key(key).model for key in metrics}
-    answers = {answer.model for _, case in asked(result) for answer in case.answers}
+    answers = {answer.model for _, case in collect_verdicts(result) for answer in case.answers}
     return TEACHER in roles | answers or result.transplant is not None
 
 

@@ -8,7 +8,6 @@ from caramba.model.head import Head, TiedHead
 from caramba.model.hf_folder import load_hf_folder, record_loaded
 from caramba.model.identity import model_hash
 from caramba.model.model import Model, pair_attention
-from caramba.model.own_layers import check_causal
 from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
 from caramba.model.trace import Trace, TraceRecord
 

@@ -34,6 +34,6 @@ def test_single_samples_are_the_samples_of_their_repeats() -> None:
 
 def test_repeats_of_a_standard_error_have_one() -> None:
     same = [Metric("a.teacher.nll", value, "u", 5, None, "a", 0.5) for value in (1.0, 2.0, 3.0)]
-    found = pooled(same)
+    found = pool_metrics(same)
     assert (found.std, found.standard_error) == (None, pytest.approx(math.hypot(0.5, 1.0)))
     assert found.spread == found.standard_error

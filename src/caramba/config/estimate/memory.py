@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 
 from caramba.config.estimate.model import ModelCost
-from caramba.config.estimate.spread import RankMemory, ParallelLayout, holdings
+from caramba.config.estimate.spread import ParallelLayout, RankMemory, holdings
 from caramba.config.extension import name_of
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 
