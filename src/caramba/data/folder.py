@@ -22,7 +22,7 @@ from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter, index_name
 from caramba.data.stream import Tokens, TokenStream
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition
-from caramba.errors import DataError
+from caramba.errors import DataError, quote
 from caramba.runs.checksums import RECORD, check_folder, has_record, record_files
 from caramba.runs.files import whole_file, write_json
 
@@ -75,7 +75,7 @@ class TokenFolder:
         expected = self.meta["splits"].get(split, {}).get("documents")
         if index.size != expected:
             raise DataError(
-                f"{path}: {index.size} documents, but meta.json has {expected}; prepare the folder again"
+                f"{path}: {index.size} documents, but meta.json has {quote(expected)}; prepare the folder again"
             )
         return index
 
@@ -251,7 +251,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         schema = meta["schema"]
         if schema != SCHEMA:
             raise DataError(
-                f"{path}: schema {schema}, expected {SCHEMA}; prepare the folder again with this version"
+                f"{path}: schema {quote(schema)}, expected {SCHEMA}; prepare the folder again with this version"
             )
         marks = [meta["tokenizer"].get(key) for key in ("bos_id", "no_bytes_reason")]
         sizes = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from scripts.faults import mutate_readers
 
 from caramba.config.json_file import MAX_DEPTH, parse_object, read_object
+from caramba.data.folder import open_token_folder, write_token_folder
 from caramba.data.library import MAX_BPE_SIZE, train_bpe
 from caramba.data.prepare_command import main
 from caramba.errors import CheckpointError, ConfigError, DataError
@@ -41,3 +43,18 @@ def test_train_bpe_of_a_billion_entries_is_refused_before_it_allocates(tmp_path:
     with pytest.raises(DataError, match="at most"):
         train_bpe(["text"], 10**9)
     assert not (tmp_path / "o").exists()
+
+
+def test_messages_about_a_token_folder_quote_its_facts_in_part(tmp_path: Path) -> None:
+    bpe = train_bpe(["some text to train a tokenizer on " * 20], 280)
+    write_token_folder(tmp_path / "t", {"train": ["some text " * 50], "val": ["more"]}, bpe, {"corpus": "x"})
+    meta = json.loads((tmp_path / "t" / "meta.json").read_text())
+    del meta["checksums"]
+    (tmp_path / "t" / "checksums.json").unlink()
+    for key, change in {"documents": meta["splits"]["train"], "schema": meta}.items():
+        kept, change[key] = change[key], "x" * 5000
+        (tmp_path / "t" / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(DataError, match="xxx") as refused:
+            open_token_folder(tmp_path / "t").documents("train")
+        assert len(str(refused.value)) < 500, key
+        change[key] = kept
