@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,12 @@ def _dump(tree: Any) -> str:
             "tag:yaml.org,2002:int", hex(data) if data > 2**9_999 else str(data)
         ),
     )
-    return yaml.dump(tree, Dumper=Plain, allow_unicode=True, sort_keys=False)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)  # of a nested graft of nested values
+    try:
+        return yaml.dump(tree, Dumper=Plain, allow_unicode=True, sort_keys=False)
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _places(tree: Any) -> list[Place]:

@@ -170,7 +170,8 @@ def main() -> int:
     began = time.monotonic()
     result = mutate(words.seed, words.first, words.count, words.jobs, words.seconds)
     seconds = round(time.monotonic() - began, 1)
-    finish({"seed": words.seed, "count": words.count, "seconds": seconds, **result.as_json()}, words.json)
+    n_cases = result.accepted + result.refused + len(result.faults)
+    finish({"seed": words.seed, "count": n_cases, "seconds": seconds, **result.as_json()}, words.json)
     return 1 if result.faults else 0
 
 

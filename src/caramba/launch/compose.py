@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
@@ -154,10 +155,21 @@ def hydra_ready() -> Iterator[None]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot compose: {clip(' '.join(str(error).split()), LONGEST_REASON)}") from None
+    except AssertionError as error:
+        if not _is_of_hydra(error):
+            raise
+        raise ConfigError(
+            "cannot compose: a defaults list has an entry that is no text; write `- GROUP: OPTION` or `- FILE`"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(
             f"cannot compose, a file is not YAML: {clip(' '.join(str(error).split()), LONGEST_REASON)}"
         ) from None
+
+
+def _is_of_hydra(error: AssertionError) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "hydra"
 
 
 def _readable(message: str, cause: str) -> str:

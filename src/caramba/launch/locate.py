@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path as File
 from typing import Any
 
+from caramba.config.expansion import load_nodes
 from caramba.config.source import Path
 from caramba.launch.groups import show_file
 
@@ -42,10 +43,9 @@ class Origin:
 
     @cached_property
     def layers(self) -> list[tuple[Layer, Any]]:
-        import yaml
-
+        # By the parser that read the file, which takes texts that PyYAML's own refuses.
         return [
-            (layer, yaml.compose(layer.file.read_text("utf-8"), Loader=yaml.SafeLoader))
+            (layer, load_nodes(layer.file.read_text("utf-8"), show_file(layer.file)))
             for layer in self._read_layers()
         ]
 

@@ -250,3 +250,19 @@ def test_unbuilt_settings_are_refused_by_the_path_that_was_typed():
     assert "benchmark.benchmarks[2].config.quantization_modes=[fp16, auto]" in text
     freeze([]).refuse_unbuilt()
     freeze(["model=llama32_dba", "train=none"]).refuse_unbuilt()
+
+
+@pytest.mark.parametrize("entry", ["- 7: standard", "- /optimizer: 7", "- {true: adamw}"])
+def test_an_entry_of_a_defaults_list_that_is_no_text_is_refused(tmp_path, entry):
+    option = tmp_path / "train" / "mine.yaml"
+    option.parent.mkdir()
+    option.write_text(f"defaults:\n  {entry}\nsteps: 1\n")
+    with pytest.raises(ConfigError, match=r"cannot compose|defaults|mine\.yaml"):
+        freeze(["model=tiny", "train=mine", "verify=none", "benchmark=none"], [tmp_path])
+
+
+def test_a_wrong_reference_is_located_in_a_file_that_only_one_parser_takes(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("name: 1\t1\nnotes: {a: 0\t0, b: 0\t}\nmodel: ${nothing.here}\n")
+    with pytest.raises(ConfigError, match="nothing"):
+        freeze([f"manifest={file}"])
