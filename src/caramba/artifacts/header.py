@@ -13,7 +13,7 @@ from typing import Any, cast
 from caramba.result import RunResult
 from caramba.runs.events import RUN_STARTED, read_events
 
-_STARTS = (RUN_STARTED, "group_started")
+_WORK = ("phase_", "metrics")
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,19 @@ def read_facts(result: RunResult, run_dir: Path) -> list[Fact]:
 
 
 def sum_sittings(events: Iterable[dict[str, Any]]) -> tuple[float, int]:
-    """Return the seconds that a run was at work and the number of its sittings.
+    """Return the seconds from the start of each sitting to its last event of a phase, summed, and how many had one.
 
-    The time between the last event of a sitting and the first of the next is not counted.
+    What only writes artifacts again does not count, so that equal results give equal pages.
     """
-    seconds, n_sittings, last = 0.0, 0, None
+    seconds, n_sittings, last, has_work = 0.0, 0, None, False
     for event in events:
-        is_start = event.get("event") == RUN_STARTED or (last is None and event.get("event") in _STARTS)
-        if is_start or last is None:
-            n_sittings += 1
-        else:
-            seconds += max(0.0, float(event["time"]) - last)
-        last = float(event["time"])
+        name, time = str(event.get("event")), float(event["time"])
+        if last is None or name == RUN_STARTED:
+            last, has_work = time, False
+        elif name.startswith(_WORK):
+            n_sittings += not has_work
+            seconds += max(0.0, time - last)
+            last, has_work = time, True
     return seconds, n_sittings
 
 
@@ -75,9 +76,9 @@ def _date(events: list[dict[str, Any]]) -> str:
 
 def _duration(events: list[dict[str, Any]]) -> str:
     seconds, n_sittings = sum_sittings(events)
-    if not events:
+    if not n_sittings:
         return ""
-    return duration_text(seconds) + (f", sum of {n_sittings} sittings" if n_sittings > 1 else "")
+    return duration_text(seconds) + (f", sum of {n_sittings} sittings" if n_sittings > 1 else "") + " (training)"
 
 
 def _command(root: Path) -> str:

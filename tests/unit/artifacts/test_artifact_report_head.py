@@ -59,6 +59,9 @@ def test_sittings_are_summed_without_the_time_between_them() -> None:
         ("run_started", 1000),
         ("group_started", 1001),
         ("metrics", 1030),
+        ("run_finished", 1090),
+        ("run_started", 2000),
+        ("group_finished", 2008),
     ]
     assert sum_sittings({"event": name, "time": time} for name, time in events) == (40.0, 2)
     assert [duration_text(value) for value in (2.25, 125, 7260)] == ["2.2 s", "2 min 5 s", "2 h 1 min"]
