@@ -66,8 +66,9 @@ def _value(metric: Metric) -> Cell:
 
 
 def _interval(metric: Metric) -> list[Cell]:
-    """Return the 95% interval of a metric whose deviation is a standard error."""
-    if not metric.std:
+    """Return the 95% interval of a metric that has a standard error."""
+    error = metric.standard_error
+    if not error:
         return []
-    low, high = metric.value - Z_95 * metric.std, metric.value + Z_95 * metric.std
+    low, high = metric.value - Z_95 * error, metric.value + Z_95 * error
     return [Cell(f" (95% interval {number(low)} to {number(high)})")]
