@@ -218,8 +218,8 @@ def adamw_step(
     clip: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    seed: Tensor | None,
-    first: int,
+    seed: Tensor | None = None,
+    first: int = 0,
     in_moments: bool = False,
 ) -> None:
     kinds: dict[tuple[torch.dtype | None, ...], list[tuple[int, ...]]] = {}

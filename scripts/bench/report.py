@@ -223,7 +223,7 @@ GROUPS = {
     ),
     "Commands and data": ("launch_times", "substrate", "prepare", "collect_runs", "sweep_overhead"),
 }
-ELSEWHERE = ("smollm2",)  # docs/results.md shows it; scripts/results.py
+ELSEWHERE = ("smollm2", "paired_tests")  # docs/results.md and docs/evidence.md show them
 
 
 def render() -> str:

@@ -94,7 +94,7 @@ def test_a_path_may_be_relative_and_a_name_given(written: Path, tmp_path: Path) 
         (["model=hf"], r"^model.path: required, and still '\?\?\?'"),
         (["model=hf", "model.path={}", "model.embedder.vocab_size=5"], r"model.embedder: follows from config.json of model.path=.*\(command line: model.embedder.vocab_size=5\); remove it"),
         (["model=hf", "model.path={}", "+model.head.tied=true"], r"model.head: follows from config.json"),
-        (["model=tiny", "+model.path={}"], r"model.embedder: follows from config.json .*conf/model/tiny.yaml:3.*with model=hf"),
+        (["model=tiny", "+model.path={}"], r"model.embedder: follows from config.json .*conf/model/tiny.yaml:3.*model=hf"),
         (["model=hf", "model.path={}", "+model.checkpoint=x"], r"path and checkpoint both give this model its weights"),
     ],
 )  # fmt: skip

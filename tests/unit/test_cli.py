@@ -229,7 +229,12 @@ def test_cfg_job_and_info_and_completion_pass_through(caramba, tmp_path):
     assert "complete -o nospace" in caramba("--shell-completion", "install=bash").stdout
     for line in ("caramba launch model=t", "caramba model=t"):
         done = caramba("-sc", "query=bash", COMP_LINE=line)
-        assert done.stdout.split() == ["model=tiny", "model=tiny_dba", "model=tiny_dba_per_head"]
+        assert done.stdout.split() == [
+            "model=tiny",
+            "model=tiny_dba",
+            "model=tiny_dba_per_head",
+            "model=tiny_memory",
+        ]
     assert list(tmp_path.iterdir()) == []
 
 

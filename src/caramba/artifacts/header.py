@@ -78,7 +78,9 @@ def _duration(events: list[dict[str, Any]]) -> str:
     seconds, n_sittings = sum_sittings(events)
     if not n_sittings:
         return ""
-    return duration_text(seconds) + (f", sum of {n_sittings} sittings" if n_sittings > 1 else "") + " (training)"
+    return (
+        duration_text(seconds) + (f", sum of {n_sittings} sittings" if n_sittings > 1 else "") + " (training)"
+    )
 
 
 def _command(root: Path) -> str:

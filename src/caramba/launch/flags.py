@@ -109,7 +109,10 @@ FLAGS_OF: dict[str, dict[str, str]] = {
         **COMMON,
     },
     "export": {
-        "--format": "Format: hf, safetensors, ckpt or dcp; default hf.",
+        "--format": "Format: hf, safetensors, ckpt, dcp, gguf or deepseek; default hf.",
+        "--weights": "Weights of a GGUF file: f16, q8_0 or q4_0; default f16.",
+        "--engine": "Engine that reads a deepseek folder: transformers or vllm; default transformers.",
+        "--check": "Load the result in its engine and compare logits, text and cache; default off.",
         "--out": "Folder to write; required.",
         "--dtype": "Precision of the weights: float32, bf16 or fp16; default the stored precision.",
         "--which": MODEL["--which"],

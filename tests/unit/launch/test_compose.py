@@ -183,7 +183,12 @@ def test_sweeps_expand_to_their_product():
         ["seed=2", "train.lr=0.1", "name=x"],
         ["seed=2", "train.lr=0.2", "name=x"],
     ]
-    assert points(["model=glob(tiny*)"]) == [["model=tiny"], ["model=tiny_dba"], ["model=tiny_dba_per_head"]]
+    assert points(["model=glob(tiny*)"]) == [
+        ["model=tiny"],
+        ["model=tiny_dba"],
+        ["model=tiny_dba_per_head"],
+        ["model=tiny_memory"],
+    ]
     assert points(["seed=range(1,4)"]) == [["seed=1"], ["seed=2"], ["seed=3"]]
     assert points(["train.phases={a: {steps: 1}}", "+train.betas=[0.9,0.95]"]) == [
         ["train.phases={a: {steps: 1}}", "+train.betas=[0.9,0.95]"]

@@ -85,7 +85,7 @@ def test_one_document_is_no_document() -> None:
 
 def test_documents_are_refused_where_they_have_no_meaning() -> None:
     model, (tokens, ids, _) = lively(transformer("standard")), rows_of([[2], []])
-    with pytest.raises(ConfigError, match=r"documents have shape \(2, 3\) beside tokens \(2, 12\)"):
+    with pytest.raises(ConfigError, match=r"documents have shape \(2, 3\), tokens \(2, 12\)"):
         model(tokens, documents=ids[:, :3])
     with pytest.raises(ConfigError, match="a cache holds one document per row"):
         model(tokens, model.new_context(2, N_TOKENS), ids)

@@ -15,7 +15,7 @@ from caramba.layer import cache_view
 from caramba.layer.attention import _log_unfused_decode
 from caramba.model import Model, build_model
 from caramba.ops import backend
-from caramba.ops.dba_decode import WIDEST
+from caramba.ops.dba_decode import WIDEST, dba_decode
 
 N_TOKENS, TILE = 21, 4
 # First tokens kept exact have keys of another shape, which no kernel reads: such a layer takes the plain path.
@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(q_sem: Tensor, *args: object, **options: object) -> tuple[Tensor, Tensor]:
         seen.append(q_sem.shape[2])
-        return ops.dba_decode(q_sem, *args, **options)  # pyright: ignore[reportArgumentType]
+        return dba_decode(q_sem, *args, **options)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setitem(backend._attached, ("dba_decode", "cpu"), "forced")
     monkeypatch.setitem(WIDEST, torch.float64, 64)
