@@ -42,9 +42,11 @@ def read_facts(result: RunResult, run_dir: Path) -> list[Fact]:
 
 
 def sum_sittings(events: Iterable[dict[str, Any]]) -> tuple[float, int]:
-    """Return the seconds from the start of each sitting to its last event of a phase, summed, and how many had one.
+    """Return the seconds of all sittings, and how many trained.
 
-    What only writes artifacts again does not count, so that equal results give equal pages.
+    A sitting lasts from its start to its last event of a phase.
+
+    A sitting that writes artifacts alone does not count, so that equal results give equal pages.
     """
     seconds, n_sittings, last, has_work = 0.0, 0, None, False
     for event in events:
