@@ -136,7 +136,15 @@ class MemoryBankLayer(AttentionLayer):
         first: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return head outputs [B, H, T, Dv] and the tokens' gates, of queries and keys before RoPE."""
-        gates, dtype = self.gates(k, v), v.dtype
+        dtype, window = v.dtype, self.config.local_window
+        assert window is not None
+        # Tokens of the last window are written by no query here, so they need no gates.
+        n_written = max(k.shape[2] - window, 0)
+        log_keep, write = (
+            F.pad(gate, (0, 0, 0, k.shape[2] - n_written))
+            for gate in self.gates(k[:, :, :n_written], v[:, :, :n_written])
+        )
+        gates = log_keep, write
         slot_q, slot_k = self.projection.scale_queries(q, dtype), k
         rotated_q, rotated_k = slot_q, slot_k
         if self.projection.rope is not None:
@@ -144,8 +152,6 @@ class MemoryBankLayer(AttentionLayer):
             rotated_k = self._rotate(k, k_offset).to(dtype)
         if self.config.memory_rope:
             slot_q, slot_k = rotated_q, rotated_k
-        window = self.config.local_window
-        assert window is not None
         heads, _ = memory_bank(
             *(rotated_q, rotated_k, v, slot_q, slot_k, *gates),
             window=window,

@@ -194,11 +194,7 @@ class _Gates(NamedTuple):
 
     kept: Tensor
     steps: Tensor
-    write: Tensor
-
-    @property
-    def weights(self) -> Tensor:
-        return self.steps * self.write[:, :, None]
+    weights: Tensor
 
 
 def _padded(x: Tensor, place: _Chunk) -> Tensor:
@@ -229,7 +225,8 @@ def _gates(x: _Inputs, place: _Chunk, resets: Tensor | None) -> _Gates:
         kept = kept.masked_fill((runs > 0)[:, None, :, None], 0)
     # Masked before the exponential: differences of later steps are positive and may overflow.
     gaps = (total[:, :, :, None] - total[:, :, None]).masked_fill(later[:, None, :, :, None], -math.inf)
-    return _Gates(kept, gaps.exp(), write)
+    steps = gaps.exp()
+    return _Gates(kept, steps, steps * write[:, :, None])
 
 
 def _hidden(place: _Chunk, before: int, window: int, first: Tensor | None, device: torch.device) -> Tensor:
