@@ -13,6 +13,9 @@ from caramba.config.estimate import model_cost
 from caramba.config.model import ModelConfig
 from caramba.model import build_model
 
+MEMORY = ("tiny_memory",)
+"""Caches of constant size, whose op the counter does not see; gates run when a token leaves the window."""
+
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_and_cache_equal_the_plan(preset: str) -> None:
@@ -31,14 +34,14 @@ def test_work_of_a_decode_equals_the_plan(preset: str) -> None:
     cost = model_cost(model)
     built = build_model(model, seed=0).eval()
     assert sum(parameter.numel() for parameter in built.parameters()) == cost.params
-    if preset == "tiny_memory":
-        pytest.skip("the plan counts full slots; five tokens leave them empty")
     ctx = built.new_context(1, 5)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         for token in range(5):
             built(torch.tensor([[token]]), ctx)
-    assert counter.get_total_flops() == round(5 * cost.decode_flops_per_token(5))
-    assert ctx.used_bytes() == cost.topology.kv_bytes(KVCacheKind.FP32, 5)
+    n_cached = 10_000 if preset in MEMORY else 5
+    assert ctx.used_bytes() == cost.topology.kv_bytes(KVCacheKind.FP32, n_cached)
+    if preset not in MEMORY:
+        assert counter.get_total_flops() == round(5 * cost.decode_flops_per_token(5))
 
 
 @pytest.mark.parametrize(
