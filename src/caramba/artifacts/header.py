@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from caramba.result import RunResult
 from caramba.runs.events import RUN_STARTED, read_events
+from caramba.runs.manifest import OVERRIDES, read_overrides
 
 _WORK = ("phase_", "metrics")
 
@@ -87,8 +88,10 @@ def _duration(events: list[dict[str, Any]]) -> str:
 
 def _command(root: Path) -> str:
     try:
-        words = (root / "overrides.txt").read_text(encoding="utf-8").splitlines()
+        words = read_overrides(root)
     except (OSError, UnicodeDecodeError):
+        return ""
+    if not (root / OVERRIDES).is_file():
         return ""
     return " ".join(["caramba launch", *map(shlex.quote, words)])
 

@@ -29,6 +29,7 @@ from caramba.runs.environment import environment_changes
 from caramba.runs.exit_codes import MISTAKE
 from caramba.runs.jobs import refuse_queued
 from caramba.runs.locking import is_locked
+from caramba.runs.manifest import read_overrides
 from caramba.runs.ranks import is_rank
 from caramba.runs.shell import show_path
 from caramba.runs.sources import plugin_changes
@@ -186,9 +187,7 @@ def _copy(text: str) -> tuple[Path, Path, Manifest]:
     folder = source.parent if source.is_file() else source
     for line in (*environment_changes(folder), *plugin_changes(folder, manifest)):
         print(f"differs from the original: {line}", file=sys.stderr)
-    words = folder / "overrides.txt"
-    overrides = words.read_text(encoding="utf-8").splitlines() if words.is_file() else []
-    run_dir = mint(manifest, overrides)
+    run_dir = mint(manifest, read_overrides(folder))
     print(f"running {folder} again in {run_dir}", file=sys.stderr)
     return folder, run_dir, manifest
 

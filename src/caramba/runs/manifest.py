@@ -12,7 +12,13 @@ from caramba.config.manifest import Manifest
 from caramba.config.parse import parse_manifest
 from caramba.errors import ConfigError
 
-MANIFEST = "manifest.json"
+MANIFEST, OVERRIDES = "manifest.json", "overrides.txt"
+
+
+def read_overrides(run_dir: Path) -> tuple[str, ...]:
+    """Return the words of the command line that made a run, none where it has no such file."""
+    file = run_dir / OVERRIDES
+    return tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
 
 
 def canonical_json(manifest: Manifest) -> str:

@@ -24,16 +24,15 @@ from caramba.runs.environment import (
 from caramba.runs.events import EVENTS
 from caramba.runs.files import sha256_of, write_json, write_whole
 from caramba.runs.locking import LOCK, is_locked, mark_starting
-from caramba.runs.manifest import MANIFEST, canonical_json, manifest_sha256
+from caramba.runs.manifest import MANIFEST, OVERRIDES, canonical_json, manifest_sha256
 from caramba.runs.sources import SOURCES
 from caramba.runs.state import FAILED, run_state
 
 MOST_COLLISIONS = 1000
 MINTED = re.compile(r"\d{8}-\d{6}-([0-9a-f]{8})(-\d+)?")
 _WRITTEN_BEFORE_A_PLAN = {
-    "overrides.txt",
     "logs",
-    *(ENVIRONMENT, GIT_PATCH, MANIFEST, LOCK, EVENTS, SOURCES),
+    *(OVERRIDES, ENVIRONMENT, GIT_PATCH, MANIFEST, LOCK, EVENTS, SOURCES),
 }
 
 
@@ -54,7 +53,7 @@ def mint(manifest: Manifest, overrides: Iterable[str], root: Path = Path("runs")
     try:
         run_dir = _leftover(parent, digest) or _reserve(parent, f"{stamp}-{digest[:8]}")
         patch = git_patch()
-        write_whole(run_dir / "overrides.txt", "".join(f"{word}\n" for word in overrides))
+        write_whole(run_dir / OVERRIDES, "".join(f"{word}\n" for word in overrides))
         write_json(run_dir / "env.json", environment())
         if patch and stores_git_patch():
             _write_patch(run_dir / GIT_PATCH, patch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from caramba.artifacts.across_runs.arguments import Arguments
+from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.across_runs.compare import (
     draw_curves,
     interval_text,
@@ -124,8 +125,6 @@ def _print_metrics(first: Path, second: Path, texts: list[str]) -> None:
         star = " *" if item.is_clear and item.half_width else ""
         cells = (interval_text(item.key, item.first), interval_text(item.key, item.second))
         rows.append((item.key, *cells, f"{number(item.value)}{interval}{star}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(align_columns(rows, "  "))
     if len(rows) - 1 < len(found):
         print(f"  … {len(found) - len(rows) + 1} more: --metric TEXT shows those with TEXT in their key")

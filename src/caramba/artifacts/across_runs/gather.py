@@ -10,6 +10,7 @@ from typing import Any
 
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
+from caramba.runs.manifest import read_overrides
 from caramba.runs.sources import plugin_sources
 from caramba.runs.state import FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
@@ -207,8 +208,7 @@ def _runs_below(folder: Path) -> list[Path]:
 
 
 def _words_of(run: Path) -> dict[str, str]:
-    file = run / "overrides.txt"
-    return _words(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else {}
+    return _words(read_overrides(run))
 
 
 def _words(overrides: Iterable[str]) -> dict[str, str]:

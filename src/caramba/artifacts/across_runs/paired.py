@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.items import FILE, TaskComparison, TaskItems, compare_items, from_column, to_column
 from caramba.artifacts.statistics import LEVEL, detectable_difference
 from caramba.artifacts.tables import NOTHING, number
@@ -58,9 +59,7 @@ def format_comparisons(comparisons: Sequence[TaskComparison]) -> str:
                 _seen(item),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([head, *lines])
+    return f"{head}\n{align_columns(rows, '  ')}"
 
 
 def read_items(path: Path, model: str) -> Iterator[tuple[Key, TaskItems]]:

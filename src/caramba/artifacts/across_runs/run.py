@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.across_runs.gather import Measured, Row, gather, read_metrics, swept_keys
 from caramba.artifacts.across_runs.summary import choose_metrics
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.runs.events import metric_rows
-from caramba.runs.manifest import read_manifest
+from caramba.runs.manifest import read_manifest, read_overrides
 from caramba.runs.state import RunState, run_state
-
-OVERRIDES = "overrides.txt"
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Run:
     @property
     def overrides(self) -> tuple[str, ...]:
         """The words of the command line."""
-        file = self.path / OVERRIDES
-        return tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
+        return read_overrides(self.path)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -175,12 +173,7 @@ class RunTable(Sequence[Run]):
         return iter(self.runs)
 
     def __str__(self) -> str:
-        cells = self._cells()
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in cells
-        )
+        return align_columns(self._cells())
 
     def _repr_html_(self) -> str:
         """The table as Jupyter shows it."""

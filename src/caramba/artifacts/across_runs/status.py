@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from caramba.artifacts.across_runs.arguments import Arguments
+from caramba.artifacts.across_runs.columns import align_columns
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.jobs import QueuedJob, queue, read_job
@@ -47,9 +48,8 @@ def status(argv: list[str]) -> int:
     for sweep in sweeps:
         print(_sweep_line(sweep))
     rows = [("run", "state", "phase", "step", "last sign", "")] + [_cells(state) for state in states]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if states else ():
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if states:
+        print(align_columns(rows))
     if not states and not sweeps:
         print(f"no runs under {folder.absolute()}")
     return 0

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
+from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.across_runs.gather import Gathered
 from caramba.artifacts.across_runs.summary import Group, MeanAndDeviation, best_group
 from caramba.artifacts.latex import escape, typeset
@@ -38,10 +39,7 @@ def text_table(
             for metric in metrics
         ]
         rows.append([*group.values, *cells, _counts(group, metrics)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return align_columns(rows)
 
 
 def runs_csv(found: Gathered, keys: Sequence[str]) -> str:
