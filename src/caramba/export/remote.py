@@ -47,6 +47,7 @@ NEVER_CALLED = (
     "dba_decode",
     "dba_decode_up",
     "decoupled_attention",
+    "prefix_attention",
     "per_head_linear",
     "latent_queries",
     "layer_norm",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.cache_view import CacheView
-from caramba.layer.first_tokens import FirstTokens, attend_with_prefix
+from caramba.layer.first_tokens import FirstTokens, attend_with_prefix, read_all
 from caramba.layer.fused_linear import FusedLinear, can_use_fused
 from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.gated import GatedProjection
@@ -245,8 +245,7 @@ class LatentProjection(GatedProjection):
         k, v = self.keys_values({name: streams[name][:, :, -n_keys:].to(q.dtype) for name in ("c", "k_geo")})
         if self.first is not None:
             q, kept, total = self._read_first(self.first, q, streams, first)
-            read, share = attend_with_prefix(score, q, k, v, total, self.first.n_tokens, first)
-            return read + (share * kept).to(read.dtype)
+            return read_all(score, q, k, v, kept, total, self.first.n_tokens, first)
         null = None
         if self.null_c is not None and self.null_geo is not None:
             rows = {"c": self.null_c.expand(1, 1, 1, -1), "k_geo": self.null_geo.expand(1, 1, 1, -1)}

@@ -150,9 +150,14 @@ def _attend_single(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     return out.reshape(batch, n_heads, 1, v.shape[-1])
 
 
+def supports_two_widths(q: Tensor) -> bool:
+    """True if the leading fused backend takes values of another width than keys."""
+    return TWO_WIDTHS and q.is_cuda and q.dtype in HALF_PRECISION
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     groups, v_width = q.shape[1] // k.shape[1], v.shape[-1]
-    if not (TWO_WIDTHS and q.is_cuda and q.dtype in HALF_PRECISION):
+    if not supports_two_widths(q):
         # Fused backends want one width; zero features change neither the score nor the kept part of the output.
         width = max(q.shape[-1], v_width)
         q, k, v = (_widen(x, width) for x in (q, k, v))

@@ -23,6 +23,7 @@ KEPT = ("mm", "addmm", "_scaled_mm")
 ATTENTION = (
     *("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn", "flex_attention"),
     "decoupled_attention",
+    "prefix_attention",
 )
 
 
