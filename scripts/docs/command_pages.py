@@ -6,9 +6,9 @@ import textwrap
 
 from markdown_cells import cell, code, heading, table
 
-from caramba.launch.flags import FLAGS_OF
+from caramba.launch.commands.help import FLAGS
+from caramba.launch.commands.table import COMMANDS
 from caramba.launch.groups import description, groups
-from caramba.launch.help import COMMANDS, FLAGS
 
 STATUSES = (
     ("0", "success"),
@@ -28,11 +28,12 @@ def commands() -> str:
         "`python -m caramba NAME` is the same as `caramba NAME`. [Commands](../commands.md) has examples.",
         "",
     ]
-    for name, (usage, sentence) in COMMANDS.items():
+    for name, command in COMMANDS.items():
+        sentence = command.summary
         call = textwrap.wrap(
-            f"caramba {name} {usage}".strip(), 90, subsequent_indent="    ", break_on_hyphens=False
+            f"caramba {name} {command.usage}".strip(), 90, subsequent_indent="    ", break_on_hyphens=False
         )
-        flags = FLAGS_OF.get(name, {}) if name != "launch" else dict(FLAGS)
+        flags = command.flags or dict(FLAGS)
         rows = [[code(flag), cell(text)] for flag, text in flags.items()]
         lines += [*heading(name, name), f"{cell(sentence)[:1].upper()}{cell(sentence)[1:]}.", ""]
         lines += ["```text", *call, "```", "", *table(["flag", "meaning"], rows)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from caramba.cli import main
-from caramba.launch import pool, slots
+from caramba.launch.launchers import process
 from caramba.runs import lock
 from caramba.runs.locking import is_locked
 from caramba.runs.sweeps import read_sweep, resolve_sweep
@@ -64,13 +64,13 @@ loss = {"id": "pretrain", "loss": (rate - 0.003) ** 2 if rate != "auto" else 1.0
 def _sweep(tmp_path, monkeypatch, capsys):
     """Run `caramba -m` or another command in an empty folder; return exit status, what was printed, and the index."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slots, "available_cores", lambda: 2)
+    monkeypatch.setattr(process, "available_cores", lambda: 2)
     program = tmp_path / "worker.py"
     program.write_text(WORKER)
     shell = tmp_path / "python"
     shell.write_text(f'#!/bin/sh\nexec {PYTHON} -S {program} "$@"\n')
     shell.chmod(0o755)
-    monkeypatch.setattr(pool.sys, "executable", str(shell))
+    monkeypatch.setattr(process.sys, "executable", str(shell))
 
     def run(*words):
         capsys.readouterr()
@@ -151,7 +151,7 @@ def test_on_failure_stop_starts_no_more(sweep):
 
 
 FRONT_END = (
-    "import sys\nfrom caramba.launch import pool\nfrom caramba.cli import main\n"
+    "import sys\nfrom caramba.launch.launchers import process\nfrom caramba.cli import main\n"
     "sys.executable = sys.argv.pop(1)\nsys.exit(main(sys.argv[1:]))"
 )
 
@@ -224,7 +224,7 @@ def test_sweep_interrupted_while_it_waits_stops_the_live_worker(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_stops_its_workers_and_can_go_on(sweep, tmp_path, how):
     code = (
-        "import sys\nfrom caramba.launch import pool\nfrom caramba.cli import main\n"
+        "import sys\nfrom caramba.launch.launchers import process\nfrom caramba.cli import main\n"
         f"sys.executable = {str(tmp_path / 'python')!r}\nsys.exit(main(sys.argv[1:]))"
     )
     words = ["-m", *WORDS, "launcher=process", "launcher.n_jobs=2", "seed=9,1"]

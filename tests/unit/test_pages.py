@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba.launch.help import COMMANDS
+from caramba.launch.commands.table import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ("benchmarks.md", "log.md")

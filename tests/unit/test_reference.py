@@ -14,8 +14,7 @@ from caramba.config.schema import json_schema
 from caramba.evaluation.latency import UNITS as LATENCY_UNITS
 from caramba.evaluation.weights import UNITS as WEIGHTS_UNITS
 from caramba.experiment.ladder import UNITS as LADDER_UNITS
-from caramba.launch.flags import FLAGS_OF
-from caramba.launch.help import COMMANDS
+from caramba.launch.commands.table import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +50,7 @@ def test_every_command_and_flag_has_a_sentence(pages: dict[str, ModuleType]) -> 
     text = pages["command_pages"].commands()
     for command in COMMANDS:
         assert f"{{ #{command} }}" in text
-    for command, flags in FLAGS_OF.items():
+    for command, flags in ((name, entry.flags) for name, entry in COMMANDS.items()):
         for flag, sentence in flags.items():
             assert len(sentence.split()) >= 2, (command, flag)
             assert f"| `{flag}` |" in text

@@ -29,7 +29,7 @@ WORDS = [
 # Composes all points, as a sweep does before it starts one, and prints its peak memory in KiB along the way.
 FRONT_END = """
 import gc, resource, sys
-from caramba.launch.sweep import check_point
+from caramba.launch.sweeps.grid import check_point
 kept = []
 for number in range(int(sys.argv[1])):
     kept.append(check_point([*sys.argv[2:], f"seed={number}"], ())[1])

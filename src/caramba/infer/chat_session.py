@@ -10,9 +10,9 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.dialogue import Dialogue
-from caramba.infer.generate_command import clean, show_decision, speculation
 from caramba.infer.generator import Generator
 from caramba.infer.speculative import SpeculativeGenerator
+from caramba.infer.terminal import describe_speculation, log_cache_choice, without_control
 
 HELP = """\
 /help   these words
@@ -90,7 +90,7 @@ class ChatSession:
         chosen = decision and (decision.kind, decision.reason)
         if chosen != self.chosen:
             self.chosen = chosen
-            show_decision(self.generator)
+            log_cache_choice(self.generator)
 
     def command(self, word: str) -> None:
         """Run a slash command."""
@@ -103,7 +103,7 @@ class ChatSession:
         elif word == "/stats":
             print(self.stats(), flush=True)
         else:
-            print(f"{clean(word)} is no command; /help lists them", flush=True)
+            print(f"{without_control(word)} is no command; /help lists them", flush=True)
 
     def stats(self) -> str:
         """Return speed and memory as one line."""
@@ -114,7 +114,7 @@ class ChatSession:
             f"context {self.context} of {self.generator.config.max_seq_len} tokens, {last.decode} steps"
             + (f" ({last.not_compiled})" if last.not_compiled is not None else "")
             + (
-                f"; last answer: {speculation(self.generator)}"
+                f"; last answer: {describe_speculation(self.generator)}"
                 if isinstance(self.generator, SpeculativeGenerator)
                 else ""
             )
@@ -128,7 +128,7 @@ class _Printer:
         self.is_begun = False
 
     def __call__(self, row: int, text: str) -> None:
-        text = clean(text) if self.is_begun else clean(text).lstrip()
+        text = without_control(text) if self.is_begun else without_control(text).lstrip()
         self.is_begun = self.is_begun or bool(text)
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from caramba import CallablePackage
-from caramba.launch.argv import main
+from caramba.launch.commands.launch import run as main
 
 __all__ = ["main"]
 

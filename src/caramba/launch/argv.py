@@ -1,4 +1,4 @@
-"""The thin shim in front of Hydra: reads flags, answers --help at once, and passes the rest to the right place."""
+"""The command line of a launch as flags and overrides, before Hydra reads the overrides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
-from caramba.runs.exit_codes import run_command
 
 FLAGS = (
     "--help",
@@ -28,7 +27,7 @@ NATIVE = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 
 
 @dataclass
-class Request:
+class CommandLine:
     """A parsed command line: overrides in order, and the flags."""
 
     overrides: list[str] = field(default_factory=list)
@@ -42,43 +41,48 @@ class Request:
     is_quiet: bool = False
     is_multirun: bool = False
 
+    @property
+    def worker_flags(self) -> list[str]:
+        """The flags that a worker gets."""
+        return [flag for flag, is_set in (("--debug", self.is_debug), ("--quiet", self.is_quiet)) if is_set]
 
-def parse_argv(argv: list[str]) -> Request:
+
+def parse_argv(argv: list[str]) -> CommandLine:
     """Parse a command line.
 
     Raises:
         ConfigError: an unknown flag, or one that lacks its value.
     """
-    request = Request(is_debug="--debug" in argv)
+    args = CommandLine(is_debug="--debug" in argv)
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         name, _, value = word.partition("=")
         if not word.startswith("-"):
-            request.overrides.append(word)
+            args.overrides.append(word)
         elif word == "--version":
-            request.wants_version = True
+            args.wants_version = True
         elif word in ("--help", "-h"):
-            request.wants_help = True
+            args.wants_help = True
         elif name in ("--shell-completion", "-sc", "--hydra-help"):
-            request.native.append(word)
+            args.native.append(word)
         elif name in ("--info", "-i"):
-            request.native.append(word)
+            args.native.append(word)
             if rest and not value and "=" not in rest[0] and not rest[0].startswith("-"):
-                request.native.append(rest.pop(0))
+                args.native.append(rest.pop(0))
         elif name in ("--config-dir", "-cd"):
-            request.config_dirs.append(as_folder(value or _next(word, rest)))
+            args.config_dirs.append(as_folder(value or _next(word, rest)))
         elif name in ("--cfg", "-c"):
-            request.cfg = value or _next(word, rest)
+            args.cfg = value or _next(word, rest)
         elif word == "--resolve":
-            request.resolves = True
+            args.resolves = True
         elif word in ("--multirun", "-m"):
-            request.is_multirun = True
+            args.is_multirun = True
         elif word == "--quiet":
-            request.is_quiet = True
+            args.is_quiet = True
         elif word != "--debug":
             raise ConfigError(f"command line: unknown option {word}{_hint(name, value, rest)} see --help")
-    return request
+    return args
 
 
 def _hint(flag: str, value: str, rest: list[str]) -> str:
@@ -117,36 +121,48 @@ def as_folder(text: str) -> Path:
     return folder
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0, 1 for a failure, 2 for a user's mistake, 130 when interrupted."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: _dispatch(words), is_debug="--debug" in words)
+def parse_command(argv: list[str], value_flags: tuple[str, ...] = ()) -> CommandLine:
+    """Parse the words of another command than launch; `--group NAME` becomes the override `group=NAME`."""
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in value_flags:
+            if not equals and not rest:
+                raise ConfigError(f"command line: {flag} needs a value")
+            words.append(f"{flag.lstrip('-')}={value if equals else rest.pop(0)}")
+        else:
+            words.append(word)
+    args = parse_argv(words)
+    if args.native or args.is_multirun or args.cfg:
+        raise ConfigError(
+            f"command line: {', '.join(NATIVE)}, --multirun and --cfg belong to `caramba launch`"
+        )
+    return args
 
 
-def _dispatch(argv: list[str]) -> int:
-    request = parse_argv(argv)
-    if request.wants_version:
-        from caramba import __version__
+def split_files(args: CommandLine) -> tuple[list[str], list[str]]:
+    """Return the manifest files among the overrides, and the others.
 
-        print(f"caramba {__version__}")
-        return 0
-    if request.wants_help:
-        from caramba.launch.help import help_text
+    Raises:
+        ConfigError: a word that is neither an override nor a file.
+    """
+    files = [word for word in args.overrides if "=" not in word and not word.startswith("~")]
+    for file in files:
+        if Path(file).is_dir():
+            held = "its manifest.json" if (Path(file) / "manifest.json").is_file() else "a file"
+            raise ConfigError(f"{file} is a folder; give {held}")
+        if not Path(file).is_file():
+            raise ConfigError(f"{file}: no such file, and not an override (KEY=VALUE)")
+    return files, [word for word in args.overrides if word not in files]
 
-        print(help_text(request.config_dirs))
-        return 0
-    if request.native:
-        from caramba.launch.native import run_native
 
-        return run_native(request)
-    if request.cfg is not None:
-        from caramba.launch.show import show_config
+def refuse_arguments(command: str, argv: list[str]) -> None:
+    """Raise when a command that takes no arguments gets some."""
+    extra = [word for word in argv if word not in ("--debug", "--quiet")]
+    if extra:
+        from caramba.launch.commands.table import COMMANDS
 
-        return show_config(request)
-    if request.is_multirun:
-        from caramba.launch.sweep import run_sweep
-
-        return run_sweep(request)
-    from caramba.launch.run import launch
-
-    return launch(request)
+        usage = f"caramba {command} {COMMANDS[command].usage}".rstrip()
+        raise ConfigError(f"{command}: unexpected {' '.join(extra)}; usage: {usage}")

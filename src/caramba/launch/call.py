@@ -14,8 +14,8 @@ from caramba.config.estimate import ExperimentPlan, as_json, render_text
 from caramba.config.manifest import Manifest
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, quote
-from caramba.launch.argv import Request, as_folder
-from caramba.launch.plan import plan_of
+from caramba.launch.argv import CommandLine, as_folder
+from caramba.launch.commands.compile import plan_of
 from caramba.launch.run import launch_in
 from caramba.runs.exit_codes import INTERRUPTED, STOPPED
 from caramba.runs.shell import show_path
@@ -79,11 +79,11 @@ def launch(
         RunFailedError: training or a benchmark failed, or a signal stopped the run.
         KeyboardInterrupt: the run was interrupted; its state is on disk.
     """
-    request = _request(overrides, manifest, config_dirs)
-    request.is_quiet = quiet
+    args = _command_line(overrides, manifest, config_dirs)
+    args.is_quiet = quiet
     was_quiet = logger.quiet
     try:
-        run_dir, status = launch_in(request, inline=_run_raising)
+        run_dir, status = launch_in(args, inline=_run_raising)
     finally:
         logger.quiet = was_quiet
     if status:
@@ -104,13 +104,13 @@ def compile(
     Raises:
         CarambaError: what a launch would refuse too, unless only a device can tell.
     """
-    found, experiment, notes = plan_of(_request(overrides, manifest, config_dirs))
+    found, experiment, notes = plan_of(_command_line(overrides, manifest, config_dirs))
     return Plan(found, experiment, tuple(notes))
 
 
-def _request(
+def _command_line(
     overrides: Sequence[str], manifest: str | os.PathLike[str] | None, config_dirs: Folders
-) -> Request:
+) -> CommandLine:
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
         raise ConfigError(
             f"launch: overrides are a list of texts, such as ['model=tiny', 'train.steps=50']; got {quote(overrides)}"
@@ -121,7 +121,7 @@ def _request(
             f"launch: {quote(dashed)} is an option of the command line; give KEY=VALUE, or an argument of the function"
         )
     words = [*([] if manifest is None else [f"manifest={os.fspath(manifest)}"]), *overrides]
-    return Request(words, [as_folder(os.fspath(folder)) for folder in config_dirs], is_debug=False)
+    return CommandLine(words, [as_folder(os.fspath(folder)) for folder in config_dirs], is_debug=False)
 
 
 def _run_raising(manifest_file: Path, flags: list[str]) -> int:

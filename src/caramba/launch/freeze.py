@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from caramba.config.composition import Composition
 from caramba.config.crosscheck import check_vocabulary, cross_check
+from caramba.config.fit import FitConfig
 from caramba.config.lower import Lowered, lower_file, lower_groups
-from caramba.config.manifest import Manifest
+from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.names import nearest
 from caramba.config.not_implemented import refuse_unbuilt
 from caramba.config.parse import parse_as, parse_manifest
 from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, format_place, read_path
+from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.derive import derive_models
 from caramba.launch.groups import groups
-from caramba.launch.locate import Origin
+from caramba.launch.origin import Origin
 
 if TYPE_CHECKING:
     from caramba.config.estimate import FitResult
@@ -68,7 +70,7 @@ def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen
     else:
         frozen = _from_groups(overrides, config_dirs)
     if frozen.manifest.fit is not None:
-        from caramba.launch.fit import resolve_fit
+        from caramba.launch.freeze import resolve_fit
 
         manifest, derivation = resolve_fit(frozen.manifest, frozen.manifest.fit, frozen.overrides)
         frozen = dataclasses.replace(frozen, manifest=manifest, fit=derivation)
@@ -102,7 +104,7 @@ def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Froze
 
 
 def _from_file(file: File, overrides: Sequence[str], typed: tuple[str, ...]) -> Frozen:
-    from caramba.launch.file import read_file
+    from caramba.launch.manifest_file import read_file
 
     tree, source, given = read_file(file, overrides)
     tree = _with_plugins(derive_models(tree, source), source)
@@ -133,3 +135,52 @@ def _refuse_foreign_group(tree: dict[str, Any], choices: dict[str, str]) -> None
         else f"options of benchmark: {', '.join(known)}{nearest(group, known)}"
     )
     raise ConfigError(f"group={group} selects a group of a single-file manifest; for composed groups {way}")
+
+
+def resolve_fit(
+    manifest: Manifest, fit_config: FitConfig, overrides: Sequence[str]
+) -> tuple[Manifest, FitResult]:
+    """Return the manifest with its model fitted and the section gone, and the derivation.
+
+    The derivation is added to the manifest's notes. Training phases take `fit.block_size` unless a block size was
+    typed for them.
+
+    Raises:
+        ConfigError: a target that cannot be reached, or a model whose weights fix its shape.
+    """
+    from caramba.config.estimate import FitRow, fit
+
+    result = fit(manifest.model, fit_config.target_params, fit_config.block_size)
+    groups = manifest.groups
+    block_size = fit_config.block_size
+    if block_size is not None and not _is_typed(overrides):
+        before = sorted({run.train.block_size for group in groups for run in group.runs if run.train})
+        groups = tuple(_with_block_size(group, block_size) for group in groups)
+        if before and before != [block_size]:
+            row = FitRow(
+                "train.block_size",
+                ", ".join(map(str, before)),
+                str(block_size),
+                "fit.block_size, since none was typed",
+            )
+            result = dataclasses.replace(result, rows=(*result.rows[:-1], row, result.rows[-1]))
+    notes = f"{manifest.notes}\n{result.note}" if manifest.notes else result.note
+    changed = {"model": result.model, "fit": None, "groups": groups, "notes": notes}
+    return manifest.model_copy(update=changed), result
+
+
+def _is_typed(overrides: Sequence[str]) -> bool:
+    """Whether the command line sets the block size of a phase, under any of its names."""
+    names = {alias for alias, name in PhaseConfig.aliases.items() if name == "block_size"} | {"block_size"}
+    keys = [word.lstrip("+").partition("=")[0].split(".") for word in overrides]
+    return any("train" in key[:-1] and key[-1] in names for key in keys)
+
+
+def _with_block_size(group: GroupConfig, block_size: int) -> GroupConfig:
+    runs = tuple(
+        run
+        if run.train is None
+        else run.model_copy(update={"train": run.train.model_copy(update={"block_size": block_size})})
+        for run in group.runs
+    )
+    return group.model_copy(update={"runs": runs})

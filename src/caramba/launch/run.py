@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
-from caramba.config.not_implemented import refuse_unbuilt
 from caramba.errors import ConfigError
-from caramba.launch.argv import Request
+from caramba.launch.argv import CommandLine
 from caramba.launch.freeze import Frozen, freeze
-from caramba.launch.preflight import check_extras, check_startable, check_weights
-from caramba.launch.slurm import check_slurm, submit_run
-from caramba.launch.torchrun import check_torchrun, ranks_per_node, run_torchrun
+from caramba.launch.launchers.start import Inline, check_launcher, run_inline, start_worker
+from caramba.launch.preflight import check_startable
 from caramba.runs import (
     MANIFEST,
     differences,
@@ -25,45 +22,37 @@ from caramba.runs import (
     read_manifest,
     resolve_run,
 )
-from caramba.runs.environment import environment_changes
 from caramba.runs.exit_codes import MISTAKE
-from caramba.runs.jobs import refuse_queued
 from caramba.runs.locking import is_locked
-from caramba.runs.manifest import read_overrides
 from caramba.runs.ranks import is_rank
 from caramba.runs.shell import show_path
-from caramba.runs.sources import plugin_changes
-from caramba.runs.state import FINISHED, RESULT, run_state
-
-Inline = Callable[[Path, list[str]], int]
-"""Runs a manifest file with flags in this process and returns the exit status."""
 
 
-def launch(request: Request) -> int:
+def launch(args: CommandLine) -> int:
     """Compose, validate, make or find the run directory, run, and return the exit status."""
-    return launch_in(request)[1]
+    return launch_in(args)[1]
 
 
-def launch_in(request: Request, inline: Inline | None = None) -> tuple[Path, int]:
+def launch_in(args: CommandLine, inline: Inline | None = None) -> tuple[Path, int]:
     """Launch and return the run directory with the exit status; `inline` runs a manifest in this process."""
     inline = inline or run_inline
     if is_rank():
-        return _launch_rank(request, inline)
-    manifest, frozen = prepare(request.overrides, request.config_dirs)
-    return start(manifest, frozen.overrides, request, inline)
+        return _launch_rank(args, inline)
+    manifest, frozen = prepare(args.overrides, args.config_dirs)
+    return start(manifest, frozen.overrides, args, inline)
 
 
-def _launch_rank(request: Request, inline: Inline) -> tuple[Path, int]:
+def _launch_rank(args: CommandLine, inline: Inline) -> tuple[Path, int]:
     """Launch as one of the ranks that torchrun started: the first composes, and all run the same file."""
-    from caramba.launch.rendezvous import refuse_launcher, shared_run_dir
+    from caramba.launch.launchers.rendezvous import refuse_launcher, shared_run_dir
 
     def compose_once() -> Path:
-        manifest, frozen = prepare(request.overrides, request.config_dirs)
+        manifest, frozen = prepare(args.overrides, args.config_dirs)
         refuse_launcher(manifest)
         return _run_directory(manifest, frozen.overrides)[0]
 
     run_dir = shared_run_dir(compose_once)
-    return run_dir, inline(run_dir / MANIFEST, flags_of(request))
+    return run_dir, inline(run_dir / MANIFEST, args.worker_flags)
 
 
 def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Frozen]:
@@ -75,24 +64,19 @@ def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Fr
 
 
 def start(
-    manifest: Manifest, overrides: tuple[str, ...], request: Request, inline: Inline
+    manifest: Manifest, overrides: tuple[str, ...], args: CommandLine, inline: Inline
 ) -> tuple[Path, int]:
     """Write the manifest into a run directory, new or resumed, and start the worker on that file."""
     run_dir, is_new = _run_directory(manifest, overrides)
     try:
-        status = work(run_dir, manifest, flags_of(request), inline)
+        status = start_worker(run_dir, manifest, args.worker_flags, inline)
     except ConfigError:
         if is_new:
-            _drop_if_nothing_began(run_dir, MISTAKE)
+            drop_if_nothing_began(run_dir, MISTAKE)
         raise
     if is_new:
-        _drop_if_nothing_began(run_dir, status)
+        drop_if_nothing_began(run_dir, status)
     return run_dir, status
-
-
-def flags_of(request: Request) -> list[str]:
-    """Return the flags that a worker gets."""
-    return [flag for flag, is_set in (("--debug", request.is_debug), ("--quiet", request.is_quiet)) if is_set]
 
 
 def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path, bool]:
@@ -128,114 +112,12 @@ def run_to_resume(manifest: Manifest) -> Path | None:
     return found
 
 
-def _drop_if_nothing_began(run_dir: Path, status: int) -> bool:
+def drop_if_nothing_began(run_dir: Path, status: int) -> bool:
     """Remove a new run whose data or device did not fit: there is nothing to go on with. Return whether it was."""
     if status == MISTAKE and not (run_dir / "plan.json").exists() and not is_locked(run_dir):
         shutil.rmtree(run_dir)
         return True
     return False
-
-
-def resume(text: str, flags: list[str]) -> int:
-    """Go on with a run, or with a sweep when `text` names one; return the exit status."""
-    from caramba.runs.sweeps import is_sweep, read_sweep
-
-    folder = Path(text).expanduser()
-    if is_sweep(folder):
-        from caramba.launch.sweep_runner import resume_sweep
-
-        return resume_sweep(read_sweep(folder), flags)
-    run_dir = resolve_run(text)
-    manifest = read_manifest(run_dir)
-    check_launcher(manifest)
-    if run_state(run_dir).state == FINISHED and not manifest.launcher.is_slurm:
-        print(
-            f"{run_dir} has finished: nothing is left to do but its artifacts; caramba rerun does all of it again",
-            file=sys.stderr,
-        )
-    return work(run_dir, manifest, flags)
-
-
-def rerun(text: str, flags: list[str]) -> int:
-    """Run the manifest of a run again from its start, in a directory of its own; return the exit status.
-
-    The manifest alone says what to run: `text` is a run, or a manifest.json that was copied elsewhere. What has
-    changed since, in packages, machine or code, is said before it starts. Of ranks the first makes the directory.
-
-    Raises:
-        CarambaError: weights that it names are no longer here, or it asks for what is not built here.
-    """
-    if is_rank():
-        from caramba.launch.rendezvous import shared_run_dir
-
-        return run_inline(shared_run_dir(lambda: _copy(text)[1]) / MANIFEST, flags)
-    folder, run_dir, manifest = _copy(text)
-    status = work(run_dir, manifest, flags)
-    if not _drop_if_nothing_began(run_dir, status) and (folder / RESULT).is_file():
-        print(f"compare with: caramba compare {show_path(folder)} {show_path(run_dir)}", file=sys.stderr)
-    return status
-
-
-def _copy(text: str) -> tuple[Path, Path, Manifest]:
-    """Return the folder of a manifest that can run, a new run directory that holds the same, and the manifest."""
-    file = Path(text).expanduser()
-    source = file if file.is_file() else resolve_run(text)
-    manifest = check_weights(read_manifest(source))
-    refuse_unbuilt(manifest)
-    check_extras(manifest)
-    check_launcher(manifest)
-    folder = source.parent if source.is_file() else source
-    for line in (*environment_changes(folder), *plugin_changes(folder, manifest)):
-        print(f"differs from the original: {line}", file=sys.stderr)
-    run_dir = mint(manifest, read_overrides(folder))
-    print(f"running {folder} again in {run_dir}", file=sys.stderr)
-    return folder, run_dir, manifest
-
-
-def check_launcher(manifest: Manifest, *, is_plan: bool = False) -> None:
-    """Check that what starts the worker is here; for a plan the number of GPUs does not count.
-
-    Raises:
-        ConfigError: naming the program that is missing, or the ranks that cannot be.
-    """
-    kind, strategy = manifest.launcher.type, manifest.parallel.strategy
-    if kind == "process" and strategy != "single":
-        raise ConfigError(
-            f"launcher=process: it starts one process for each run, and parallel={strategy} is a run of several ranks; "
-            "use launcher=torchrun or slurm, or parallel=single"
-        )
-    if kind in ("inline", "torchrun"):
-        check_torchrun(manifest, is_plan=is_plan)
-    elif manifest.launcher.is_slurm:
-        check_slurm(manifest)
-
-
-def work(run_dir: Path, manifest: Manifest, flags: list[str], inline: Inline | None = None) -> int:
-    """Start the worker where the manifest's launcher says, and return its exit status.
-
-    `inline` runs a manifest in this process; by default `run_inline`.
-    """
-    kind = manifest.launcher.type
-    refuse_queued(run_dir)
-    if is_rank() or (kind == "inline" and ranks_per_node(manifest) == 1):
-        return (inline or run_inline)(run_dir / MANIFEST, flags)
-    if kind in ("inline", "torchrun"):
-        return run_torchrun(run_dir, manifest, flags)
-    if manifest.launcher.is_slurm:
-        if run_state(run_dir).state == FINISHED:
-            print(f"{run_dir} has finished; there is nothing to submit")
-            return 0
-        return submit_run(run_dir, manifest, flags)
-    from caramba.launch.pool import run_in_process
-
-    return run_in_process(run_dir, manifest.launcher, manifest.device, flags)
-
-
-def run_inline(manifest_file: Path, flags: list[str]) -> int:
-    """The inline launcher: the worker in this process. The file is all that is handed over."""
-    import caramba.worker as worker
-
-    return worker.main([str(manifest_file), *flags])
 
 
 def _matching_run(manifest: Manifest) -> Path:

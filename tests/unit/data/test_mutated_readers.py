@@ -11,8 +11,8 @@ from scripts.faults import mutate_readers
 from caramba.config.json_file import MAX_DEPTH, parse_object, read_object
 from caramba.data.folder import open_token_folder, write_token_folder
 from caramba.data.library import MAX_BPE_SIZE, train_bpe
-from caramba.data.prepare_command import main
 from caramba.errors import CheckpointError, ConfigError, DataError
+from caramba.launch.commands.prepare import main
 
 
 def test_mutants_of_each_format_open_or_are_refused_by_name() -> None:

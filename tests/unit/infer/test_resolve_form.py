@@ -15,8 +15,8 @@ from caramba.infer.chat_session import ChatSession
 from caramba.infer.device_steps import resolve_form
 from caramba.infer.dialogue import Dialogue
 from caramba.infer.engine import Engine
-from caramba.infer.generate_command import steps_remark
 from caramba.infer.generator import GenerateStats
+from caramba.infer.terminal import steps_remark
 from caramba.model import build_model
 from tests.unit.infer.test_generator import byte_spec, sharp
 from tests.unit.model.model_specs import transformer

@@ -10,10 +10,10 @@ import pytest
 
 from caramba.config.crosscheck import cross_check
 from caramba.errors import ConfigError
-from caramba.launch.axes import points
 from caramba.launch.compose import compose, default_groups
 from caramba.launch.freeze import freeze
 from caramba.launch.groups import groups
+from caramba.launch.overrides import points
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.launch.doctor import slurm_task
+from caramba.launch.commands.doctor import slurm_task
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "1"}
 OURS = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "CARAMBA_RANKS": "slurm", "SLURM_NTASKS_PER_NODE": "2"}

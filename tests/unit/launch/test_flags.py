@@ -13,8 +13,8 @@ from caramba.config.engine import EngineConfig
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.quantise import CalibrationConfig
 from caramba.launch import argv
-from caramba.launch.flags import COMMON, FLAGS_OF
-from caramba.launch.help import COMMANDS, FLAGS
+from caramba.launch.commands.help import FLAGS
+from caramba.launch.commands.table import COMMANDS, COMMON
 
 # Words that reach the parser; the other commands read their few flags by hand.
 PARSED = {
@@ -71,7 +71,7 @@ def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argumen
 
 def test_commands_are_all_parsed_or_listed() -> None:
     assert {*PARSED, *BY_HAND, "launch"} == set(COMMANDS)
-    assert set(FLAGS_OF) == set(COMMANDS) - {"launch"}
+    assert {name for name, command in COMMANDS.items() if command.flags} == set(COMMANDS) - {"launch"}
 
 
 @pytest.mark.parametrize("command", PARSED)
@@ -79,11 +79,11 @@ def test_parser_flags_have_help_with_their_default(command: str, monkeypatch: py
     actions = list(actions_of(parser_of(command, monkeypatch)))
     flags = {action.option_strings[-1] for action in actions}
     # Two commands remove --quiet and --debug before their parser reads the words.
-    assert set(FLAGS_OF[command]) - flags <= set(COMMON)
-    assert flags <= set(FLAGS_OF[command])
+    assert set(COMMANDS[command].flags) - flags <= set(COMMON)
+    assert flags <= set(COMMANDS[command].flags)
     for action in actions:
         flag = action.option_strings[-1]
-        sentence = FLAGS_OF[command][flag]
+        sentence = COMMANDS[command].flags[flag]
         if action.nargs == 0 or flag in COMMON:
             continue
         if action.required:
@@ -100,7 +100,7 @@ def test_parser_flags_have_help_with_their_default(command: str, monkeypatch: py
 
 @pytest.mark.parametrize("command", BY_HAND)
 def test_hand_parsed_flags_have_help(command: str) -> None:
-    assert set(FLAGS_OF[command]) == {*BY_HAND[command], *COMMON}
+    assert set(COMMANDS[command].flags) == {*BY_HAND[command], *COMMON}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_hand_parsed_flags_have_help(command: str) -> None:
 def test_flag_defaults_are_those_of_the_schema(command: str, schema: type, prefix: str) -> None:
     checked = 0
     for name, field in schema.model_fields.items():
-        sentence = FLAGS_OF[command].get(f"--{prefix}{name.replace('_', '-')}")
+        sentence = COMMANDS[command].flags.get(f"--{prefix}{name.replace('_', '-')}")
         if sentence is None or field.default in (None, (), PydanticUndefined):
             continue
         if name in ("spec_method", "decode_q_chunk", "max_len"):
@@ -133,11 +133,11 @@ def test_launch_flags_are_those_that_its_parser_takes() -> None:
             assert flag in described, flag
 
 
-@pytest.mark.parametrize("command", FLAGS_OF)
+@pytest.mark.parametrize("command", [*PARSED, *BY_HAND])
 def test_help_shows_a_sentence_for_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    for flag, sentence in FLAGS_OF[command].items():
+    for flag, sentence in COMMANDS[command].flags.items():
         assert sentence[0].isupper(), flag
         assert sentence.endswith("."), flag
         assert sentence in " ".join(text.split()), flag

@@ -16,13 +16,14 @@ from caramba.cli import main
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
-from caramba.launch import run, torchrun
+from caramba.launch import run
 from caramba.launch.freeze import freeze
-from caramba.launch.rendezvous import refuse_launcher, shared_run_dir
-from caramba.launch.sbatch import _ranges, array_script, run_script
-from caramba.launch.signal_forwarding import SignalForwarder
-from caramba.launch.slurm_sweep import refuse_unlike
-from caramba.launch.torchrun import check_torchrun, ranks_per_node
+from caramba.launch.commands import rerun
+from caramba.launch.launchers import torchrun
+from caramba.launch.launchers.rendezvous import refuse_launcher, shared_run_dir
+from caramba.launch.launchers.slurm import _ranges, array_script, run_script
+from caramba.launch.launchers.torchrun import SignalForwarder, check_torchrun, ranks_per_node
+from caramba.launch.sweeps.runner import refuse_unlike
 from caramba.runs import mint, signals
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
@@ -303,7 +304,8 @@ def test_ranks_that_run_a_manifest_again_share_a_directory(manifest, tmp_path, m
     original = mint(manifest, WORDS)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = []
-    monkeypatch.setattr(run, "run_inline", lambda file, flags: given.append(file) or 0)
+    for module in (run, rerun):
+        monkeypatch.setattr(module, "run_inline", lambda file, flags: given.append(file) or 0)
     values = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(store.port),
@@ -426,7 +428,7 @@ def planned(size, reason):
 
 
 def test_the_first_failure_is_the_killed_rank_or_the_first_to_say_so(tmp_path):
-    from caramba.launch.elastic import first_failure
+    from caramba.launch.launchers.elastic import first_failure
 
     def failure(rank, code, said=None, noticed=100):
         file = tmp_path / f"{rank}.json"

@@ -13,12 +13,11 @@ import pytest
 from caramba.cli import main
 from caramba.config.launcher import LauncherConfig
 from caramba.errors import ConfigError
-from caramba.launch import pool, slots
-from caramba.launch.axes import points
 from caramba.launch.freeze import freeze
-from caramba.launch.pool import Job, Pool
-from caramba.launch.slots import make_slots
-from caramba.launch.sweep import common_name, refuse_ranks, varied_words
+from caramba.launch.launchers import process
+from caramba.launch.launchers.process import GRACE_S, Job, Pool, make_slots
+from caramba.launch.overrides import points
+from caramba.launch.sweeps.grid import common_name, refuse_ranks, varied_words
 from caramba.runs import lock, mint, signals
 from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
 
@@ -67,7 +66,7 @@ def test_a_second_launch_into_one_run_directory_is_refused(tmp_path, monkeypatch
 
 
 def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr(slots, "available_cores", lambda: 8)
+    monkeypatch.setattr(process, "available_cores", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
 
     def seen(**settings):
@@ -91,7 +90,7 @@ def _deaf(tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\ntrap 'echo told' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
     program.chmod(0o755)
-    monkeypatch.setattr(pool.sys, "executable", str(program))
+    monkeypatch.setattr(process.sys, "executable", str(program))
     # A shell's background ignores the one, and nohup the other.
     heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in heard.items()}
@@ -127,7 +126,7 @@ def _asked_to_stop(deaf, number, on_stop=None):
 
 
 def test_a_worker_that_will_not_stop_is_killed(deaf, monkeypatch):
-    monkeypatch.setattr(pool, "_POLL_S", 0.001)
+    monkeypatch.setattr(process, "_POLL_S", 0.001)
     with _asked_to_stop(deaf, signal.SIGTERM) as workers:
         assert workers.stop(grace_s=0.2) == [-signal.SIGKILL]
 
@@ -142,7 +141,7 @@ def test_a_second_interrupt_kills_at_once(deaf, monkeypatch):
         ).start()
         start = time.monotonic()
     assert process.returncode == -signal.SIGKILL
-    assert time.monotonic() - start < pool.GRACE_S / 2
+    assert time.monotonic() - start < GRACE_S / 2
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -177,7 +176,7 @@ def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, sent, told, e
     )
     number = signal.Signals[f"SIG{sent}"]
     threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), number))).start()
-    assert pool.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected
+    assert process.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -211,7 +210,7 @@ def test_a_search_without_m_is_told_so():
 
 def test_a_search_reads_its_space_and_settings():
     optuna = pytest.importorskip("optuna")
-    from caramba.launch.space import read_space, split_words
+    from caramba.launch.sweeps.search import read_space, split_words
 
     words = ["a=1", "b=tag(log,interval(0.1,1))", "c=int(interval(1,9))", "d=range(1,10,3)", "+e=x,y"]
     rest, settings = split_words(["hydra/sweeper=optuna", *words, "hydra.sweeper.sampler.seed=7"])

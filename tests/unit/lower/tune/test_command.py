@@ -137,7 +137,7 @@ def test_bad_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "caramba.lower.tune.command.tune_attention", lambda *_: pytest.fail("measured all the same")
+        "caramba.launch.commands.tune.tune_attention", lambda *_: pytest.fail("measured all the same")
     )
     broken = '{"format": 9, "devices": {}}'
     (folder / "broken.json").write_text(broken)

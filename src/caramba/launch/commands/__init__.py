@@ -1,0 +1,1 @@
+"""The commands: one file each, with `main(argv)`; table.py lists them."""

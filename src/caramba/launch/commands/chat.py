@@ -1,0 +1,33 @@
+"""`caramba chat RUN|DIR`: a conversation on a terminal, or line by line from a pipe."""
+
+from __future__ import annotations
+
+from caramba.console import logger
+from caramba.infer.arguments import Arguments, chat_template, open_generator, sampling_config
+from caramba.infer.chat_session import ChatSession, converse, is_terminal, read_lines
+from caramba.infer.dialogue import Dialogue
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return the exit status.
+
+    Raises:
+        ConfigError: a wrong argument or an unknown run; without a terminal also a message that cannot be taken.
+    """
+    parser = Arguments("chat", "[--system TEXT] [--plain]")
+    parser.add_argument("--system")
+    parser.add_argument("--plain", action="store_true")
+    words = parser.parse_args(argv)
+    words.command = "chat"
+    logger.quiet = words.quiet
+    config = sampling_config(words)
+    opened, generator = open_generator(words, config)
+    assert generator.tokenizer is not None
+    dialogue = Dialogue(generator.tokenizer, chat_template(opened, words), words.system)
+    style = (
+        "the tokenizer's chat template" if dialogue.template is not None else "lines of User: and Assistant:"
+    )
+    logger.info(f"{opened.path}: {style}, {generator.config.max_seq_len} tokens of context; /help for help")
+    session = ChatSession(generator, dialogue)
+    converse(session, read_lines(), goes_on=is_terminal())
+    return 0

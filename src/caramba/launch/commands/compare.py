@@ -1,0 +1,130 @@
+"""`caramba compare A B`: what differs between two runs, in the manifest, in numbers, item by item and over time.
+
+A and B are runs, or JSON files of `caramba eval`, of which only the items are compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from caramba.artifacts.across_runs.columns import align_columns
+from caramba.artifacts.across_runs.compare import (
+    draw_curves,
+    interval_text,
+    manifest_differences,
+    metric_differences,
+)
+from caramba.artifacts.across_runs.gather import read_labels
+from caramba.artifacts.across_runs.paired import compare_models, format_comparisons
+from caramba.artifacts.tables import number
+from caramba.errors import ConfigError
+from caramba.launch.commands.arguments import Arguments
+from caramba.runs import MANIFEST, resolve_run
+from caramba.runs.files import write_whole
+from caramba.runs.state import run_state
+
+# Of more metrics than this only the clear differences are printed; --metric shows any.
+_MOST = 40
+
+
+def main(argv: list[str]) -> int:
+    """Print the differences and write the curves as a PNG.
+
+    Raises:
+        ConfigError: a run that is not there, the same run twice, or a metric that they do not share.
+    """
+    parser = Arguments("compare", "RUN_A RUN_B [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]")
+    parser.add_argument("first")
+    parser.add_argument("second")
+    parser.add_argument("--metric", action="append", default=[])
+    parser.add_argument("--models", default="student,student")
+    parser.add_argument("--out", type=Path)
+    words = parser.parse_args(argv)
+    models = _models(words.models)
+    files = [Path(text) for text in (words.first, words.second) if Path(text).suffix == ".json"]
+    if files and not any(file.name == MANIFEST for file in files):
+        comparisons = compare_models(_source(words.first), _source(words.second), models, words.metric)
+        if not comparisons:
+            raise ConfigError(
+                f"compare: {words.first} and {words.second} share no items of a task; evaluate both on the same tasks"
+            )
+        print(format_comparisons(comparisons))
+        return 0
+    first, second = resolve_run(words.first), resolve_run(words.second)
+    if first == second and models[0] != models[1]:
+        comparisons = compare_models(first, second, models, words.metric)
+        if not comparisons:
+            raise ConfigError(
+                f"compare: {words.first} has no items of both {models[0]} and {models[1]}; an accuracy benchmark keeps "
+                "them"
+            )
+        print(f"A  {models[0]}\nB  {models[1]}\n{format_comparisons(comparisons)}")
+        return 0
+    if first == second:
+        raise ConfigError(
+            f"compare: {words.first} and {words.second} are the same run; name two, or --models teacher,student"
+        )
+    for letter, run in (("A", first), ("B", second)):
+        state = run_state(run)
+        where = f", {state.phase} step {state.step}/{state.steps}" if state.phase else ""
+        proxy = read_labels(run).get("proxy")
+        print(
+            f"{letter}  {state.name}  {state.state}{where}" + (f"; proxy teacher: {proxy}" if proxy else "")
+        )
+    changed = manifest_differences(first, second)
+    print(f"\nmanifest, A -> B: {len(changed) or 'no'} differences")
+    for line in changed:
+        print(f"  {line}")
+    _print_metrics(first, second, words.metric)
+    comparisons = compare_models(first, second, models, words.metric)
+    if comparisons:
+        print(f"\n{format_comparisons(comparisons)}")
+    figure = draw_curves(first, second)
+    if figure is None:
+        print("\nneither run has trained yet, so there are no curves")
+        return 0
+    out = words.out or Path(f"compare-{first.name}-{second.name}.png")
+    write_whole(out.absolute(), figure)
+    print(f"\nwrote {out}")
+    return 0
+
+
+def _models(text: str) -> tuple[str, str]:
+    names = [name.strip() for name in text.split(",")]
+    if len(names) != 2 or not all(names):
+        raise ConfigError(f"compare: --models {text!r}: expected two names, as teacher,student")
+    return names[0], names[1]
+
+
+def _source(text: str) -> Path:
+    """Return a file of `caramba eval`, or a run."""
+    file = Path(text).expanduser()
+    return file if file.suffix == ".json" and file.name != MANIFEST else resolve_run(text)
+
+
+def _print_metrics(first: Path, second: Path, texts: list[str]) -> None:
+    found = metric_differences(first, second, texts)
+    if texts and not found:
+        raise ConfigError(
+            f"compare: --metric {' '.join(texts)}: no metric with that in its key is in both reports"
+        )
+    if not found:
+        print("\nno metrics in both: a run has its report once it has finished")
+        return
+    shown = (
+        found
+        if texts or len(found) <= _MOST
+        else [item for item in found if item.is_clear or item.half_width is None]
+    )
+    print(
+        "\nmetrics with 95% intervals where the reports have them; * the interval of the difference leaves out 0"
+    )
+    rows = [("", "A", "B", "B - A")]
+    for item in shown[: None if texts else _MOST]:
+        interval = f" ± {number(item.half_width)}" if item.half_width else ""
+        star = " *" if item.is_clear and item.half_width else ""
+        cells = (interval_text(item.key, item.first), interval_text(item.key, item.second))
+        rows.append((item.key, *cells, f"{number(item.value)}{interval}{star}"))
+    print(align_columns(rows, "  "))
+    if len(rows) - 1 < len(found):
+        print(f"  … {len(found) - len(rows) + 1} more: --metric TEXT shows those with TEXT in their key")

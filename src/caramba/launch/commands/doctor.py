@@ -1,0 +1,158 @@
+"""`caramba doctor`: what this machine has, and whether it is enough."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from caramba.launch.argv import refuse_arguments
+from caramba.runs.environment import package_version
+from caramba.runs.files import home
+from caramba.runs.ranks import AGENT_STORE, FROM_SLURM, is_rank
+
+REQUIRED = (
+    *("torch", "lightning", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "tensorboard"),
+    *("numpy", "safetensors", "tokenizers", "matplotlib", "rich"),
+)
+OPTIONAL = (
+    *("triton", "torchao", "wandb", "h5py", "plotext", "optuna"),
+    *("starlette", "uvicorn", "prometheus_client", "litellm", "lm_eval"),
+)
+TORCH_PROBE = "import json; from caramba.kernels.probe import probe; print(json.dumps(probe()))"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `is_ok` is None for a fact that nothing depends on."""
+
+    name: str
+    text: str
+    is_ok: bool | None = None
+
+
+def main(argv: list[str]) -> int:
+    """Print every finding; 1 when something is missing or wrong."""
+    refuse_arguments("doctor", argv)
+    failed = False
+    for finding in findings():
+        mark = {True: "ok  ", False: "FAIL", None: "    "}[finding.is_ok]
+        print(f"{mark} {finding.name:<22} {finding.text}")
+        failed = failed or finding.is_ok is False
+    print("something is missing or wrong" if failed else "ready")
+    return 1 if failed else 0
+
+
+def findings() -> Iterator[Finding]:
+    """Yield what there is to say about this machine."""
+    version = sys.version_info
+    yield Finding("python", f"{platform.python_version()} (3.11 to 3.13)", (3, 11) <= version[:2] < (3, 14))
+    yield Finding("platform", platform.platform())
+    for name in REQUIRED:
+        found = package_version(name)
+        yield Finding(name, found or f"missing; pip install {name}", found is not None)
+    for name in OPTIONAL:
+        yield Finding(name, package_version(name) or "not installed (optional)")
+    yield from _torch()
+    yield Finding(
+        "cpu cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+    )
+    memory = memory_gb()
+    if memory is not None:
+        yield Finding("memory", f"{memory:.1f} GB")
+    for name, folder in (("runs", Path("runs").absolute()), ("cache", home())):
+        yield _folder(name, folder)
+    yield Finding("git", shutil.which("git") or "not found; runs will not record a commit")
+    yield Finding(
+        "pdflatex", shutil.which("pdflatex") or "not found; tables.tex is written, papers are not compiled"
+    )
+    yield Finding("sbatch", shutil.which("sbatch") or "not found; no SLURM here")
+    yield from slurm_task(os.environ)
+
+
+def _torch() -> Iterator[Finding]:
+    """Ask torch in a process of its own: a broken driver cannot take this report down."""
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("torch import", last, False)
+        return
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    cuda = ", ".join(facts["cuda"]) or "none"
+    yield Finding("torch import", f"{facts['version']}, {facts['threads']} threads", True)
+    yield Finding("cuda", f"{cuda} (built for {facts['cuda_version']})" if facts["cuda_version"] else cuda)
+    yield Finding("mps", "available" if facts["mps"] else "none")
+    device = facts["device"]
+    if facts["driver"]:
+        yield Finding("driver", facts["driver"])
+    if cuda != "none" and facts["ops"].get("dba_decode") == "triton":
+        missing = "not found; quantised caches and INT4 weights run Triton's kernels (pip install nvidia-cuda-nvrtc)"
+        yield Finding("nvrtc", facts["nvrtc"] or missing)
+    ops = ", ".join(f"{op} {backend}" for op, backend in facts["ops"].items())
+    yield Finding("kernels", f"on {device}: {ops}")
+    yield Finding("op call on the host", f"{facts['call_us']:.1f} us (dequantize of one block)")
+    if facts["roofs"]:
+        roofs = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in facts["roofs"].items())
+        yield Finding("memory roofs", f"{roofs}, measured on {facts['roof_bytes'] / 1e9:.1f} GB")
+
+
+def slurm_task(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Say whether this process lies in a SLURM job whose tasks are what runs of caramba can be.
+
+    Only srun counts the tasks of a step; in a batch script or a shell of salloc one process is one run.
+    """
+    job = variables.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    tasks, nodes = (int(variables.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("TASKS", "NODES"))
+    per_node, gpus = variables.get("SLURM_NTASKS_PER_NODE"), variables.get("CUDA_VISIBLE_DEVICES")
+    here, what = (
+        tasks // nodes,
+        f"job {job}, task {variables.get('SLURM_PROCID', '0')} of {tasks} on {nodes} nodes",
+    )
+    problem = None
+    if AGENT_STORE in variables and tasks > nodes:
+        problem = "each starts a torchrun; give torchrun one task per node (srun --ntasks-per-node=1)"
+    elif variables.get(FROM_SLURM) == "slurm" and tasks > 1:
+        if per_node is None or int(per_node) * nodes != tasks:
+            problem = (
+                f"--ntasks-per-node={per_node or 'unset'} does not make them; ask for --ntasks-per-node={here} in "
+                "place of --ntasks"
+            )
+        elif gpus and len(gpus.split(",")) < here:
+            problem = f"each sees the GPUs {gpus} alone; ask for --gpus-per-node in place of --gpus-per-task"
+    elif tasks > 1 and not is_rank(variables):
+        problem = (
+            "each would run a command by itself; srun --ntasks=1, or let launcher=slurm write the step, whose tasks "
+            "are ranks"
+        )
+    yield Finding("slurm task", what if problem is None else f"{what}: {problem}", problem is None)
+
+
+def memory_gb() -> float | None:
+    """Return the machine's memory in GB (10^9 bytes), or None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _folder(name: str, folder: Path) -> Finding:
+    """Whether a folder, or the nearest parent that exists, can be written."""
+    present = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(present).free / 1e9
+    try:
+        with tempfile.TemporaryFile(dir=present):
+            pass
+    except OSError as error:
+        return Finding(name, f"{folder}: cannot be written ({error.strerror})", False)
+    return Finding(name, f"{folder}: writable, {free:.1f} GB free", True)

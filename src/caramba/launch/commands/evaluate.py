@@ -1,0 +1,203 @@
+"""`caramba eval RUN|DIR --tasks A,B`: tasks of lm-evaluation-harness, or of a local folder, on a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.evaluation.accuracy import log_power
+from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
+from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
+from caramba.infer.load_model import ModelBundle, load_model, need_tokenizer
+from caramba.runs.files import write_json
+from caramba.runtime import choose_device
+
+USAGE = (
+    "caramba eval RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
+    "[--which teacher|student] [--smallest-difference POINTS] [--tokenizer PATH] [--out FILE]"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise ConfigError(f"eval: {message}; {USAGE}")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return the exit status.
+
+    Raises:
+        ConfigError: the extra is not installed, a wrong argument, an unknown run or task.
+    """
+    words = _parse(argv)
+    logger.quiet = words.quiet
+    tasks = [task.strip() for task in words.tasks.split(",") if task.strip()]
+    if words.eval_data is not None:
+        return _evaluate_local(words, tasks)
+    manager = task_manager(tasks, words.include_path, where="eval", option="--include-path")
+    opened = load_model(
+        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
+    )
+    log_power(count_documents(tasks, manager, words.limit), words.smallest_difference, "eval")
+    results = run_harness(
+        opened.model,
+        need_tokenizer(opened, "eval"),
+        tasks,
+        manager,
+        max_length=words.max_length or opened.max_positions,
+        batch_size=words.batch_size,
+        limit=words.limit,
+        num_fewshot=words.num_fewshot,
+    )
+    from lm_eval.utils import make_table
+
+    print(make_table(results))
+    kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
+    found = {key: _plain(results[key]) for key in kept if key in results}
+    found["items"] = _harness_items(results)
+    _write(opened, words, sorted(results["results"]), {"lm_eval": version("lm_eval"), **found})
+    return 0
+
+
+def _evaluate_local(words: argparse.Namespace, names: list[str]) -> int:
+    if words.num_fewshot is not None or words.include_path is not None:
+        raise ConfigError(
+            "eval: --num-fewshot and --include-path belong to lm-evaluation-harness; remove them, or --eval-data"
+        )
+    tasks = open_tasks(words.eval_data, names, limit=words.limit, where="eval")
+    opened = load_model(
+        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
+    )
+    tokenizer = need_tokenizer(opened, "eval")
+    log_power(
+        [(task.name, len(task.items)) for task in tasks if task.items], words.smallest_difference, "eval"
+    )
+    results: list[TaskScores] = []
+    for task in tasks:
+        results.append(
+            score_task(
+                task,
+                opened.model,
+                tokenizer,
+                max_length=words.max_length or opened.max_positions,
+                batch_size=words.batch_size,
+                limit=words.limit,
+            )
+        )
+        for metric, (value, error) in results[-1].scores.items():
+            spread = "" if error is None else f" ± {error:.4f} (standard error)"
+            print(f"{task.name:<24} {metric:<26} {value:.4f}{spread}  n={results[-1].n}", flush=True)
+    means = group_means(results)
+    for group, value in means.items():
+        print(f"{group:<24} {'mean':<26} {value:.4f}")
+    found = {
+        result.task: {
+            "kind": result.kind,
+            "main": result.main,
+            "n": result.n,
+            "scores": {
+                key: {"value": value, "stderr": error} for key, (value, error) in result.scores.items()
+            },
+            "items": result.items,
+        }
+        for result in results
+    }
+    _write(opened, words, [task.name for task in tasks], {"groups": means, "tasks": found})
+    return 0
+
+
+def _harness_items(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the score of every document by task and `metric,filter`, where the metric has one for each."""
+    found: dict[str, dict[str, Any]] = {}
+    for task, scores in results["results"].items():
+        for key in scores:
+            metric, comma, filter_name = key.partition(",")
+            records = item_records(results, task, metric, filter_name) if comma else []
+            if records:
+                found.setdefault(task, {})[key] = records
+    return found
+
+
+def _write(
+    opened: ModelBundle, words: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
+) -> None:
+    file = Path(words.out).expanduser() if words.out is not None else None
+    if file is None and opened.run_dir is not None:
+        file = opened.run_dir / "evals" / f"{words.which}-{'+'.join(names)[:80]}.json"
+    if file is not None:
+        write_json(file, _record(opened, words) | found)
+        logger.path(str(file), "eval")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(prog="caramba eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("run")
+    parser.add_argument("--tasks", required=True)
+    parser.add_argument("--limit", type=_positive)
+    parser.add_argument("--num-fewshot", type=_natural)
+    parser.add_argument("--include-path")
+    parser.add_argument("--eval-data")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--out")
+    parser.add_argument("--which", default="student", choices=("teacher", "student"))
+    parser.add_argument("--batch-size", type=_positive, default=8)
+    parser.add_argument("--max-length", type=_positive)
+    parser.add_argument("--smallest-difference", type=_points)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _points(text: str) -> float:
+    """Return points of accuracy as a share."""
+    try:
+        points = float(text)
+    except ValueError:
+        points = 0.0
+    if not 0 < points <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of points above 0, at most 100")
+    return points / 100
+
+
+def _natural(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _record(opened: ModelBundle, words: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "which": words.which,
+        "checkpoint": str(opened.path),
+        "labels": opened.labels,
+        "tokenizer": opened.tokenizer.hash if opened.tokenizer is not None else None,
+        "limit": words.limit,
+        "num_fewshot": words.num_fewshot,
+        "max_length": words.max_length or opened.max_positions,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """JSON data: numbers of numpy become Python's, those that are not finite become null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    json.dumps(value)
+    return value

@@ -1,0 +1,110 @@
+"""`caramba paper RUN`: a paper from the artifacts of a finished run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from caramba.config.names import nearest
+from caramba.config.not_implemented import find_unbuilt
+from caramba.config.paper import PaperConfig
+from caramba.config.parse import parse_as
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.table import COMMANDS
+from caramba.paper import PaperDrafter
+from caramba.runs import read_manifest, resolve_run
+
+# Flag, the key that it sets, how its text is read.
+_KEYS: tuple[tuple[str, tuple[str, ...], type], ...] = (
+    ("--title", ("title",), str),
+    ("--model", ("model",), str),
+    ("--base-url", ("api", "base_url"), str),
+    ("--api-key-env", ("api", "key_env"), str),
+    ("--bib", ("citations", "bibliography"), str),
+    ("--max-iterations", ("budget", "max_iterations"), int),
+    ("--max-tokens", ("budget", "max_tokens"), int),
+    ("--max-cost", ("budget", "max_cost_usd"), float),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Draft a paper, or go on with one, and print where it is.
+
+    Raises:
+        ConfigError: an option, the run, or what `PaperDrafter.draft_sync` needs and is not here.
+    """
+    parser = Arguments("paper", COMMANDS["paper"].usage)
+    parser.add_argument("run", nargs="?")
+    parser.add_argument("--output-dir")
+    parser.add_argument("--update", action="store_true")
+    parser.add_argument("--group")
+    parser.add_argument("--config")
+    parser.add_argument("--author", action="append")
+    for flag, _, kind in _KEYS:
+        parser.add_argument(flag, type=kind)
+    words = parser.parse_args(argv)
+    if words.run is None:
+        parser.error("expected a run (a directory, runs/NAME, or latest)")
+    logger.quiet = words.quiet
+    run = resolve_run(words.run)
+    manifest = read_manifest(run)
+    known = [group.name for group in manifest.groups_to_run()]
+    group = words.group
+    if group is not None and group not in known:
+        raise ConfigError(
+            f"--group {group}: no group of this run{nearest(group, known) or ';'} groups: {', '.join(known)}"
+        )
+    if len(known) > 1 and group is None:
+        raise ConfigError(f"{run}: a paper is on one of its groups; --group NAME, of {', '.join(known)}")
+    plain = _section(words.config) if words.config else _plain(manifest.paper or PaperConfig())
+    for flag, path, _ in _KEYS:
+        value = getattr(words, flag.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            _set(plain, path, value)
+    if words.author:
+        plain["authors"] = words.author
+    config = parse_as(PaperConfig, plain)
+    unbuilt = next(find_unbuilt(config, ("paper",)), None)
+    if unbuilt is not None:
+        raise ConfigError(f"{unbuilt}; choose another value")
+    drafted = PaperDrafter(config, words.output_dir).draft_sync(
+        run, update=words.update, group=group if len(known) > 1 else None
+    )
+    spent = drafted.spent
+    cost = f", {spent.cost_usd:.4f} USD" if spent.cost_usd else ""
+    logger.info(f"version {drafted.version}: {spent.iterations} requests, {spent.tokens:,} tokens{cost}")
+    print(f"paper: {drafted.paper}\npdf: {drafted.pdf}")
+    return 0
+
+
+def _plain(config: PaperConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _section(path: str) -> dict[str, Any]:
+    """Read a `paper:` section, or its keys alone, from a YAML file."""
+    try:
+        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}"
+        ) from None
+    if isinstance(loaded, dict) and isinstance(loaded.get("paper"), dict):
+        loaded = loaded["paper"]
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"--config {path}: expected the keys of a paper section, got {type(loaded).__name__}"
+        )
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _set(plain: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        if not isinstance(plain.setdefault(key, {}), dict):
+            return  # the schema says what is wrong with it
+        plain = plain[key]
+    plain[path[-1]] = value

@@ -1,0 +1,332 @@
+"""The table of commands: usage, summary, and a help sentence with the default for every flag.
+
+From the standard library alone, so that `--help` is instant. `module` is a file of this folder, whose `main` runs the
+command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+COMMON = {
+    "--quiet": "Print results and errors only.",
+    "--debug": "Show the traceback of an error.",
+}
+MODEL = {
+    "--which": "Model of the run: teacher or student; default student.",
+    "--tokenizer": "Tokenizer to use: byte, a folder, or a tokenizer file; default the one stored with the model.",
+    "--device": "Device: auto, cpu, cuda or mps; default auto, the fastest one available.",
+    "--dtype": "Precision of the weights: float32, bf16 or fp16; default the stored precision.",
+    "--weights": "Quantise the weights: int8, int4 or int8_dynamic; default no quantisation.",
+    "--weights-head": "Quantise the output head too.",
+    "--weights-text": "Text for the activation ranges of int8_dynamic; default the training text of the run.",
+    "--weights-calibration-method": "Range of an activation channel: max or percentile; default max.",
+    "--weights-calibration-percentile": "Percentile of the magnitudes, from 90 to below 100; default 99.9.",
+    "--weights-calibration-tokens": "Number of tokens that the activation ranges come from; default 2048.",
+}
+
+SAMPLING = {
+    "--max-new-tokens": "Most new tokens of one text; default 128, or half of a shorter context.",
+    "--temperature": "Softmax temperature; 0 takes the most likely token; default 1.0.",
+    "--top-k": "Keep this many of the most likely tokens; default all.",
+    "--top-p": "Keep the fewest tokens whose probabilities reach this sum; default 1.0.",
+    "--min-p": "Keep tokens with at least this share of the highest probability; default 0.0.",
+    "--repetition-penalty": "Divide the logits of earlier tokens by this; above 1 repeats less; default 1.0.",
+    "--stop": "Text that ends the output and is cut off; may be repeated.",
+    "--seed": "Seed of the first row, one more for each further row; default the seed of the run, else 1337.",
+    "--max-seq-len": "Most tokens of prompt and new text together; default the context of the model.",
+    "--prefill-chunk": "Prompt tokens in one forward pass; default the whole prompt.",
+    "--compiled": "Decode steps: graph (CUDA graph), true (compiled too), false (eager) or auto; default auto.",
+}
+CACHE = {
+    "--cache-kind": "Format of the KV cache, such as fp16, q8_0, q4_0 or auto; default the precision of the model.",
+    "--cache-budget-mb": "For auto: most megabytes (1e6 bytes) of the whole cache; default no limit.",
+    "--cache-quality-max-delta-nll": "For auto: highest rise of the loss, in nats per token; default 0.05.",
+    "--cache-quality-max-ppl-ratio": "For auto: highest ratio of perplexities; default 1.05.",
+    "--cache-quality-max-mean-kl": "For auto: highest mean KL divergence, in nats per token; default 0.05.",
+    "--cache-quality-max-tokens": "For auto: longest text that quality is measured on, in tokens; default 2048.",
+    "--cache-quality-text": "For auto: text or tokens to measure on; default the held-out split of the run.",
+    "--cache-auto-benchmark": "For auto: time every format that passes; false takes the smallest; default true.",
+    "--cache-auto-bench-steps": "For auto: decode steps in one timing; default 16.",
+    "--cache-plan": "For auto: reuse stored measurements, or refresh them; default reuse.",
+    "--cache-plan-path": "For auto: file of the measurements; default one per model and machine.",
+    "--cache-plan-probe": "For auto: compare with 16 bits during generation; true or false; default false.",
+    "--cache-plan-probe-interval-sec": "For auto: seconds between two comparisons; default 60.0.",
+    "--decode-plan": "Query chunks of attention: auto (by length), fixed or none; default auto.",
+    "--decode-q-chunk": "For fixed: queries that attend in one step; the result is equal; default by length.",
+    "--decode-local-window": "Attend to this many last tokens only, which changes the result; default all tokens.",
+}
+SPECULATION = {
+    "--spec-method": "Speculative decoding: lookup, early_exit or draft; default no speculation.",
+    "--draft": "Smaller model for draft: a run or folder with the same tokenizer; default none.",
+    "--spec-k": "Tokens drafted in one round, from 1 to 16; default 4.",
+    "--spec-k-adaptive": "Change the number of drafts by their acceptance; true or false; default true.",
+    "--spec-extra-token": "Take one more token when all drafts are accepted; true or false; default true.",
+    "--spec-disable-below-accept": "Stop drafting below this share of accepted drafts; default 0.1.",
+    "--hysteresis": "Share above that floor which drafting must reach to continue; default 0.05.",
+    "--window": "Number of last drafts that the share is computed over; default 32.",
+    "--retry-after": "Tokens until drafting is tried again; default 64.",
+    "--spec-draft-layers": "For early_exit: blocks that draft; default a quarter of the blocks.",
+    "--max-ngram": "For lookup: longest run of tokens to match; default 4.",
+}
+
+OVERRIDES = {"--group": "Run this group of the manifest only; default all groups."}
+PREPARE = {
+    "--output": "Token folder to make, or FILE.npy for one flat array; required.",
+    "--train-bpe": "Train a byte-level BPE with this many entries on the text; default no training.",
+    "--val-frac": "Share of documents held out for validation; default 0.05, none for .npy.",
+    "--tokens": "Stop after this many tokens, such as 500000 or 100M; default all text.",
+    "--tokenizer": "Tokenizer: byte, a folder or a tokenizer file; stdlib takes byte or bpe; default byte.",
+    "--shard-tokens": "Tokens in one shard; default 100000000.",
+    "--suffix": "For text: suffixes of the files to take from folders; default .txt,.md,.py.",
+    "--separator": "For text: text between the documents of a file; default one document a file.",
+    "--dataset": "For fineweb: repository on the Hugging Face hub; default HuggingFaceFW/fineweb.",
+    "--config": "For fineweb: configuration of the data set, '' for none; default sample-10BT.",
+    "--revision": "For fineweb: branch, tag or commit; default the newest commit, which is recorded.",
+    "--field": "For fineweb: column of the text; default text.",
+    "--from": "For fineweb: local parquet or .jsonl files to read; default the hub.",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. `module` is its file where that has another name than the command."""
+
+    usage: str
+    summary: str
+    flags: Mapping[str, str]
+    module: str | None = None
+    loads_torch: bool = False
+
+
+COMMANDS: dict[str, Command] = {
+    "launch": Command("[overrides]", "compose, validate, freeze and run an experiment", {}),
+    "run": Command("FILE [--group NAME] [overrides]", "run a single-file manifest", {**OVERRIDES, **COMMON}),
+    "compile": Command(
+        "[overrides | FILE] [--print-plan] [--json]",
+        (
+            "print the plan: shapes, parameters, bytes, stages; no torch; --json prints JSON, and with "
+            "--print-plan the plan to stderr too"
+        ),
+        {
+            **OVERRIDES,
+            "--print-plan": "Print the plan for people, to stderr if --json is set.",
+            "--json": "Print the plan as JSON.",
+            **COMMON,
+        },
+    ),
+    "resume": Command(
+        "RUN | SWEEP",
+        "go on with an interrupted run (a run directory, runs/NAME, or latest), or sweep",
+        COMMON,
+    ),
+    "rerun": Command(
+        "RUN | FILE", "run a run's manifest.json again from its start, in a directory of its own", COMMON
+    ),
+    "status": Command(
+        "[DIR] [--json]",
+        "where every run and sweep stands: phase, step, age, state",
+        {"--json": "Print the states as JSON.", **COMMON},
+    ),
+    "collect": Command(
+        "SWEEP|DIR [--metric KEY]... [--by KEY,KEY] [--best min|max] [--csv] [--tex] [--plot] [--out DIR]",
+        "mean, standard deviation and n over seeds of a sweep's runs, as a table, CSV, LaTeX and a plot",
+        {
+            "--metric": "Metric key to report; may be repeated; default the main metrics.",
+            "--by": "Keys to group by, separated by commas; default every key that differs, except the seed.",
+            "--best": "Whether the min or the max of a metric is best; default by the name of the metric.",
+            "--csv": "Write runs.csv and summary.csv.",
+            "--tex": "Write table.tex.",
+            "--plot": "Write plot.png.",
+            "--out": "Folder for these files; default collected/ in the folder of the sweep.",
+            **COMMON,
+        },
+    ),
+    "compare": Command(
+        "RUN_A RUN_B [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]",
+        (
+            "two runs, or files of caramba eval: what differs in their manifests, their metrics with intervals, paired "
+            "tests on the items that both have, and their curves in one figure"
+        ),
+        {
+            "--metric": "Report metrics whose key contains this text; may be repeated; default all.",
+            "--models": "Models whose items are paired; default student,student.",
+            "--out": "File of the figure; default compare-A-B.png in the current folder.",
+            **COMMON,
+        },
+    ),
+    "export": Command(
+        (
+            "RUN|DIR --out DIR [--format hf|deepseek|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "
+            "[--weights f16|q8_0|q4_0] [--engine transformers|vllm] [--check] [--which teacher|student] [--force]"
+        ),
+        "write a trained model for other programs; hf loads with transformers, gguf with llama.cpp",
+        {
+            "--format": "Format: hf, safetensors, ckpt, dcp, gguf or deepseek; default hf.",
+            "--weights": "Weights of a GGUF file: f16, q8_0 or q4_0; default f16.",
+            "--engine": "Engine that reads a deepseek folder: transformers or vllm; default transformers.",
+            "--check": "Load the result in its engine and compare logits, text and cache; default off.",
+            "--out": "Folder to write; required.",
+            "--dtype": "Precision of the weights: float32, bf16 or fp16; default the stored precision.",
+            "--which": MODEL["--which"],
+            "--force": "Replace the files of an earlier export in the folder.",
+            **COMMON,
+        },
+        loads_torch=True,
+    ),
+    "eval": Command(
+        (
+            "RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
+            "[--which teacher|student] [--smallest-difference POINTS] [--tokenizer PATH] [--out FILE]"
+        ),
+        "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness, or of a local folder",
+        {
+            "--tasks": "Tasks, separated by commas; required.",
+            "--eval-data": "Folder of local tasks; default the tasks of lm-evaluation-harness.",
+            "--limit": "Items of each task; default all.",
+            "--num-fewshot": "Examples in front of each item; default the number of the task.",
+            "--include-path": "Folder of your own task files for lm-evaluation-harness; default none.",
+            "--batch-size": "Sequences in one forward pass; default 8.",
+            "--max-length": "Longest sequence, in tokens; default the context of the model.",
+            "--smallest-difference": (
+                "Points of accuracy that matter; warns where the items cannot see them; default none."
+            ),
+            "--which": MODEL["--which"],
+            "--tokenizer": MODEL["--tokenizer"],
+            "--device": MODEL["--device"],
+            "--out": "JSON file of the results; default evals/ in the folder of the run.",
+            **COMMON,
+        },
+        module="evaluate",
+        loads_torch=True,
+    ),
+    "generate": Command(
+        (
+            "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] "
+            "[--top-p P] [--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--max-seq-len N] "
+            "[--prefill-chunk N] [--cache-kind KIND|auto] [--cache-budget-mb MB] [--cache-quality-text FILE] "
+            "[--cache-quality-max-delta-nll X] [--cache-quality-max-ppl-ratio X] [--cache-quality-max-mean-kl X] "
+            "[--cache-quality-max-tokens N] [--cache-auto-benchmark true|false] [--cache-auto-bench-steps N] "
+            "[--cache-plan reuse|refresh] [--cache-plan-path FILE] [--cache-plan-probe true|false] "
+            "[--cache-plan-probe-interval-sec S] [--decode-plan PLAN] [--decode-q-chunk N] [--decode-local-window N] "
+            "[--dtype float32|bf16|fp16] [--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] "
+            "[--spec-k-adaptive true|false] [--spec-extra-token true|false] [--spec-disable-below-accept X] "
+            "[--hysteresis X] [--window N] [--retry-after N] [--max-ngram N] [--spec-compare] [--spec-draft-layers N] "
+            "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
+            "[--compiled auto|graph|true|false] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]"
+        ),
+        "continue prompts with a run, an export or a Hugging Face folder",
+        {
+            "--prompt": "Prompt; may be repeated for a batch.",
+            "--prompt-file": "UTF-8 text file with one more prompt; default none.",
+            "--json": "Print texts, configuration and statistics as JSON.",
+            **SAMPLING,
+            **MODEL,
+            **CACHE,
+            **SPECULATION,
+            "--spec-compare": "Time speculative decoding against plain decoding.",
+            **COMMON,
+        },
+        loads_torch=True,
+    ),
+    "chat": Command(
+        "RUN|DIR [--system TEXT] [--plain] [the options of generate]",
+        "converse with a model, on a terminal or line by line from a pipe",
+        {
+            "--system": "System message; default none.",
+            "--plain": "Use lines of User: and Assistant: although the tokenizer has a chat template.",
+            **SAMPLING,
+            **MODEL,
+            **CACHE,
+            **SPECULATION,
+            **COMMON,
+        },
+        loads_torch=True,
+    ),
+    "serve": Command(
+        (
+            "RUN|DIR [--host H] [--port N] [--max-batch N] [--prompts-ahead N] [--max-len N] [--cache-kind KIND] "
+            "[--max-tokens N] [--max-queue N] [--batch-timeout S] [--max-request-bytes N] [--timeout S] "
+            "[--max-connections N] [--drain S] [--api-key-env NAME] [--prefix-cache-mb MB] [--prefill-chunk N] "
+            "[--compiled graph|auto|true|false] [--plain] "
+            "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
+            "[--which teacher|student] [--tokenizer PATH] [--device D] [--dtype float32|bf16|fp16]"
+        ),
+        "answer OpenAI-compatible requests over HTTP, many at a time, with a run, an export or a Hugging Face folder",
+        {
+            "--host": "Address to listen on; others than the local machine need --api-key-env; default 127.0.0.1.",
+            "--port": "TCP port; 0 takes a free one; default 8000.",
+            "--max-batch": "Requests that decode together; default 16.",
+            "--prompts-ahead": "Requests whose prompts run before a slot is free, on CUDA; default 0.",
+            "--max-len": "Most tokens of prompt and new text together; default the context, at most 8192.",
+            "--cache-kind": "Format of the KV cache, such as fp16 or q8_0; default the precision of the model.",
+            "--max-tokens": "Most new tokens of a request; default all that --max-len leaves.",
+            "--max-queue": "Requests that wait for a slot; one more is refused; default 256.",
+            "--batch-timeout": "Seconds that an idle engine waits for more requests; default 0.0.",
+            "--max-request-bytes": "Largest request body, in bytes; default 1048576.",
+            "--timeout": "Seconds until a request is cut off; default 300.0.",
+            "--max-connections": "Open connections; one more is refused; default 1024.",
+            "--drain": "Seconds to finish open requests after a stop signal; default 10.",
+            "--api-key-env": "Environment variable that stores the API key; default no key.",
+            "--prefix-cache-mb": "Megabytes (1e6 bytes) for keys and values of equal beginnings; default 0.0.",
+            "--prefill-chunk": "Prompt tokens in one step; default 512.",
+            "--compiled": "Decode steps: graph (CUDA graph), auto, true (compiled too) or false; default graph.",
+            "--plain": "Use lines of User: and Assistant: although the tokenizer has a chat template.",
+            **MODEL,
+            **COMMON,
+        },
+        loads_torch=True,
+    ),
+    "doctor": Command("", "check this machine: packages, devices, memory, folders", COMMON),
+    "prepare": Command(
+        "text PATH... | fineweb | stdlib --output DIR",
+        "turn text into tokens that data=tokens reads (caramba prepare --help)",
+        {**PREPARE, **COMMON},
+    ),
+    "tune": Command(
+        "[--seconds N] [--device auto|cpu|cuda] [--out FILE] [--show]",
+        "measure which attention backends and decode programs are fastest here, for the runs to come",
+        {
+            "--seconds": "Time limit of the measurement, in seconds; default 300.0.",
+            "--device": MODEL["--device"],
+            "--out": "File of the table; default .caramba/ of the current folder, where runs read it.",
+            "--show": "Print the table in use, and measure nothing.",
+            **COMMON,
+        },
+    ),
+    "paper": Command(
+        (
+            "RUN [--output-dir DIR] [--update] [--group NAME] [--config FILE] [--title TEXT] [--author NAME]... "
+            "[--model NAME] [--base-url URL] [--api-key-env NAME] [--bib FILE] [--max-iterations N] [--max-tokens N] "
+            "[--max-cost USD]"
+        ),
+        (
+            "draft a LaTeX paper from a finished run: numbers by key, citations from records, versions that compile "
+            "(extra paper); --update goes on from the last version, what a person edited and what was interrupted"
+        ),
+        {
+            "--output-dir": "Folder of the paper; default paper/ in the folder of the run.",
+            "--update": "Continue from the last version, with the edits of its authors.",
+            "--group": "Group of the run that the paper describes; default the only one.",
+            "--config": "YAML file with the keys of a paper section; default the section of the manifest.",
+            "--author": "Name of an author; may be repeated.",
+            "--title": "Title; default the name of the experiment.",
+            "--model": "Language model, by the name that litellm uses; default gpt-4o, or as in the manifest.",
+            "--base-url": "Address of an OpenAI-compatible server; default the one of the provider.",
+            "--api-key-env": "Environment variable that stores the API key; default the one of the provider.",
+            "--bib": "BibTeX file of the references that may be cited; default none.",
+            "--max-iterations": "Most requests to the language model; default 40, or as in the manifest.",
+            "--max-tokens": "Most prompt and reply tokens of all requests; default 1000000, or as in the manifest.",
+            "--max-cost": "Most US dollars; default no limit.",
+            **COMMON,
+        },
+    ),
+    "schema": Command(
+        "[--json] [plugins=[MODULE,...]]",
+        "the keys of a manifest, for people or as JSON Schema for editors and agents; with layers of your own",
+        {"--json": "Print the JSON Schema.", **COMMON},
+    ),
+}
+
+LATER = {"review": "the review work", "research": "the research loop"}

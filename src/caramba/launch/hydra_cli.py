@@ -1,0 +1,111 @@
+"""What Hydra's own command line answers: --hydra-help, --info and shell completion."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import hydra
+from omegaconf import OmegaConf
+
+from caramba.config.lower import keeps_checks
+from caramba.config.narrowing import mapping_of
+from caramba.errors import ConfigError
+from caramba.launch.argv import CommandLine
+from caramba.launch.commands.table import COMMANDS
+from caramba.launch.compose import compose
+from caramba.launch.unsafe_keys import refuse_folder, refuse_words
+from caramba.runs import list_runs
+
+
+@hydra.main(config_path="pkg://caramba.conf", config_name="config", version_base="1.3")
+def _composed(config: object) -> None:
+    raise AssertionError("Hydra was asked for information, and started the application")
+
+
+def run_native(args: CommandLine) -> int:
+    """Hand a command line to Hydra, after the same refusals as everywhere else."""
+    is_completion = any(word.startswith(("-sc", "--shell-completion")) for word in args.native)
+    if is_completion and any("query=" in word for word in (*args.native, *args.overrides)):
+        return _complete(args)
+    return _ask_hydra(args)
+
+
+def _complete(args: CommandLine) -> int:
+    """Print the words that may come next in COMP_LINE, or nothing: a shell shows errors in the middle of the line."""
+    words = os.environ.get("COMP_LINE", "").split()[1:]
+    line = os.environ.get("COMP_LINE", "")
+    typed = "" if line.endswith(" ") or not words else words[-1]
+    before = words[: len(words) - bool(typed)]
+    if not before and "=" not in typed:
+        commands = [command for command in COMMANDS if command.startswith(typed)]
+        if typed and commands:
+            print("\n".join(commands))
+            return 0
+    command = before[0] if before and before[0] in COMMANDS else ""
+    if command and command not in ("launch", "compile", "run"):
+        # Other commands take a run or a folder: bash adds the names of files itself.
+        names = ["latest", *(f"runs/{run.parent.name}/{run.name}" for run in list_runs())]
+        found = [name for name in names if name.startswith(typed)] if len(before) == 1 else []
+        print("\n".join(found), end="\n" if found else "")
+        return 0
+    if any("=" not in word and not word.startswith("-") for word in before[bool(command) :]):
+        return 0  # A word that is no override: Hydra would print an error.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        try:
+            return _ask_hydra(args)
+        except (SystemExit, ConfigError):
+            return 0
+
+
+def _ask_hydra(args: CommandLine) -> int:
+    refuse_words(args.overrides)
+    for folder in args.config_dirs:
+        refuse_folder(folder)
+    for command in ("launch", "compile", "run"):
+        # Completion sees the whole line; Hydra knows the program's name but not the command after it.
+        line = os.environ.get("COMP_LINE", "")
+        words = line.split(" ")
+        if len(words) > 2 and words[1] == command:
+            os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
+    folders = [item for folder in args.config_dirs for item in ("--config-dir", str(folder))]
+    program = "caramba" if sys.argv[0].endswith((".py", "-c")) else sys.argv[0]
+    sys.argv = [program, *args.native, *folders, *args.overrides]
+    _composed()
+    return 0
+
+
+def show_config(args: CommandLine) -> int:
+    """Print what the overrides compose to; `--resolve` replaces references by their values.
+
+    Raises:
+        ConfigError: another part than `job`, or a search, whose points are not known before it runs.
+    """
+    if args.cfg != "job":
+        raise ConfigError(
+            f"--cfg {args.cfg}: only `job` is shown; Hydra's own settings are fixed (--info shows them)"
+        )
+    if not args.is_multirun:
+        print(_text(args, args.overrides), end="")
+        return 0
+    searches = [word for word in args.overrides if word.lstrip("+").startswith("hydra/sweeper=")]
+    if searches:
+        raise ConfigError(
+            f"--cfg job: {searches[0]} draws its points from what earlier ones measured; leave it and -m out, and give "
+            "each key one value"
+        )
+    from caramba.launch.overrides import points
+
+    for words in points(args.overrides, args.config_dirs):
+        print(f"---\n# {' '.join(words)}\n{_text(args, words)}", end="")
+    return 0
+
+
+def _text(args: CommandLine, words: list[str]) -> str:
+    composed = compose(words, args.config_dirs)
+    tree = composed.tree if args.resolves else composed.raw
+    verify = mapping_of(tree.get("verify"))
+    if verify.get("checks") and not keeps_checks(composed.tree, composed.given, composed.chosen):
+        tree = {**tree, "verify": {**verify, "checks": []}}
+    return OmegaConf.to_yaml(OmegaConf.create(tree))

@@ -1,0 +1,88 @@
+"""Single-file manifests: the same schema, written in one YAML or JSON file, with overrides on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path as File
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from caramba.config.expansion import load_tree
+from caramba.config.resolve import resolve
+from caramba.config.source import Path
+from caramba.errors import ConfigError, quote
+from caramba.launch.groups import groups, show_file
+from caramba.launch.origin import Given, Layer, Origin
+from caramba.launch.overrides import Word, read_words, refuse_sweeps
+from caramba.launch.unsafe_keys import refuse_words
+
+
+def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Origin, frozenset[Path]]:
+    """Read a manifest file, apply overrides, and resolve references.
+
+    Returns:
+        The tree, where its values were written, and the paths that the overrides set.
+
+    Raises:
+        ConfigError: no such file, no YAML mapping, an override that fits no key, or a reference to a missing key.
+    """
+    file = file.absolute()
+    name = show_file(file)
+    if not file.is_file():
+        raise ConfigError(
+            f"manifest={name}: no such file; give a YAML manifest, or choose groups (model=… train=…)"
+        )
+    refuse_words(overrides)
+    words = read_words(overrides, {}, ())
+    refuse_sweeps(words)
+    tree: Any = _load(file, name)
+    try:
+        if words:  # only overrides need a config; it takes most of the time
+            config = OmegaConf.create(tree)
+            assert isinstance(config, DictConfig)
+            for word in words:
+                _apply(config, word, name)
+            tree = OmegaConf.to_container(config, resolve=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+    assert isinstance(tree, dict)
+    origin = Origin(
+        lambda: [Layer(file, ())], [Given(path, word.typed) for word in words for path in word.paths]
+    )
+    plain = {str(key): value for key, value in tree.items()}
+    return resolve(plain, origin), origin, frozenset(path for word in words for path in word.paths)
+
+
+def _load(file: File, name: str) -> dict[str, Any]:
+    try:
+        tree = load_tree(file.read_text(encoding="utf-8"), name)
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, OSError) as error:
+        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{name}: a manifest is a mapping with name, model and groups; got {quote(tree)}")
+    return {str(key): value for key, value in (tree or {}).items()}
+
+
+def _apply(config: DictConfig, word: Word, name: str) -> None:
+    key = ".".join(str(part) for part in word.path)
+    if word.path[0] in groups() and len(word.path) == 1:
+        raise ConfigError(
+            f"command line: {word.typed}: {name} is the whole experiment, so no group can be chosen; set keys"
+        )
+    try:
+        if word.override.is_delete():
+            parent = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
+            del parent[word.path[-1]]
+            return
+        if word.path[0] == "settings" and "defaults" in config:
+            key = "defaults" + key.removeprefix("settings")
+        OmegaConf.update(config, key, word.override.value(), force_add=True)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"command line: {word.typed}: does not fit {name}: {' '.join(str(error).split())}"
+        ) from None

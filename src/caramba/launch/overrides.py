@@ -1,0 +1,209 @@
+"""Overrides as a user types them, turned into what Hydra composes; typos are kept for the schema to name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+
+from caramba.config.source import Path, is_index
+from caramba.config.train import PhaseConfig
+from caramba.errors import ConfigError
+from caramba.launch.groups import groups
+from caramba.launch.unsafe_keys import refuse_option, refuse_words
+
+
+@dataclass(frozen=True)
+class Word:
+    """One override: as typed, as Hydra gets it, the group it chooses or the paths that it sets."""
+
+    typed: str
+    override: Override
+    group: str | None = None
+    path: Path = ()
+
+    @property
+    def text(self) -> str:
+        return str(self.override.input_line)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of its group that this override chooses."""
+        if self.group is None or self.override.is_delete():
+            return ()
+        value = self.override.value()
+        return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+
+    @property
+    def paths(self) -> Iterator[Path]:
+        """Every path that this override sets; a mapping sets the paths of its leaves."""
+        if self.group is None and not self.override.is_delete():
+            yield from _leaves(self.path, self.override.value())
+
+
+def read_words(
+    typed: Iterable[str], options: Mapping[str, Mapping[str, File]], defaults: Iterable[str]
+) -> list[Word]:
+    """Parse overrides.
+
+    A key that names a group chooses an option; any other key becomes `++key=value`, so that an unknown one reaches
+    the schema, which knows its nearest name. `layers[0]` is read as `layers.0`.
+
+    Raises:
+        ConfigError: a text that is no override, an option that does not exist, or a sweep without --multirun.
+    """
+    known = set(defaults)
+    return [_read_word(text, options, known) for text in typed]
+
+
+def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: set[str]) -> Word:
+    prefix = re.match(r"^(\+\+|\+|~)?", typed)
+    sign = prefix[0] if prefix else ""
+    key, equals, value = typed[len(sign) :].partition("=")
+    if not key or not (equals or sign == "~"):
+        raise ConfigError(f"command line: {typed!r} is not an override; write KEY=VALUE or GROUP=OPTION")
+    key = re.sub(r"\[(\d+)\]", r".\1", key)
+    group = key.partition("@")[0]
+    if group in options:
+        override = _parse(typed, f"{_group_sign(sign, key, defaults)}{key}{equals}{value}")
+        if not override.is_delete() and not override.is_sweep_override():
+            chosen = override.value()
+            if isinstance(chosen, dict) or "${" in str(chosen):
+                raise ConfigError(
+                    f"command line: {typed}: {group} is a group, so its value is the name of an option: "
+                    f"{', '.join(sorted(options[group]))}; set single keys as {group}.KEY=VALUE"
+                )
+            for option in chosen if isinstance(chosen, list) else [chosen]:
+                if option is None:
+                    _refuse_null(typed, group, options[group])
+                refuse_option(group, str(option), options[group])
+        return Word(typed, override, group=group)
+    if "@" in key or "/" in key:
+        raise ConfigError(
+            f"command line: {typed}: there is no group {group!r}; groups: {', '.join(sorted(options))}"
+        )
+    key = _canonical(key)
+    override = _parse(typed, f"{'~' if sign == '~' else '++'}{key}{equals}{value}")
+    path = tuple(int(part) if is_index(part) else part for part in key.split("."))
+    if override.is_delete() and isinstance(path[-1], int):
+        whole = ".".join(str(part) for part in path[:-1])
+        raise ConfigError(
+            f"command line: {typed}: an item of a list cannot be taken out of it; give the list that is to remain, "
+            f"{whole}=[...], or an option of your own (--config-dir)"
+        )
+    return Word(typed, override, path=path)
+
+
+def _refuse_null(typed: str, group: str, options: Iterable[str]) -> None:
+    fix = f"write {group}=none" if "none" in options else f"options: {', '.join(sorted(options))}"
+    raise ConfigError(f"command line: {typed}: null is not an option of {group}; {fix}")
+
+
+def _group_sign(sign: str, key: str, defaults: set[str]) -> str:
+    """Options work with and without `+`: a group outside the defaults list is appended, one inside it is replaced."""
+    if sign == "~":
+        return sign
+    return "" if key in defaults else "+"
+
+
+def _canonical(key: str) -> str:
+    """Resolve the aliases of a phase's keys, so that the command line replaces what a preset set under another name."""
+    parts = key.split(".")
+    if parts[0] == "defaults":
+        parts[0] = "settings"
+    return ".".join((*parts[:-1], names_of(parts)[0]))
+
+
+def names_of(path: Sequence[str | int]) -> tuple[str, ...]:
+    """Return the names of the last key of a path, the schema's first: a phase's key has its aliases beside it."""
+    last = str(path[-1])
+    if "train" not in path[:-1]:
+        return (last,)
+    name = PhaseConfig.aliases.get(last, last)
+    return (name, *(alias for alias, target in PhaseConfig.aliases.items() if target == name))
+
+
+def renamed(word: Word, name: str) -> Word:
+    """Return an override that deletes a key, `~KEY` or `~KEY=VALUE`, under another of the key's names."""
+    path = (*word.path[:-1], name)
+    _, equals, value = word.text.partition("=")
+    text = f"~{'.'.join(str(part) for part in path)}{equals}{value}"
+    return Word(word.typed, _parse(word.typed, text), path=path)
+
+
+def _parse(typed: str, text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"command line: cannot read {typed!r}: {reason}; quote values with special characters, as in "
+            "'key=\"a, b\"'"
+        ) from None
+
+
+def refuse_sweeps(words: Iterable[Word]) -> None:
+    """Raise when a word holds several values and --multirun was not given."""
+    for word in words:
+        if word.override.is_sweep_override():
+            raise ConfigError(
+                f"command line: {word.typed} holds several values; add --multirun to run each, or write a list as [a,b]"
+            )
+
+
+def _leaves(path: Path, value: Any) -> Iterator[Path]:
+    yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves((*path, str(key)), item)
+
+
+def points(overrides: list[str], config_dirs: Sequence[File] = ()) -> list[list[str]]:
+    """Expand `a=1,2`, `choice(…)`, `range(…)` and `glob(…)` into one list of overrides per combination.
+
+    Raises:
+        ConfigError: a text that Hydra cannot read, an interval, which has no finite set of values, or a glob that
+            matches nothing.
+    """
+    refuse_words(overrides)
+    axes: list[list[str]] = []
+    for word in overrides:
+        sign, override = read_override(word)
+        if sign == "~" or not override.is_sweep_override():
+            axes.append([word])
+            continue
+        if override.is_interval_sweep():
+            raise ConfigError(
+                f"command line: {word}: an interval has no finite set of values; use choice(…) or range(…), or "
+                "let hydra/sweeper=optuna draw from it"
+            )
+        key = word[len(sign) :].partition("=")[0]
+        values = _values(override, key, config_dirs)
+        if not values:
+            raise ConfigError(f"command line: {word}: matches no option of {key}")
+        axes.append([f"{sign}{key}={value}" for value in values])
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def read_override(word: str) -> tuple[str, Override]:
+    """Return the sign of an override (`+`, `++`, `~` or none), and what Hydra reads in the rest."""
+    sign = "" if word[:1].isalnum() else word[: len(word) - len(word.lstrip("+~"))]
+    body = word[len(sign) :]
+    try:
+        return sign, OverridesParser.create().parse_override(body if "=" in body else f"{body}=null")
+    except HydraException as error:
+        raise ConfigError(f"command line: cannot read {word!r}: {str(error).splitlines()[0]}") from None
+
+
+def _values(override: Override, key: str, config_dirs: Sequence[File]) -> list[str]:
+    value = override.value()
+    if isinstance(value, Glob):
+        return value.filter(sorted(groups(config_dirs).get(key, {})))
+    return list(override.sweep_string_iterator())

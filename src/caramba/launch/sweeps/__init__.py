@@ -1,0 +1,1 @@
+"""Sweeps: grids of values, searches by Optuna, and the runner of their points."""
