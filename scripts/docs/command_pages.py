@@ -8,7 +8,7 @@ from markdown_cells import cell, code, heading, table
 
 from caramba.launch.commands.help import FLAGS
 from caramba.launch.commands.table import COMMANDS
-from caramba.launch.groups import description, groups
+from caramba.launch.config_files import description, groups
 
 STATUSES = (
     ("0", "success"),

@@ -169,8 +169,8 @@ class Case:
 def originals() -> Originals:
     """Compose the experiments of conf that need nothing else, and read its options."""
     from caramba.launch.compose import default_groups
+    from caramba.launch.config_files import groups
     from caramba.launch.freeze import freeze
-    from caramba.launch.groups import groups
 
     words = [
         [f"experiment={name}"] for name in ("smoke", "decoupled", "llama32_dba_compare", "llama32_dba_paper")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from caramba.config.estimate import plan
+from caramba.launch.config_files import conf_root
 from caramba.launch.freeze import freeze
-from caramba.launch.groups import conf_root
 
 
 def test_every_option_composes_and_validates_and_costs(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from caramba.config.model import ModelSpec
-from caramba.launch.groups import conf_root
+from caramba.launch.config_files import conf_root
 from caramba.model import build_model
 from caramba.model.topology import checkpoint_topology, compilable_regions
 from caramba.runs.events import read_events

@@ -22,8 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, clip
-from caramba.launch.groups import conf_root, config_file, groups, show_file
-from caramba.launch.origin import Given, Layer, Origin
+from caramba.launch.config_files import Given, Layer, Origin, conf_root, config_file, groups, show_file
 from caramba.launch.overrides import Word, names_of, read_words, refuse_sweeps, renamed
 from caramba.launch.unsafe_keys import refuse_folder, refuse_words
 

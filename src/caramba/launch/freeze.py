@@ -20,9 +20,8 @@ from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, format_place, read_path
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
+from caramba.launch.config_files import Origin, groups
 from caramba.launch.derive import derive_models
-from caramba.launch.groups import groups
-from caramba.launch.origin import Origin
 
 if TYPE_CHECKING:
     from caramba.config.estimate import FitResult

@@ -14,8 +14,7 @@ from caramba.config.expansion import load_tree
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, quote
-from caramba.launch.groups import groups, show_file
-from caramba.launch.origin import Given, Layer, Origin
+from caramba.launch.config_files import Given, Layer, Origin, groups, show_file
 from caramba.launch.overrides import Word, read_words, refuse_sweeps
 from caramba.launch.unsafe_keys import refuse_words
 

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from caramba.config.source import Path, is_index
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
-from caramba.launch.groups import groups
+from caramba.launch.config_files import groups
 from caramba.launch.unsafe_keys import refuse_option, refuse_words
 
 

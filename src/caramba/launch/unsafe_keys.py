@@ -10,7 +10,7 @@ from typing import Any
 from caramba.config.expansion import MOST_OPTION_NODES, load_nodes
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
-from caramba.launch.groups import config_file, show_file
+from caramba.launch.config_files import config_file, show_file
 
 EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|convert|call)_(?![A-Za-z0-9_])")
 

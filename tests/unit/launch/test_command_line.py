@@ -10,7 +10,7 @@ import pytest
 
 from caramba.cli import main
 from caramba.config.composition import Composition
-from caramba.launch.groups import groups
+from caramba.launch.config_files import groups
 from caramba.runs.shell import join_words, show_path
 
 MODEL = ("model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu")

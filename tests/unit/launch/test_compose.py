@@ -11,8 +11,8 @@ import pytest
 from caramba.config.crosscheck import cross_check
 from caramba.errors import ConfigError
 from caramba.launch.compose import compose, default_groups
+from caramba.launch.config_files import groups
 from caramba.launch.freeze import freeze
-from caramba.launch.groups import groups
 from caramba.launch.overrides import points
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -42,7 +42,7 @@ def test_every_group_is_in_the_defaults_list_so_no_plus_is_needed():
 
 
 def test_every_option_says_what_it_is():
-    from caramba.launch.groups import description
+    from caramba.launch.config_files import description
 
     missing = [
         str(file) for options in groups().values() for file in options.values() if not description(file)

@@ -8,8 +8,8 @@ import pytest
 
 from caramba.errors import ConfigError
 from caramba.launch.compose import compose
+from caramba.launch.config_files import conf_root
 from caramba.launch.freeze import freeze
-from caramba.launch.groups import conf_root
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 

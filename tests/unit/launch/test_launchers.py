@@ -17,8 +17,8 @@ from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
 from caramba.launch import run
-from caramba.launch.freeze import freeze
 from caramba.launch.commands import rerun
+from caramba.launch.freeze import freeze
 from caramba.launch.launchers import torchrun
 from caramba.launch.launchers.rendezvous import refuse_launcher, shared_run_dir
 from caramba.launch.launchers.slurm import _ranges, array_script, run_script

@@ -15,8 +15,8 @@ from caramba.cli import main
 from caramba.config.verify import FidelityVerifyConfig
 from caramba.errors import ConfigError
 from caramba.launch.compose import compose
+from caramba.launch.config_files import conf_root, groups
 from caramba.launch.freeze import freeze
-from caramba.launch.groups import conf_root, groups
 
 GROUPS = {group: sorted(options) for group, options in groups().items() if group != "experiment"}
 EXPERIMENTS = sorted(groups()["experiment"])

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
+from caramba.launch.config_files import conf_root
 from caramba.launch.freeze import freeze
-from caramba.launch.groups import conf_root
 from caramba.runtime import RuntimePlan, apply_threads, check_gpu, plan, read_valid_plans, save_plan
 
 

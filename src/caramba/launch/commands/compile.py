@@ -10,9 +10,8 @@ from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.argv import CommandLine, parse_command, split_files
 from caramba.launch.freeze import freeze
-from caramba.launch.launchers.start import check_launcher
 from caramba.launch.preflight import check_startable
-from caramba.launch.run import run_to_resume
+from caramba.launch.run import check_launcher, run_to_resume
 from caramba.runs.shell import join_words, show_path
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from caramba.launch.commands.table import COMMANDS
-from caramba.launch.groups import description, groups
+from caramba.launch.config_files import description, groups
 
 USAGE = """\
 caramba: compose an experiment, train it, verify it, measure it, and get the tables and figures.

@@ -9,9 +9,8 @@ from caramba.config.manifest import Manifest
 from caramba.config.not_implemented import refuse_unbuilt
 from caramba.errors import ConfigError
 from caramba.launch.argv import parse_command
-from caramba.launch.launchers.start import check_launcher, run_inline, start_worker
 from caramba.launch.preflight import check_extras, check_weights
-from caramba.launch.run import drop_if_nothing_began
+from caramba.launch.run import check_launcher, drop_if_nothing_began, run_inline, start_worker
 from caramba.runs import MANIFEST, mint, read_manifest, resolve_run
 from caramba.runs.environment import environment_changes
 from caramba.runs.manifest import read_overrides

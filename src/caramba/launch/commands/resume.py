@@ -7,7 +7,7 @@ from pathlib import Path
 
 from caramba.errors import ConfigError
 from caramba.launch.argv import parse_command
-from caramba.launch.launchers.start import check_launcher, start_worker
+from caramba.launch.run import check_launcher, start_worker
 from caramba.launch.sweeps.runner import runner_of
 from caramba.runs import read_manifest, resolve_run
 from caramba.runs.state import FINISHED, run_state

@@ -14,8 +14,8 @@ from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.launchers.process import Job, LiveWorker, Pool, last_lines, make_slots
 from caramba.launch.launchers.slurm import RUNS, SCRIPT, array_script, submit
-from caramba.launch.launchers.start import check_launcher, start_worker
 from caramba.launch.launchers.torchrun import LOGS
+from caramba.launch.run import check_launcher, start_worker
 from caramba.runs import differences, lock, mint, read_manifest
 from caramba.runs.exit_codes import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.exit_codes import MISTAKE, STOPPED

@@ -1,9 +1,10 @@
-"""Where a value was written: the override, or the YAML file and line, that a path of the composed tree came from."""
+"""The config files of a launch: groups, their options, and the file and line that set a value."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as File
@@ -11,7 +12,56 @@ from typing import Any
 
 from caramba.config.expansion import load_nodes
 from caramba.config.source import Path
-from caramba.launch.groups import show_file
+
+
+def conf_root() -> File:
+    """Return the folder of the groups that come with caramba."""
+    spec = importlib.util.find_spec("caramba.conf")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return File(next(iter(spec.submodule_search_locations)))
+
+
+def groups(config_dirs: Iterable[File] = ()) -> dict[str, dict[str, File]]:
+    """Return every group with its options, as {group: {option: file}}, caramba's own before a user's."""
+    found: dict[str, dict[str, File]] = {}
+    for root in (conf_root(), *config_dirs):
+        for file in sorted(root.rglob("*.yaml")):
+            relative = file.relative_to(root)
+            if len(relative.parts) > 1:
+                found.setdefault(relative.parent.as_posix(), {}).setdefault(file.stem, file)
+    return found
+
+
+def description(file: File) -> str:
+    """Return the first comment line of a YAML file (after a `# @package` line), which says what the option is."""
+    with open(file, encoding="utf-8") as lines:
+        for line in lines:
+            text = line.strip()
+            if text and not text.startswith("#"):
+                break
+            words = text.removeprefix("#").strip()
+            if words and not words.startswith("@"):
+                return words.rstrip(".")
+    return ""
+
+
+def config_file(config_path: str, config_dirs: Iterable[File] = ()) -> File | None:
+    """Return the file that Hydra reads for `config_path`, such as `model/tiny`: the first on the search path."""
+    for root in (conf_root(), *config_dirs):
+        file = root / f"{config_path}.yaml"
+        if file.is_file():
+            return file
+    return None
+
+
+def show_file(file: File) -> str:
+    """Name a file for a person: `conf/…` for caramba's own, relative to the current folder where possible."""
+    root = conf_root()
+    if file.is_relative_to(root):
+        return f"conf/{file.relative_to(root).as_posix()}"
+    here = File.cwd()
+    return str(file.relative_to(here) if file.is_relative_to(here) else file)
 
 
 @dataclass(frozen=True)
