@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from caramba.config.names import nearest
 from caramba.errors import CarambaError
-from caramba.paper import adjacent_numbers
-from caramba.paper.digit_check import Names, in_mathematics, in_prose
 from caramba.paper.evidence import Evidence
+from caramba.paper.latex import Finding, NotAllowed, Scanned, Use, scan
+from caramba.paper.numbers import Names, adjacent, in_formula, in_prose
 from caramba.paper.records import Record
-from caramba.paper.scan import scan
-from caramba.paper.scanned import NotAllowed, Scanned, Use
 from caramba.paper.vocabulary import OPERATIONS
 
 CITING = ("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear")
@@ -128,26 +126,31 @@ def _unknown(name: str, known: Mapping[str, object], kind: str, where: str) -> l
 
 
 def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> list[Problem]:
-    used = {key.strip() for use in scanned.uses_of(*CITING) for key in use.arguments[0].split(",")}
-    names = Names([*evidence.names, evidence.name, *(cited[key].title for key in used if key in cited)])
-    found = list(in_mathematics(scanned.numerals))
-    faults = [Problem(name, fault.line, fault.text) for fault in scanned.faults]
+    cites = [
+        (use.paragraph, cited[key])
+        for use in scanned.uses_of(*CITING)
+        for key in map(str.strip, use.arguments[0].split(","))
+        if key in cited
+    ]
+    names = Names([*evidence.names, evidence.name, *(work.title for _, work in cites)])
+    faults = list(scanned.baseless)
+    ungrounded: list[tuple[Finding, str]] = []
+    for row in scanned.rows:
+        for item, is_fault in in_formula(row):
+            if is_fault:
+                faults.append(item)
+            else:
+                ungrounded.append((item, _APART))
     for index, paragraph in enumerate(scanned.paragraphs):
-        keys = {
-            key.strip()
-            for use in scanned.uses_of(*CITING)
-            if use.paragraph == index
-            for key in use.arguments[0].split(",")
-        }
-        faults += [Problem(name, fault.line, fault.text) for fault in adjacent_numbers.faults(paragraph)]
-        found += in_prose(paragraph, names, {cited[key].year for key in keys if key in cited})
-    return faults + [
+        faults += adjacent(paragraph)
+        years = {work.year for at, work in cites if at == index}
+        ungrounded += [(item, "") for item in in_prose(paragraph, names, years)]
+    return [Problem(name, fault.line, fault.text) for fault in faults] + [
         Problem(
             name,
             item.line,
             f"{item.text!r} is a number that no artifact vouches for; write \\result{{KEY}}, \\setting{{PATH}}, "
-            "\\derived{ratio}{KEY}{KEY} or \\citednumber{CITATION}{VALUE}, or say it without a number"
-            + (_APART if item.is_formula else ""),
+            f"\\derived{{ratio}}{{KEY}}{{KEY}} or \\citednumber{{CITATION}}{{VALUE}}, or say it without a number{hint}",
         )
-        for item in found
+        for item, hint in ungrounded
     ]

@@ -60,9 +60,10 @@ def need_model(config: PaperConfig, where: str) -> None:
     """Refuse, before anything is loaded or sent, when the model cannot be asked from here.
 
     Raises:
-        ConfigError: litellm is not installed, or the named variable holds no key.
+        ConfigError: litellm or pylatexenc is not installed, or the named variable holds no key.
     """
     need_library("litellm", "paper", where)
+    need_library("pylatexenc", "paper", where)
     key = config.api.key_env
     if key is not None and not os.environ.get(key, "").strip():
         shown = config.api.shown_key_env

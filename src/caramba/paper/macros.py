@@ -11,7 +11,7 @@ from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
 from caramba.paper.check import derive
 from caramba.paper.evidence import Evidence, unit_tex
-from caramba.paper.scanned import Scanned
+from caramba.paper.latex import Scanned
 
 PROXY_MARK = r"\textsuperscript{\emph{proxy}}"
 

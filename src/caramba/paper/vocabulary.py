@@ -34,6 +34,22 @@ PROSE_COMMANDS: dict[str, str] = {
 }
 
 
+# What commands of prose print, where it is a part of a word or joins or parts words.
+PRINTED = {
+    **dict.fromkeys(("quad", "qquad", "par", "newline", "\\", " ", ",", ";", ":"), " "),
+    **{letter: letter for letter in ("%", "&", "$", "#", "_", "{", "}", "i", "j", "l", "L", "o", "O")},
+    **{"S": "\u00a7", "P": "\u00b6", "ldots": "\u2026", "dots": "\u2026", "item": " ; "},
+    **{"textendash": "\u2013", "textemdash": "\u2014", "textmu": "\u00b5"},
+}
+MATH_PRINTED = {
+    "times": "\u00d7",
+    "cdot": "\u00b7",
+    "bullet": "\u00b7",
+    "prime": "'",
+    **{s: s for s in "+-=<>*/()[]|.,"},
+}
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -56,6 +72,10 @@ DELIMITED = _names("left right middle big Big bigl bigr Bigl Bigr")
 DELIMITERS = _names(
     "( ) [ ] | / < > . langle rangle lfloor rfloor lceil rceil vert Vert lvert rvert lVert rVert"
 )
+LETTERS = GREEK | FUNCTIONS
+OPENING = _names("( [ { langle lfloor lceil lvert lVert")
+CLOSING = _names(") ] } rangle rfloor rceil rvert rVert")
+BARS = _names("| vert Vert")
 SPACES = frozenset((" ", ",", ":", ";", "quad", "qquad"))
 UNPRINTED = frozenset(("!", "displaystyle", "textstyle", "nonumber", "notag"))
 LIMITS = frozenset(("limits", "nolimits"))

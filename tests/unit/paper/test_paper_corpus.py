@@ -1,0 +1,77 @@
+"""The corpus of the gate: honest LaTeX passes; numbers, names and commands that are smuggled in are refused.
+
+corpus.json: `says` are parts of the refusal; with `person` true a person may write it, in a section of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from caramba.paper.check import check_section, report
+from caramba.paper.evidence import Evidence
+from caramba.paper.numbers import claims
+from caramba.paper.records import Record
+
+pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
+
+CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("corpus.json").read_text())
+CITED = {
+    "author2017llama": Record(
+        "arxiv:1",
+        "Llama 3.2 and GPT-4 with 5.3x less",
+        ("A. Author",),
+        "2017",
+        abstract="It reaches 28.4 BLEU, in 1,000 steps.",
+    ),
+    "a2017x": Record("arxiv:1", "A title", ("A B",), "2017", abstract="It is 28.4 of all."),
+}
+DEEP = [
+    {"body": opening + "{" * 30_000, "says": ["more than 60 groups within each other"]}
+    for opening in ("", "$")
+]
+
+
+def problems(body: str, evidence: Evidence, **named: bool) -> str:
+    return report(check_section("results", body, evidence, CITED, **named).problems)
+
+
+def test_honest_latex_passes(evidence: Evidence) -> None:
+    assert len(CORPUS["honest"]) >= 46
+    assert {body: found for body in CORPUS["honest"] if (found := problems(body, evidence))} == {}
+
+
+def test_every_attack_is_refused_with_its_reason(evidence: Evidence) -> None:
+    attacks = [*CORPUS["attacks"], *DEEP]
+    assert len(attacks) >= 229
+    for attack in attacks:
+        found = problems(attack["body"], evidence)
+        assert found, attack
+        assert [part for part in attack["says"] if part not in found] == [], (attack, found)
+
+
+def test_a_person_may_write_numbers_and_nothing_else(evidence: Evidence) -> None:
+    for attack in [*CORPUS["attacks"], *DEEP]:
+        is_refused = problems(attack["body"], evidence, numbers_are_free=True) != ""
+        assert is_refused is not attack.get("person", False), attack
+
+
+def test_plain_counts_are_no_claims() -> None:
+    text = "Two models, one block, three baselines; the first one, all three and neither of the two."
+    assert list(claims(text)) == []
+    assert list(claims("It takes two hundred and fifty steps.")) == [("two hundred and fifty steps", 9)]
+
+
+@pytest.mark.parametrize("word", ["one ", "twenty ", "one and ", "a half ", "X ", "five 5 ", "1 2 ", "$x$ "])
+def test_long_texts_take_little_time(word: str, evidence: Evidence) -> None:
+    def took(count: int) -> float:
+        began = time.process_time()
+        problems(word * count, evidence)
+        return time.process_time() - began
+
+    took(100)
+    assert took(8000) < 2.0
