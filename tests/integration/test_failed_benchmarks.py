@@ -165,7 +165,7 @@ def test_the_same_command_tries_only_what_failed_again(tmp_path: Path, cache: Pa
     again = caramba(words, tmp_path, cache)
     assert again.returncode == 0, again.stdout + again.stderr
     assert (
-        f"going on with {run}, where benchmark perplexity failed (resume=never starts anew)" in again.stderr
+        f"resuming {run}, where benchmark perplexity failed (resume=never starts a new run)" in again.stderr
     )
     assert only_run(tmp_path) == run
     assert (errors(run), marks(run), stages(run)["final"]["benchmarks"][1:]) == ([], before, others)

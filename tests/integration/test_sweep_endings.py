@@ -101,7 +101,7 @@ def test_a_sweep_finishes_what_it_can_and_goes_on_where_it_stopped(sweep, tmp_pa
     status, text, again = sweep(*words)
     assert status == 0
     assert again.folder == found.folder
-    assert "going on with" in text
+    assert "resuming" in text
     assert states(again) == ["finished"] * 3
     calls = Path("calls.txt").read_text().splitlines()
     assert sorted(line.split()[0] for line in calls) == ["1", "5", "5", "7", "7"], (
@@ -241,7 +241,7 @@ def test_an_interrupted_sweep_stops_its_workers_and_can_go_on(sweep, tmp_path, h
     process.send_signal(how)
     text = process.communicate(timeout=120)[1].decode()
     assert process.returncode == 130, text
-    assert "interrupted; go on with: caramba resume runs/tiny_pretrain/sweeps/" in text
+    assert "interrupted; resume with: caramba resume runs/tiny_pretrain/sweeps/" in text
     found = read_sweep(resolve_sweep("latest"))
     assert states(found)[0] == "interrupted"
     assert sweep("resume", str(found.folder))[0] == 0

@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, clip
-from caramba.launch.config_files import Given, Layer, Origin, conf_root, config_file, groups, show_file
-from caramba.launch.overrides import Word, names_of, read_words, refuse_sweeps, renamed
-from caramba.launch.unsafe_keys import refuse_folder, refuse_words
+from caramba.launch.config_files import MergedFile, Origin, SetPath, conf_root, config_file, groups, show_file
+from caramba.launch.overrides import Override, aliases_of, parse_overrides, refuse_sweeps, rename_deleted
+from caramba.launch.unsafe_keys import refuse_unsafe_folder, refuse_unsafe_overrides
 
 LONGEST_REASON = 1500
 """Characters of an error of Hydra, which quotes files whole."""
@@ -56,59 +56,61 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
             a key that does not exist.
     """
     folders = tuple(File(folder).absolute() for folder in config_dirs)
-    refuse_words(overrides)
+    refuse_unsafe_overrides(overrides)
     for folder in folders:
-        refuse_folder(folder)
+        refuse_unsafe_folder(folder)
     options = groups(folders)
-    words = read_words(overrides, options, default_groups())
-    refuse_sweeps(words)
-    words = _deleted_as_written(words, folders)
-    config, choices = _compose(words, folders)
+    parsed = parse_overrides(overrides, options, default_groups())
+    refuse_sweeps(parsed)
+    parsed = _deleted_as_written(parsed, folders)
+    config, choices = _compose(parsed, folders)
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
     origin = Origin(
-        lambda: _layers(words, folders), [Given(path, word.typed) for word in words for path in word.paths]
+        lambda: _layers(parsed, folders),
+        [SetPath(path, override.typed) for override in parsed for path in override.paths],
     )
     plain = {str(key): value for key, value in raw.items()}
-    given = frozenset(path for word in words for path in word.paths)
-    if folders or any(len(word.options) > 1 for word in words):  # caramba's own options replace no list
-        refuse_replaced(words, options, given, origin)
+    given = frozenset(path for override in parsed for path in override.paths)
+    # caramba's own options replace no list
+    if folders or any(len(override.options) > 1 for override in parsed):
+        refuse_replaced(parsed, options, given, origin)
     return Composed(
         raw=plain,
         tree=resolve(_without_other_names(plain, given), origin),
         choices=choices,
         overrides=tuple(overrides),
         given=given,
-        chosen=frozenset(word.group for word in words if word.group is not None),
+        chosen=frozenset(override.group for override in parsed if override.group is not None),
         source=origin,
     )
 
 
-def _deleted_as_written(words: Sequence[Word], folders: Sequence[File]) -> list[Word]:
+def _deleted_as_written(overrides: Sequence[Override], folders: Sequence[File]) -> list[Override]:
     """Let `~train.KEY` delete what a file set under any name of the key."""
     several = [
-        word
-        for word in words
-        if word.group is None and word.override.is_delete() and len(names_of(word.path)) > 1
+        override
+        for override in overrides
+        if override.group is None and override.hydra.is_delete() and len(aliases_of(override.path)) > 1
     ]
     if not several:
-        return list(words)
-    config, _ = _compose([word for word in words if word.group is not None], folders)
-    made: list[Word] = []
-    for word in words:
-        if word not in several:
-            made.append(word)
+        return list(overrides)
+    config, _ = _compose([override for override in overrides if override.group is not None], folders)
+    made: list[Override] = []
+    for override in overrides:
+        if override not in several:
+            made.append(override)
             continue
         node: Any = OmegaConf.to_container(config, resolve=False)
-        for part in word.path[:-1]:
+        for part in override.path[:-1]:
             node = node.get(part) if isinstance(node, dict) else None
-        found = [name for name in names_of(word.path) if isinstance(node, dict) and name in node]
+        found = [name for name in aliases_of(override.path) if isinstance(node, dict) and name in node]
         if not found:
             raise ConfigError(
-                f"command line: {word.typed}: no file sets {' or '.join(names_of(word.path))} there, so there is "
-                "nothing to delete; remove it"
+                f"command line: {override.typed}: no file sets {' or '.join(aliases_of(override.path))} there, so "
+                "there is nothing to delete; remove it"
             )
-        made += [renamed(word, name) for name in found]
+        made += [rename_deleted(override, name) for name in found]
     return made
 
 
@@ -121,7 +123,7 @@ def _without_other_names(raw: dict[str, Any], given: Collection[Path]) -> dict[s
         node: Any = tree
         for part in path[:-1]:
             node = node[part] if isinstance(node, dict) and part in node else None
-        for other in names_of(path):
+        for other in aliases_of(path):
             if isinstance(node, dict) and (*path[:-1], other) not in given:
                 node.pop(other, None)
     return tree
@@ -176,16 +178,16 @@ def _readable(message: str, cause: str) -> str:
     return head if tail in head else f"{head}: {tail}"
 
 
-def _texts(words: Sequence[Word], folders: Sequence[File]) -> list[str]:
+def _texts(overrides: Sequence[Override], folders: Sequence[File]) -> list[str]:
     search = (
         [f"hydra.searchpath=[{','.join(repr(f'file://{folder}') for folder in folders)}]"] if folders else []
     )
-    return [*search, *(word.text for word in words)]
+    return [*search, *(override.text for override in overrides)]
 
 
-def _compose(words: Sequence[Word], folders: Sequence[File]) -> tuple[DictConfig, dict[str, str]]:
+def _compose(overrides: Sequence[Override], folders: Sequence[File]) -> tuple[DictConfig, dict[str, str]]:
     with hydra_ready():
-        config = hydra_compose("config", overrides=_texts(words, folders), return_hydra_config=True)
+        config = hydra_compose("config", overrides=_texts(overrides, folders), return_hydra_config=True)
         chosen = config.hydra.runtime.choices
         choices = {
             str(key): str(chosen[key])
@@ -197,12 +199,12 @@ def _compose(words: Sequence[Word], folders: Sequence[File]) -> tuple[DictConfig
     return config, choices
 
 
-def _layers(words: Sequence[Word], folders: Sequence[File]) -> list[Layer]:
+def _layers(overrides: Sequence[Override], folders: Sequence[File]) -> list[MergedFile]:
     """Every file of the composition in merge order, with its package, from Hydra's own defaults list."""
     with hydra_ready():
         loader = GlobalHydra.instance().config_loader()
-        listed = loader.compute_defaults_list("config", _texts(words, folders), RunMode.RUN).defaults
-    layers: list[Layer] = []
+        listed = loader.compute_defaults_list("config", _texts(overrides, folders), RunMode.RUN).defaults
+    layers: list[MergedFile] = []
     for entry in listed:
         path = str(entry.config_path)
         if path.startswith("hydra") or str(entry.package or "").startswith("hydra"):
@@ -210,12 +212,15 @@ def _layers(words: Sequence[Word], folders: Sequence[File]) -> list[Layer]:
         file = config_file(path, folders)
         if file is not None:
             package = tuple(str(entry.package).split(".")) if entry.package else ()
-            layers.append(Layer(file, package))
+            layers.append(MergedFile(file, package))
     return layers
 
 
 def refuse_replaced(
-    words: Sequence[Word], options: Mapping[str, Mapping[str, File]], given: Collection[Path], origin: Origin
+    overrides: Sequence[Override],
+    options: Mapping[str, Mapping[str, File]],
+    given: Collection[Path],
+    origin: Origin,
 ) -> None:
     """Check that every list of items in a typed option is the list that runs.
 
@@ -225,19 +230,23 @@ def refuse_replaced(
     Raises:
         ConfigError: a typed option with a list that a later file replaces; names both files.
     """
-    typed = {options[str(word.group)][option]: word for word in words for option in word.options}
-    lists: dict[Path, tuple[File, Word]] = {}
+    typed = {
+        options[str(override.group)][option]: override
+        for override in overrides
+        for option in override.options
+    }
+    lists: dict[Path, tuple[File, Override]] = {}
     for layer, node in origin.layers:
         is_typed = layer.file in typed
         for path, line in _lists(node, layer.package):
             if any(path[: len(key)] == key for key in given):
                 continue
             if path in lists and (is_typed or layer.file.parent != lists[path][0].parent):
-                file, word = lists[path]
-                group, key = word.group, ".".join(map(str, path))
+                file, override = lists[path]
+                group, key = override.group, ".".join(map(str, path))
                 raise ConfigError(
-                    f"command line: {word.typed}: {show_file(layer.file)}:{line} replaces {key} of {show_file(file)}; "
-                    f"move that list into an option file of {group}, chosen by "
+                    f"command line: {override.typed}: {show_file(layer.file)}:{line} replaces {key} of "
+                    f"{show_file(file)}; move that list into an option file of {group}, chosen by "
                     f"`override /{group}: NAME`"
                 )
             if is_typed:

@@ -34,7 +34,7 @@ def groups(config_dirs: Iterable[File] = ()) -> dict[str, dict[str, File]]:
 
 
 def description(file: File) -> str:
-    """Return the first comment line of a YAML file (after a `# @package` line), which says what the option is."""
+    """Return the first comment line of a YAML file (after a `# @package` line), which describes the option."""
     with open(file, encoding="utf-8") as lines:
         for line in lines:
             text = line.strip()
@@ -65,7 +65,7 @@ def show_file(file: File) -> str:
 
 
 @dataclass(frozen=True)
-class Layer:
+class MergedFile:
     """One file of a composition and the package at which its content was merged."""
 
     file: File
@@ -73,7 +73,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Given:
+class SetPath:
     """One override of the command line: the path it set, under canonical names, and its text as typed."""
 
     path: Path
@@ -87,12 +87,12 @@ class Origin:
     match wins, and among equals the layer that was merged last, since its value is the one that counts.
     """
 
-    def __init__(self, layers: Callable[[], list[Layer]], given: list[Given]) -> None:
+    def __init__(self, layers: Callable[[], list[MergedFile]], given: list[SetPath]) -> None:
         self._read_layers = layers
         self.given = given
 
     @cached_property
-    def layers(self) -> list[tuple[Layer, Any]]:
+    def layers(self) -> list[tuple[MergedFile, Any]]:
         # By the parser that read the file, which takes texts that PyYAML's own refuses.
         return [
             (layer, load_nodes(layer.file.read_text("utf-8"), show_file(layer.file)))
@@ -100,8 +100,10 @@ class Origin:
         ]
 
     def place(self, path: Path) -> str:
-        """Return the place where the value at `path` was written, the file alone where only one could hold it, or an
-        empty string."""
+        """Return where the value at `path` was written, or an empty string.
+
+        A missing key of a single-file manifest gets the file alone.
+        """
         for given in reversed(self.given):
             if path[: len(given.path)] == given.path:
                 return f"command line: {_without_keys(given.text)}"
@@ -138,7 +140,7 @@ def _match(node: Any, package: Path, path: Path) -> tuple[int, int]:
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
             child = (node.value[part], node.value[part])
         elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
-            return len(path), line  # the rest of the path lies behind this reference
+            return len(path), line  # the rest of the path is behind this reference
         if child is None:
             break
         depth, line, node, matched = depth + 1, child[0].start_mark.line + 1, child[1], True

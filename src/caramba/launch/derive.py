@@ -21,7 +21,7 @@ from caramba.runs import MANIFEST
 SINK_TOKENS = 4
 """First tokens that a latent student keeps exact: pretrained models use them as attention sinks (arXiv:2309.17453)."""
 _OF_RUNS = {
-    "model.path": "go on from it with the model that it trained and model.checkpoint={}",
+    "model.path": "continue from it with the model that it trained and model.checkpoint={}",
     "model.teacher.checkpoint": "model=hf_dba reads a Hugging Face folder, so take the student's own preset, or export "
     "the run with `caramba export {} --format hf`",
 }
@@ -35,7 +35,7 @@ def derive_models(tree: dict[str, Any], source: Source | None) -> dict[str, Any]
     so does a teacher whose student has no topology of its own.
 
     Raises:
-        ConfigError: `model.path` beside keys that follow from it, or a student that follows from a teacher beside some.
+        ConfigError: a key that follows from `model.path` or from the teacher is set too.
         CheckpointError: the folder is missing, damaged or of an architecture that is not read.
     """
     model = tree.get("model")
@@ -83,7 +83,7 @@ def _unpack(text: str) -> str:
 def _student(
     model: dict[str, Any], teacher: dict[str, Any], name: str, source: Source | None
 ) -> dict[str, Any]:
-    """Return `model` with the network of its teacher, its attention decoupled as `model.surgery` says."""
+    """Return `model` with the network of its teacher, its attention decoupled by `model.surgery`."""
     for key in DERIVED:
         if key in model:
             raise ConfigError(

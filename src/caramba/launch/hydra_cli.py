@@ -15,7 +15,7 @@ from caramba.errors import ConfigError
 from caramba.launch.argv import CommandLine
 from caramba.launch.commands.table import COMMANDS
 from caramba.launch.compose import compose
-from caramba.launch.unsafe_keys import refuse_folder, refuse_words
+from caramba.launch.unsafe_keys import refuse_unsafe_folder, refuse_unsafe_overrides
 from caramba.runs import list_runs
 
 
@@ -60,9 +60,9 @@ def _complete(args: CommandLine) -> int:
 
 
 def _ask_hydra(args: CommandLine) -> int:
-    refuse_words(args.overrides)
+    refuse_unsafe_overrides(args.overrides)
     for folder in args.config_dirs:
-        refuse_folder(folder)
+        refuse_unsafe_folder(folder)
     for command in ("launch", "compile", "run"):
         # Completion sees the whole line; Hydra knows the program's name but not the command after it.
         line = os.environ.get("COMP_LINE", "")
@@ -95,9 +95,9 @@ def show_config(args: CommandLine) -> int:
             f"--cfg job: {searches[0]} draws its points from what earlier ones measured; leave it and -m out, and give "
             "each key one value"
         )
-    from caramba.launch.overrides import points
+    from caramba.launch.overrides import expand_sweep
 
-    for words in points(args.overrides, args.config_dirs):
+    for words in expand_sweep(args.overrides, args.config_dirs):
         print(f"---\n# {' '.join(words)}\n{_text(args, words)}", end="")
     return 0
 

@@ -14,9 +14,9 @@ from caramba.config.expansion import load_tree
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, quote
-from caramba.launch.config_files import Given, Layer, Origin, groups, show_file
-from caramba.launch.overrides import Word, read_words, refuse_sweeps
-from caramba.launch.unsafe_keys import refuse_words
+from caramba.launch.config_files import MergedFile, Origin, SetPath, groups, show_file
+from caramba.launch.overrides import Override, parse_overrides, refuse_sweeps
+from caramba.launch.unsafe_keys import refuse_unsafe_overrides
 
 
 def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Origin, frozenset[Path]]:
@@ -34,25 +34,26 @@ def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
         raise ConfigError(
             f"manifest={name}: no such file; give a YAML manifest, or choose groups (model=… train=…)"
         )
-    refuse_words(overrides)
-    words = read_words(overrides, {}, ())
-    refuse_sweeps(words)
+    refuse_unsafe_overrides(overrides)
+    parsed = parse_overrides(overrides, {}, ())
+    refuse_sweeps(parsed)
     tree: Any = _load(file, name)
     try:
-        if words:  # only overrides need a config; it takes most of the time
+        if parsed:  # only overrides need a config; it takes most of the time
             config = OmegaConf.create(tree)
             assert isinstance(config, DictConfig)
-            for word in words:
-                _apply(config, word, name)
+            for override in parsed:
+                _apply(config, override, name)
             tree = OmegaConf.to_container(config, resolve=False)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
     assert isinstance(tree, dict)
     origin = Origin(
-        lambda: [Layer(file, ())], [Given(path, word.typed) for word in words for path in word.paths]
+        lambda: [MergedFile(file, ())],
+        [SetPath(path, override.typed) for override in parsed for path in override.paths],
     )
     plain = {str(key): value for key, value in tree.items()}
-    return resolve(plain, origin), origin, frozenset(path for word in words for path in word.paths)
+    return resolve(plain, origin), origin, frozenset(path for override in parsed for path in override.paths)
 
 
 def _load(file: File, name: str) -> dict[str, Any]:
@@ -67,21 +68,21 @@ def _load(file: File, name: str) -> dict[str, Any]:
     return {str(key): value for key, value in (tree or {}).items()}
 
 
-def _apply(config: DictConfig, word: Word, name: str) -> None:
-    key = ".".join(str(part) for part in word.path)
-    if word.path[0] in groups() and len(word.path) == 1:
+def _apply(config: DictConfig, override: Override, name: str) -> None:
+    key = ".".join(str(part) for part in override.path)
+    if override.path[0] in groups() and len(override.path) == 1:
         raise ConfigError(
-            f"command line: {word.typed}: {name} is the whole experiment, so no group can be chosen; set keys"
+            f"command line: {override.typed}: {name} is the whole experiment, so no group can be chosen; set keys"
         )
     try:
-        if word.override.is_delete():
+        if override.hydra.is_delete():
             parent = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
-            del parent[word.path[-1]]
+            del parent[override.path[-1]]
             return
-        if word.path[0] == "settings" and "defaults" in config:
+        if override.path[0] == "settings" and "defaults" in config:
             key = "defaults" + key.removeprefix("settings")
-        OmegaConf.update(config, key, word.override.value(), force_add=True)
+        OmegaConf.update(config, key, override.hydra.value(), force_add=True)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"command line: {word.typed}: does not fit {name}: {' '.join(str(error).split())}"
+            f"command line: {override.typed}: does not fit {name}: {' '.join(str(error).split())}"
         ) from None

@@ -1,4 +1,4 @@
-"""Overrides as a user types them, turned into what Hydra composes; typos are kept for the schema to name."""
+"""Overrides of the command line, parsed for Hydra. Unknown keys pass, and the schema names the nearest key."""
 
 from __future__ import annotations
 
@@ -10,47 +10,48 @@ from pathlib import Path as File
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob
+from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.errors import HydraException
 
 from caramba.config.source import Path, is_index
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.config_files import groups
-from caramba.launch.unsafe_keys import refuse_option, refuse_words
+from caramba.launch.unsafe_keys import refuse_option, refuse_unsafe_overrides
 
 
 @dataclass(frozen=True)
-class Word:
+class Override:
     """One override: as typed, as Hydra gets it, the group it chooses or the paths that it sets."""
 
     typed: str
-    override: Override
+    hydra: HydraOverride
     group: str | None = None
     path: Path = ()
 
     @property
     def text(self) -> str:
-        return str(self.override.input_line)
+        return str(self.hydra.input_line)
 
     @property
     def options(self) -> tuple[str, ...]:
         """The options of its group that this override chooses."""
-        if self.group is None or self.override.is_delete():
+        if self.group is None or self.hydra.is_delete():
             return ()
-        value = self.override.value()
+        value = self.hydra.value()
         return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
 
     @property
     def paths(self) -> Iterator[Path]:
         """Every path that this override sets; a mapping sets the paths of its leaves."""
-        if self.group is None and not self.override.is_delete():
-            yield from _leaves(self.path, self.override.value())
+        if self.group is None and not self.hydra.is_delete():
+            yield from _leaves(self.path, self.hydra.value())
 
 
-def read_words(
+def parse_overrides(
     typed: Iterable[str], options: Mapping[str, Mapping[str, File]], defaults: Iterable[str]
-) -> list[Word]:
+) -> list[Override]:
     """Parse overrides.
 
     A key that names a group chooses an option; any other key becomes `++key=value`, so that an unknown one reaches
@@ -60,10 +61,10 @@ def read_words(
         ConfigError: a text that is no override, an option that does not exist, or a sweep without --multirun.
     """
     known = set(defaults)
-    return [_read_word(text, options, known) for text in typed]
+    return [_parse_override(text, options, known) for text in typed]
 
 
-def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: set[str]) -> Word:
+def _parse_override(typed: str, options: Mapping[str, Mapping[str, File]], defaults: set[str]) -> Override:
     prefix = re.match(r"^(\+\+|\+|~)?", typed)
     sign = prefix[0] if prefix else ""
     key, equals, value = typed[len(sign) :].partition("=")
@@ -84,7 +85,7 @@ def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: 
                 if option is None:
                     _refuse_null(typed, group, options[group])
                 refuse_option(group, str(option), options[group])
-        return Word(typed, override, group=group)
+        return Override(typed, override, group=group)
     if "@" in key or "/" in key:
         raise ConfigError(
             f"command line: {typed}: there is no group {group!r}; groups: {', '.join(sorted(options))}"
@@ -98,7 +99,7 @@ def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: 
             f"command line: {typed}: an item of a list cannot be taken out of it; give the list that is to remain, "
             f"{whole}=[...], or an option of your own (--config-dir)"
         )
-    return Word(typed, override, path=path)
+    return Override(typed, override, path=path)
 
 
 def _refuse_null(typed: str, group: str, options: Iterable[str]) -> None:
@@ -118,11 +119,11 @@ def _canonical(key: str) -> str:
     parts = key.split(".")
     if parts[0] == "defaults":
         parts[0] = "settings"
-    return ".".join((*parts[:-1], names_of(parts)[0]))
+    return ".".join((*parts[:-1], aliases_of(parts)[0]))
 
 
-def names_of(path: Sequence[str | int]) -> tuple[str, ...]:
-    """Return the names of the last key of a path, the schema's first: a phase's key has its aliases beside it."""
+def aliases_of(path: Sequence[str | int]) -> tuple[str, ...]:
+    """Return the names of the last key of a path: the name in the schema, then its aliases in a phase."""
     last = str(path[-1])
     if "train" not in path[:-1]:
         return (last,)
@@ -130,15 +131,15 @@ def names_of(path: Sequence[str | int]) -> tuple[str, ...]:
     return (name, *(alias for alias, target in PhaseConfig.aliases.items() if target == name))
 
 
-def renamed(word: Word, name: str) -> Word:
+def rename_deleted(override: Override, name: str) -> Override:
     """Return an override that deletes a key, `~KEY` or `~KEY=VALUE`, under another of the key's names."""
-    path = (*word.path[:-1], name)
-    _, equals, value = word.text.partition("=")
+    path = (*override.path[:-1], name)
+    _, equals, value = override.text.partition("=")
     text = f"~{'.'.join(str(part) for part in path)}{equals}{value}"
-    return Word(word.typed, _parse(word.typed, text), path=path)
+    return Override(override.typed, _parse(override.typed, text), path=path)
 
 
-def _parse(typed: str, text: str) -> Override:
+def _parse(typed: str, text: str) -> HydraOverride:
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -149,12 +150,13 @@ def _parse(typed: str, text: str) -> Override:
         ) from None
 
 
-def refuse_sweeps(words: Iterable[Word]) -> None:
-    """Raise when a word holds several values and --multirun was not given."""
-    for word in words:
-        if word.override.is_sweep_override():
+def refuse_sweeps(overrides: Iterable[Override]) -> None:
+    """Raise when an override holds several values and --multirun was not given."""
+    for override in overrides:
+        if override.hydra.is_sweep_override():
             raise ConfigError(
-                f"command line: {word.typed} holds several values; add --multirun to run each, or write a list as [a,b]"
+                f"command line: {override.typed} holds several values; add --multirun to run each, or "
+                "write a list as [a,b]"
             )
 
 
@@ -165,17 +167,17 @@ def _leaves(path: Path, value: Any) -> Iterator[Path]:
             yield from _leaves((*path, str(key)), item)
 
 
-def points(overrides: list[str], config_dirs: Sequence[File] = ()) -> list[list[str]]:
+def expand_sweep(overrides: list[str], config_dirs: Sequence[File] = ()) -> list[list[str]]:
     """Expand `a=1,2`, `choice(…)`, `range(…)` and `glob(…)` into one list of overrides per combination.
 
     Raises:
         ConfigError: a text that Hydra cannot read, an interval, which has no finite set of values, or a glob that
             matches nothing.
     """
-    refuse_words(overrides)
+    refuse_unsafe_overrides(overrides)
     axes: list[list[str]] = []
     for word in overrides:
-        sign, override = read_override(word)
+        sign, override = split_sign(word)
         if sign == "~" or not override.is_sweep_override():
             axes.append([word])
             continue
@@ -192,7 +194,7 @@ def points(overrides: list[str], config_dirs: Sequence[File] = ()) -> list[list[
     return [list(point) for point in itertools.product(*axes)]
 
 
-def read_override(word: str) -> tuple[str, Override]:
+def split_sign(word: str) -> tuple[str, HydraOverride]:
     """Return the sign of an override (`+`, `++`, `~` or none), and what Hydra reads in the rest."""
     sign = "" if word[:1].isalnum() else word[: len(word) - len(word.lstrip("+~"))]
     body = word[len(sign) :]
@@ -202,7 +204,7 @@ def read_override(word: str) -> tuple[str, Override]:
         raise ConfigError(f"command line: cannot read {word!r}: {str(error).splitlines()[0]}") from None
 
 
-def _values(override: Override, key: str, config_dirs: Sequence[File]) -> list[str]:
+def _values(override: HydraOverride, key: str, config_dirs: Sequence[File]) -> list[str]:
     value = override.value()
     if isinstance(value, Glob):
         return value.filter(sorted(groups(config_dirs).get(key, {})))

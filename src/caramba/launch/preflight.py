@@ -94,7 +94,7 @@ def check_weights(manifest: Manifest, *, downloads: bool = True) -> Manifest:
     as it is. A teacher of a Hugging Face folder that the manifest does not describe is described here.
 
     Raises:
-        CheckpointError: weights that are needed and are not here, with the ways on.
+        CheckpointError: weights that are missing; the message lists what to do.
         ConfigError: the teacher that its folder describes does not go with the model.
     """
     model = manifest.model
@@ -190,7 +190,7 @@ def _describes_itself(file: Path) -> bool:
 
 
 def _check_student_has_weights(manifest: Manifest) -> None:
-    """A global phase goes on from weights: given, transplanted, or pretrained by an earlier run of its group."""
+    """Check that a global phase starts from weights: given, transplanted, or trained by an earlier run of its group."""
     model = manifest.model
     if model.checkpoint is not None or model.path is not None or model.teacher is not None:
         return
@@ -199,7 +199,7 @@ def _check_student_has_weights(manifest: Manifest) -> None:
         for run in group.runs:
             if run.train is not None and run.train.phase == "global" and not has_weights:
                 raise CheckpointError(
-                    f"run {run.id!r} goes on from weights, and the model has none. Ways on:\n"
+                    f"run {run.id!r} starts from weights, and the model has none. Choose one:\n"
                     "  1. model.checkpoint=RUN, a run that trained this model, or a .safetensors file\n"
                     "  2. train=pretrain, which starts from random weights\n"
                     "  3. model=tiny_dba train=upcycle, which trains a teacher and distils a student from it"
@@ -219,7 +219,7 @@ def _check_teacher_is_trained(manifest: Manifest) -> None:
                 run.verify or (phase is not None and (phase.control or phase.phase != "pretrain"))
             ):
                 raise CheckpointError(
-                    f"run {run.id!r} needs the teacher's weights, and model.teacher has no checkpoint. Ways on:\n"
+                    f"run {run.id!r} needs the teacher's weights, and model.teacher has no checkpoint. Choose one:\n"
                     "  1. train=upcycle, which pretrains the teacher first\n"
                     "  2. model.teacher.checkpoint=RUN, a run that trained one (see runs/), or a .safetensors file\n"
                     "  3. train=pretrain, which trains this model without its teacher"
@@ -261,7 +261,7 @@ def from_hub(hub_id: str, key: str, *, needs_weights: bool = True) -> Path:
     """Return the local snapshot of a hub id, downloaded when it is not in the cache.
 
     Raises:
-        CheckpointError: it cannot be had, with the ways on.
+        CheckpointError: it cannot be downloaded; the message lists what to do.
     """
     try:
         return hub_folder(hub_id, needs_weights=needs_weights)
@@ -269,7 +269,7 @@ def from_hub(hub_id: str, key: str, *, needs_weights: bool = True) -> Path:
         also = "" if key == "model.path" else ", and no run or file of that name"
         raise CheckpointError(
             f"{key}={hub_id}: not in this machine's Hugging Face cache ({hub_cache()}){also}; {error}. "
-            f"Ways on:\n{_ways(hub_id, key)}"
+            f"Choose one:\n{_fixes(hub_id, key)}"
         ) from None
 
 
@@ -293,7 +293,7 @@ def _run_with_weights(text: str, key: str) -> Path:
     return run
 
 
-def _ways(hub_id: str, key: str) -> str:
+def _fixes(hub_id: str, key: str) -> str:
     local = f"{key}=DIR, a Hugging Face folder with config.json and its .safetensors files"
     if key != "model.path":
         local += ", or a run that trained this model, or its .safetensors file"

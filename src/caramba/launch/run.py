@@ -91,12 +91,12 @@ def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path
         print(f"resuming {run_dir}", file=sys.stderr)
         return run_dir, False
     if manifest.resume == "auto" and (unfinished := find_unfinished_run(manifest)) is not None:
-        print(f"going on with {unfinished}, which did not finish (resume=never starts anew)", file=sys.stderr)
+        print(f"resuming {unfinished}, which did not finish (resume=never starts a new run)", file=sys.stderr)
         return unfinished, False
     if manifest.resume == "auto" and (found := find_unmeasured_run(manifest)) is not None:
         run_dir, failed = found
         what = f"{'benchmarks' if len(failed) > 1 else 'benchmark'} {', '.join(failed)}"
-        print(f"going on with {run_dir}, where {what} failed (resume=never starts anew)", file=sys.stderr)
+        print(f"resuming {run_dir}, where {what} failed (resume=never starts a new run)", file=sys.stderr)
         return run_dir, False
     return mint(manifest, overrides), True
 
@@ -118,7 +118,7 @@ def run_to_resume(manifest: Manifest) -> Path | None:
 
 
 def drop_if_nothing_began(run_dir: Path, status: int) -> bool:
-    """Remove a new run whose data or device did not fit: there is nothing to go on with. Return whether it was."""
+    """Remove a new run that failed on its data or device before it began; return whether it was removed."""
     if status == MISTAKE and not (run_dir / "plan.json").exists() and not is_locked(run_dir):
         shutil.rmtree(run_dir)
         return True
@@ -136,7 +136,7 @@ def _matching_run(manifest: Manifest) -> Path:
         more = f"\n  … and {len(changed) - 10} more" if len(changed) > 10 else ""
         raise ConfigError(
             f"resume={manifest.resume}: that run was started from another manifest:\n  {shown}{more}\n"
-            f"Go on with it unchanged (caramba resume {show_path(run_dir)}), or leave out resume= to start a new run"
+            f"Resume it unchanged (caramba resume {show_path(run_dir)}), or leave out resume= to start a new run"
         )
     return run_dir
 
@@ -164,7 +164,7 @@ def check_launcher(manifest: Manifest, *, is_plan: bool = False) -> None:
 
 
 def start_worker(run_dir: Path, manifest: Manifest, flags: list[str], inline: Inline | None = None) -> int:
-    """Start the worker where the manifest's launcher says, and return its exit status.
+    """Start the worker by the manifest's launcher, and return its exit status.
 
     `inline` runs a manifest in this process; by default `run_inline`.
     """

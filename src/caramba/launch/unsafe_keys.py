@@ -23,7 +23,7 @@ _HYDRA_WAYS = {
 _NO_WAY = "remove it (--config-dir DIR adds a folder of groups)"
 
 
-def refuse_words(words: Iterable[str]) -> None:
+def refuse_unsafe_overrides(words: Iterable[str]) -> None:
     """Check overrides as typed.
 
     Raises:
@@ -42,7 +42,7 @@ def refuse_words(words: Iterable[str]) -> None:
             raise ConfigError(f"command line: {key} belongs to Hydra and is set by caramba; {way}")
 
 
-def refuse_folder(folder: Path) -> None:
+def refuse_unsafe_folder(folder: Path) -> None:
     """Check every YAML of a user's config folder.
 
     Raises:

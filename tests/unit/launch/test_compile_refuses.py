@@ -46,7 +46,7 @@ REFUSED = [
     (["model=tiny_dba", "train=blockwise", *DATA], "needs the teacher's weights"),
     ([*DATA, "plan=nowhere.json"], "plan=nowhere.json: no such file"),
     ([*DATA, "launcher=process", "parallel=ddp"], "launcher=process: it starts one process"),
-    (["train=finetune", *DATA], "goes on from weights, and the model has none"),
+    (["train=finetune", *DATA], "starts from weights, and the model has none"),
     ([*DATA, "train.tf32=true"], "train.tf32=true: the device cpu supports"),
     ([*DATA, "train.float8=rowwise"], "train.float8=rowwise: the device cpu supports"),
     ([*DATA, "train.optimizer_offload=true"], "on the device cpu all is in the host's memory"),

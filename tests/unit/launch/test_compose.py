@@ -13,7 +13,7 @@ from caramba.errors import ConfigError
 from caramba.launch.compose import compose, default_groups
 from caramba.launch.config_files import groups
 from caramba.launch.freeze import freeze
-from caramba.launch.overrides import points
+from caramba.launch.overrides import expand_sweep
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -177,24 +177,24 @@ def test_references_resolve_and_a_bare_var_is_found():
 
 
 def test_sweeps_expand_to_their_product():
-    assert points(["seed=1,2", "train.lr=choice(0.1,0.2)", "name=x"]) == [
+    assert expand_sweep(["seed=1,2", "train.lr=choice(0.1,0.2)", "name=x"]) == [
         ["seed=1", "train.lr=0.1", "name=x"],
         ["seed=1", "train.lr=0.2", "name=x"],
         ["seed=2", "train.lr=0.1", "name=x"],
         ["seed=2", "train.lr=0.2", "name=x"],
     ]
-    assert points(["model=glob(tiny*)"]) == [
+    assert expand_sweep(["model=glob(tiny*)"]) == [
         ["model=tiny"],
         ["model=tiny_dba"],
         ["model=tiny_dba_per_head"],
         ["model=tiny_memory"],
     ]
-    assert points(["seed=range(1,4)"]) == [["seed=1"], ["seed=2"], ["seed=3"]]
-    assert points(["train.phases={a: {steps: 1}}", "+train.betas=[0.9,0.95]"]) == [
+    assert expand_sweep(["seed=range(1,4)"]) == [["seed=1"], ["seed=2"], ["seed=3"]]
+    assert expand_sweep(["train.phases={a: {steps: 1}}", "+train.betas=[0.9,0.95]"]) == [
         ["train.phases={a: {steps: 1}}", "+train.betas=[0.9,0.95]"]
     ]
     with pytest.raises(ConfigError, match="no finite set of values"):
-        points(["train.lr=interval(0,1)"])
+        expand_sweep(["train.lr=interval(0,1)"])
 
 
 def test_a_control_reads_as_many_tokens_as_the_student_whatever_its_batch():

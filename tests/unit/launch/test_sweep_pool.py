@@ -16,8 +16,8 @@ from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 from caramba.launch.launchers import process
 from caramba.launch.launchers.process import GRACE_S, Job, Pool, make_slots
-from caramba.launch.overrides import points
-from caramba.launch.sweeps.grid import common_name, refuse_ranks, varied_words
+from caramba.launch.overrides import expand_sweep
+from caramba.launch.sweeps.grid import common_name, find_varied, refuse_ranks
 from caramba.runs import lock, mint, signals
 from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
 
@@ -210,14 +210,14 @@ def test_a_search_without_m_is_told_so():
 
 def test_a_search_reads_its_space_and_settings():
     optuna = pytest.importorskip("optuna")
-    from caramba.launch.sweeps.search import read_space, split_words
+    from caramba.launch.sweeps.search import read_space, split_settings
 
     words = ["a=1", "b=tag(log,interval(0.1,1))", "c=int(interval(1,9))", "d=range(1,10,3)", "+e=x,y"]
-    rest, settings = split_words(["hydra/sweeper=optuna", *words, "hydra.sweeper.sampler.seed=7"])
+    rest, settings = split_settings(["hydra/sweeper=optuna", *words, "hydra.sweeper.sampler.seed=7"])
     assert (rest, settings.seed, settings.n_trials) == (words, 7, 20)
     space, kinds = read_space(words, []), optuna.distributions
     assert space.fixed == ["a=1"]
-    assert space.drawn == {
+    assert space.distributions == {
         "b": kinds.FloatDistribution(0.1, 1.0, log=True),
         "c": kinds.IntDistribution(1, 9),
         "d": kinds.IntDistribution(1, 7, step=3),
@@ -229,7 +229,7 @@ def test_a_search_reads_its_space_and_settings():
         (["hydra.run.dir=x"], "belongs to Hydra"),
     ):
         with pytest.raises(ConfigError, match=text):
-            split_words(wrong)
+            split_settings(wrong)
     with pytest.raises(ConfigError, match="no key has values to draw from"):
         read_space(["a=1"], [])
 
@@ -240,10 +240,10 @@ def test_names_and_globs(tmp_path):
     assert common_name(["x", "y"]) == "sweep"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tinymine.yaml").write_text("# Mine.\n")
-    assert ["model=tinymine"] in points(["model=glob(tiny*)"], [tmp_path])
+    assert ["model=tinymine"] in expand_sweep(["model=glob(tiny*)"], [tmp_path])
 
 
 def test_a_value_that_was_also_given_for_all_points_is_told_of_its_point():
     given = ["model=tiny", "train.batch_size=4", "train.batch_size=2,4", "seed=1,2"]
-    words = varied_words(points(given))
+    words = find_varied(expand_sweep(given))
     assert words == [[f"train.batch_size={size}", f"seed={seed}"] for size in (2, 4) for seed in (1, 2)]

@@ -106,7 +106,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def slurm_task(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Say whether this process lies in a SLURM job whose tasks are what runs of caramba can be.
+    """Report the SLURM task of this process, and whether its job gives each run the tasks that it needs.
 
     Only srun counts the tasks of a step; in a batch script or a shell of salloc one process is one run.
     """

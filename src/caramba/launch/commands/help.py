@@ -23,7 +23,7 @@ BRIEF = 240  # characters
 FLAGS = (
     (
         "-m, --multirun",
-        "run every combination of values (a=1,2, choice, range, glob), each its own run; again to go on",
+        "run every combination of values (a=1,2, choice, range, glob), each its own run; the same command resumes",
     ),
     ("--config-dir DIR", "add a folder of your own groups"),
     ("--cfg job [--resolve]", "print the composed configuration and stop"),

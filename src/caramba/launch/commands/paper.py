@@ -32,7 +32,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], type], ...] = (
 
 
 def main(argv: list[str]) -> int:
-    """Draft a paper, or go on with one, and print where it is.
+    """Draft a paper, or continue one, and print its path.
 
     Raises:
         ConfigError: an option, the run, or what `PaperDrafter.draft_sync` needs and is not here.
@@ -105,6 +105,6 @@ def _section(path: str) -> dict[str, Any]:
 def _set(plain: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for key in path[:-1]:
         if not isinstance(plain.setdefault(key, {}), dict):
-            return  # the schema says what is wrong with it
+            return  # the schema reports the error
         plain = plain[key]
     plain[path[-1]] = value

@@ -34,11 +34,11 @@ def main(argv: list[str]) -> int:
 def rerun(text: str, flags: list[str]) -> int:
     """Run the manifest of a run again from its start, in a directory of its own; return the exit status.
 
-    The manifest alone says what to run: `text` is a run, or a manifest.json that was copied elsewhere. What has
-    changed since, in packages, machine or code, is said before it starts. Of ranks the first makes the directory.
+    `text` is a run, or a copy of its manifest.json. Changes since then in packages, machine or code are printed first.
+    Rank 0 makes the directory.
 
     Raises:
-        CarambaError: weights that it names are no longer here, or it asks for what is not built here.
+        CarambaError: weights that it names are missing, or a key is not implemented.
     """
     if is_rank():
         from caramba.launch.launchers.rendezvous import shared_run_dir

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
 
 def resume(text: str, flags: list[str]) -> int:
-    """Go on with a run, or with a sweep when `text` names one; return the exit status."""
+    """Resume a run, or the sweep that `text` names; return the exit status."""
     folder = Path(text).expanduser()
     if is_sweep(folder):
         return _resume_sweep(read_sweep(folder), flags)
@@ -42,7 +42,7 @@ def resume(text: str, flags: list[str]) -> int:
 
 
 def _resume_sweep(sweep: Sweep, flags: list[str]) -> int:
-    """Go on with a sweep as it was frozen; return its exit status."""
+    """Resume a sweep as it was frozen; return its exit status."""
     if "search" in sweep.settings:
         from caramba.launch.sweeps.search import resume_search
 

@@ -118,7 +118,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "resume": Command(
         "RUN | SWEEP",
-        "go on with an interrupted run (a run directory, runs/NAME, or latest), or sweep",
+        "resume an interrupted run (a run directory, runs/NAME, or latest), or sweep",
         COMMON,
     ),
     "rerun": Command(
@@ -126,7 +126,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "status": Command(
         "[DIR] [--json]",
-        "where every run and sweep stands: phase, step, age, state",
+        "state of every run and sweep: phase, step, age, state",
         {"--json": "Print the states as JSON.", **COMMON},
     ),
     "collect": Command(
@@ -303,7 +303,7 @@ COMMANDS: dict[str, Command] = {
         ),
         (
             "draft a LaTeX paper from a finished run: numbers by key, citations from records, versions that compile "
-            "(extra paper); --update goes on from the last version, what a person edited and what was interrupted"
+            "(extra paper); --update continues the last version, with edits by hand and interrupted drafts"
         ),
         {
             "--output-dir": "Folder of the paper; default paper/ in the folder of the run.",

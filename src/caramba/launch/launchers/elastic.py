@@ -26,12 +26,12 @@ from caramba.runs.ranks import AGENT
 FAILURE = "failure.json"
 SAVE_S = 600
 SIGNAL_CREDIT_S = 2.0
-"""A rank that a signal kills is noticed when the agent looks, by then those that waited for it may have failed."""
-_TOLD_TO_STOP = (-signal.SIGTERM, TERMINATED)
+"""The agent polls: ranks that wait for a killed rank may fail before the agent notices that one."""
+_STOP_STATUSES = (-signal.SIGTERM, TERMINATED)
 
 
 class RankLogs(LogsSpecs):
-    """Where the output and the last word of each rank go: files of plain names in one folder."""
+    """Output and error files of every rank, in one folder."""
 
     @property
     def root_log_dir(self) -> str:
@@ -47,23 +47,23 @@ class RankLogs(LogsSpecs):
 def first_failure(failures: Mapping[int, Any]) -> dict[str, Any]:
     """Return the failure that the others followed from, of {rank: its exit code and error file}.
 
-    It is the one that ended or said so first. The agent itself sends SIGTERM to the others, and half a minute later
-    SIGKILL to those that hang: they come last whatever ended them. A rank that a signal killed says nothing, so that
-    its time is when it was noticed; it has SIGNAL_CREDIT_S of credit.
+    It is the one with the earliest time. The agent sends SIGTERM to the others, and SIGKILL half a minute later to
+    those that hang, so these come last. A rank that a signal killed writes no error file: its time is when the agent
+    noticed it, minus SIGNAL_CREDIT_S.
     """
 
     def order(item: tuple[int, Any]) -> tuple[bool, float]:
         code = item[1].exitcode
-        return code in _TOLD_TO_STOP, _said_at(item[1]) - (SIGNAL_CREDIT_S if code < 0 else 0.0)
+        return code in _STOP_STATUSES, _failure_time(item[1]) - (SIGNAL_CREDIT_S if code < 0 else 0.0)
 
     rank, failure = min(failures.items(), key=order)
     return {"rank": rank, "exit_status": int(failure.exitcode), "ranks_failed": sorted(failures)}
 
 
-def _said_at(failure: Any) -> float:
+def _failure_time(failure: Any) -> float:
     try:
         return float(json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["time"])
-    except (OSError, ValueError, KeyError):  # it said nothing before it ended
+    except (OSError, ValueError, KeyError):  # it wrote no error file
         return float(failure.timestamp)
 
 
@@ -80,7 +80,7 @@ def _wait_for_saves() -> None:
 
 
 def main(argv: Iterable[str]) -> int:
-    """Run the ranks and return 0 when all of them did, 1 when one failed, 128 + N when signal N stopped them."""
+    """Run the ranks and return 0 on success, 1 if one failed, 128 + N if signal N came."""
     manifest, folder, ranks, *flags = argv
     config = LaunchConfig(
         min_nodes=1,
@@ -89,7 +89,7 @@ def main(argv: Iterable[str]) -> int:
         run_id=Path(manifest).parent.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,  # who started us restarts what may be restarted: not a mistake, not what was told to stop
+        max_restarts=0,  # the caller decides on restarts: none after bad input or a stop signal
         logs_specs=RankLogs(folder),
     )
     os.environ[AGENT] = str(os.getpid())  # for the ranks, which get our variables

@@ -31,7 +31,7 @@ _POLL_S = 0.05
 class Job:
     """A run to work on: the number by which its owner knows it, its directory, and where its output goes.
 
-    Without a log that is where ours goes. `is_live` says that a worker of an earlier front end runs it already.
+    Without a log the worker shares the output of this process. `is_live` is true if an earlier worker still runs it.
     """
 
     number: int
@@ -112,16 +112,15 @@ class Pool(DeferredSignals):
             raise KeyboardInterrupt(signal.Signals(self.heard[0]).name)
 
     def stop(self, grace_s: float | None = None, how: int = signal.SIGINT) -> list[int]:
-        """Interrupt the workers, or send them another signal that they hear, upon which they end with what they have
-        saved; kill those that have not ended in time. Return the exit statuses of those that have ended, killed ones
-        among them.
+        """Signal the workers, wait until they have saved, kill those that take too long; return the exit statuses.
 
-        A worker answers a signal at the end of its step and saves first, so a stop that a signal requested has no time
-        limit: a further Ctrl-C kills the workers at once. No other signal does, because a terminal that closes sends
-        SIGHUP twice, from the shell and from the kernel. Without a signal, after an error here, they have GRACE_S.
+        A worker saves at the end of its step, so a stop that a signal requested has no time limit: a second Ctrl-C
+        kills the workers at once. No other signal does, because a terminal that closes sends SIGHUP twice, from the
+        shell and from the kernel. After an error in this process they have GRACE_S.
 
         Args:
-            grace_s: a limit in seconds after SIGINT, in place of these two.
+            grace_s: seconds to wait after SIGINT; default as above.
+            how: the signal to send first.
         """
         if grace_s is None:
             grace_s = math.inf if self.heard else GRACE_S
@@ -211,7 +210,7 @@ class Slot:
 
 
 def make_slots(config: LauncherConfig, n_points: int, device: str = "auto") -> list[Slot]:
-    """Return the slots of a pool: one per GPU, or on a CPU one per core, unless `n_jobs` says otherwise.
+    """Return the slots of a pool: `n_jobs`, else one per GPU, else one per core.
 
     Workers beyond the number of devices share them in turn. Every worker gets an equal share of the cores, so that
     pools of threads do not fight for them.

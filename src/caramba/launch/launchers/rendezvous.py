@@ -45,7 +45,7 @@ def shared_run_dir(make: Callable[[], Path]) -> Path:
         found = Path(store.get(_KEY).decode())
     except RuntimeError as error:
         raise CarambaError(
-            f"rank {rank()}: rank 0 has named no run within {WAIT_S:.0f} s; its own log says why "
+            f"rank {rank()}: rank 0 has named no run within {WAIT_S:.0f} s; see the log of rank 0 "
             f"({str(error).splitlines()[0]})"
         ) from None
     if not (found / "manifest.json").is_file():

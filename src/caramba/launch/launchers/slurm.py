@@ -35,7 +35,7 @@ def check_slurm(manifest: Manifest) -> None:
 
 
 def submit_run(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
-    """Write the script of a run, submit it unless it is only to be written, and say how to follow it."""
+    """Write the script of a run, submit it with launcher=slurm, and print how to follow it."""
     script = run_dir / SCRIPT
     (run_dir / LOGS).mkdir(exist_ok=True)
     write_whole(script, run_script(run_dir, manifest, flags))

@@ -91,11 +91,11 @@ def _devices(manifest: Manifest) -> list[str]:
 
 
 def run_torchrun(run_dir: Path, manifest: Manifest, flags: Sequence[str]) -> int:
-    """Run the ranks of a run until they end; start all of them again where that may help; return the exit status.
+    """Run the ranks of a run, restart them if that can help, and return the exit status.
 
-    That of the first rank that failed, whose last words are printed: 2 is a mistake, which no restart mends. Where
-    memory ran out, and the plan has a smaller batch now, they are started again once for each phase, whatever
-    `max_restarts` says. After a signal to us they are not started again.
+    It is the status of the first rank that failed, whose last lines are printed. Bad input (2) is never restarted. Out
+    of memory with a smaller batch in plan.json restarts once for each phase, independent of `max_restarts`. A signal
+    to this process ends the restarts.
 
     Raises:
         KeyboardInterrupt: a signal came when the ranks had finished.
@@ -122,17 +122,17 @@ def _attempts(run_dir: Path, manifest: Manifest, flags: Sequence[str], forwarder
             return status
         if status == REDUCED:
             smaller = _reduced_batches(run_dir)
-            # Where plan.json does not tell the phase, once for all phases: every way through here ends.
+            # If plan.json does not name the phase, restart once for all phases, so that this loop ends.
             phases = {name for name, size in smaller.items() if size != before.get(name)} or {""}
             if phases & started_again:
                 of = f"{', '.join(sorted(phases))}: " if phases != {""} else ""
-                _say(f"{of}memory ran out again, with the smaller batch: not started again")
+                _log(f"{of}memory ran out again, with the smaller batch: not started again")
                 return 1
             started_again |= phases
-            _say("starting all ranks again with the smaller batch")
+            _log("starting all ranks again with the smaller batch")
         elif attempt < most:
             attempt += 1
-            _say(f"starting all ranks again from the last saved state (restart {attempt} of {most})")
+            _log(f"starting all ranks again from the last saved state (restart {attempt} of {most})")
         else:
             return status
 
@@ -151,7 +151,7 @@ def _reduced_batches(run_dir: Path) -> dict[str, int]:
         return {}  # nothing is planned yet; or it is damaged, which the ranks say as they set it aside
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -251,17 +251,18 @@ def _ending(folder: Path, status: int, forwarder: SignalForwarder) -> int:
         f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped",
         file=sys.stderr,
     )
-    if rank != 0 and (said := last_lines(folder / f"rank-{rank}.err")):  # what rank 0 said has been shown
-        print(said, file=sys.stderr)
+    if rank != 0 and (tail := last_lines(folder / f"rank-{rank}.err")):  # the output of rank 0 is shown live
+        print(tail, file=sys.stderr)
     if code != MISTAKE:  # of a mistake nothing more is in them
         print(f"logs of all ranks: {folder}", file=sys.stderr)
     return code if code > 0 else 1
 
 
 class SignalForwarder(DeferredSignals):
-    """Within, Ctrl-C and what would end this process is told to the agent, whose ranks save their state.
+    """Forward SIGINT and termination to the elastic agent, so that its ranks can save.
 
-    Not by the handler: an agent that nobody told as it started would go on without us, in a session of its own.
+    `run` forwards, not the handler: a signal that comes while the agent starts would be lost, and the agent runs in a
+    session of its own.
     """
 
     def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> int:
@@ -271,10 +272,10 @@ class SignalForwarder(DeferredSignals):
         time limit. A second Ctrl-C kills the agent, and the kernel kills its ranks with it (`end_with_agent`).
         """
         agent = start()
-        told, is_interrupted = 0, False
+        n_forwarded, is_interrupted = 0, False
         while True:
-            for number in self.heard[told:]:
-                told += 1
+            for number in self.heard[n_forwarded:]:
+                n_forwarded += 1
                 if number != signal.SIGINT:
                     agent.terminate()
                 elif not is_interrupted:

@@ -1,7 +1,7 @@
 """`--multirun`: every combination of the values given, all checked before the first runs, each a run of its own.
 
 The points and what became of them are in the index of a sweep directory, so that the same command, or
-`caramba resume SWEEP`, goes on where a sweep stopped.
+`caramba resume SWEEP`, resumes a sweep.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.launch.argv import CommandLine
-from caramba.launch.overrides import points
+from caramba.launch.overrides import expand_sweep
 from caramba.launch.run import prepare
 from caramba.launch.sweeps.runner import refuse_unlike, runner_of
 from caramba.runs.manifest import canonical_json, experiment_sha256
@@ -29,8 +29,8 @@ _COLLECT_EVERY = 8
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A point that can run as it stands; its manifest is packed, since a sweep may have thousands."""
+class CheckedPoint:
+    """A checked point. Its manifest is compressed, since a sweep may have thousands."""
 
     words: list[str]
     name: str
@@ -44,7 +44,7 @@ class Ready:
 
 
 def run_sweep(args: CommandLine) -> int:
-    """Check every point, make the sweep or find the one that it goes on with, run it, and return the exit status.
+    """Check every point, create the sweep or find the one to resume, run it, and return the exit status.
 
     0 when every point has finished, 1 when one has not, 130 when it was interrupted.
 
@@ -52,8 +52,8 @@ def run_sweep(args: CommandLine) -> int:
         ConfigError: a point that cannot run, two that are the same, or a sweep under torchrun; nothing is started.
     """
     refuse_ranks()
-    expanded = points(args.overrides, args.config_dirs)
-    ready: list[Ready] = []
+    expanded = expand_sweep(args.overrides, args.config_dirs)
+    ready: list[CheckedPoint] = []
     first: Manifest | None = None
     for number, words in enumerate(expanded):
         manifest, point = check_point(words, args.config_dirs)
@@ -69,8 +69,8 @@ def run_sweep(args: CommandLine) -> int:
     return runner_of(sweep, first, args.worker_flags).resume()
 
 
-def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest, Ready]:
-    """Compose and check one point, so that it can run as it stands.
+def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest, CheckedPoint]:
+    """Compose and check one point.
 
     Raises:
         CarambaError: what is wrong with it, naming the point.
@@ -83,7 +83,9 @@ def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest
     except CarambaError as error:
         raise type(error)(f"point {name!r} of the sweep: {error}\nnothing was started") from None
     packed = zlib.compress(canonical_json(manifest).encode())
-    ready = Ready(words, manifest.name, experiment_sha256(manifest), packed, manifest.resume == "never")
+    ready = CheckedPoint(
+        words, manifest.name, experiment_sha256(manifest), packed, manifest.resume == "never"
+    )
     return manifest, ready
 
 
@@ -105,7 +107,7 @@ def common_name(names: Sequence[str]) -> str:
     return "".join(letters[0] for letters in shared).rstrip("_-.") or "sweep"
 
 
-def _refuse_twins(ready: list[Ready]) -> None:
+def _refuse_twins(ready: list[CheckedPoint]) -> None:
     seen: dict[str, list[str]] = {}
     for point in ready:
         twin = seen.setdefault(point.experiment, point.words)
@@ -116,20 +118,20 @@ def _refuse_twins(ready: list[Ready]) -> None:
             )
 
 
-def varied_words(points: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return of each point the words that set it apart: of a key that is given more than once the last counts."""
+def find_varied(points: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return of each point the overrides that differ between points. The last override of a key counts."""
     last = [{word.lstrip("+~").partition("=")[0]: word for word in words} for words in points]
     uses = Counter(word for words in last for word in words.values())
     return [[word for word in words.values() if uses[word] < len(points)] for words in last]
 
 
-def _find_or_create(overrides: list[str], ready: list[Ready]) -> Sweep:
+def _find_or_create(overrides: list[str], ready: list[CheckedPoint]) -> Sweep:
     name = common_name([point.name for point in ready])
     experiment = hash_experiments(point.experiment for point in ready)
     found = None if any(point.is_fresh for point in ready) else find_sweep(name, experiment)
     if found is not None:
         return found
-    varied = varied_words([point.words for point in ready])
+    varied = find_varied([point.words for point in ready])
     listed = (
         (Point(number, words, point.experiment), point.text)
         for number, (point, words) in enumerate(zip(ready, varied, strict=True))

@@ -1,4 +1,4 @@
-"""Driving a sweep: which points are still to run, in which directory, and what is kept of how each ended."""
+"""Run the points of a sweep that have not finished, and record how each ended; a SLURM array submits them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONTINUE = "continue"
 
 
 class SweepRunner:
-    """One front end that works through a sweep. `launcher` says where its points run."""
+    """Run the points of a sweep, by `launcher`, from one process."""
 
     def __init__(self, sweep: Sweep, launcher: LauncherConfig, flags: list[str]) -> None:
         self.sweep, self.launcher, self.flags = sweep, launcher, flags
@@ -79,16 +79,16 @@ class SweepRunner:
 
     def run_pending(self) -> bool:
         """Run the points that have not finished; return whether the user stopped it."""
-        todo = self.unfinished()
+        todo = self.list_unfinished()
         devices = {self.sweep.manifest(point).device for point in todo}
         return self.run(todo, len(todo), devices.pop() if len(devices) == 1 else "auto")
 
-    def unfinished(self) -> list[Point]:
+    def list_unfinished(self) -> list[Point]:
         """Return the points that have not finished: first those that a worker runs already."""
         points = [point for point in self.sweep.points if point.state != FINISHED]
         return sorted(points, key=lambda point: point.state != RUNNING)
 
-    def ended(self, point: Point) -> None:
+    def on_end(self, point: Point) -> None:
         """Called when a point has ended, however it did, once that is on record."""
 
     def run(self, todo: Iterable[Point], most: int, device: str) -> bool:
@@ -159,17 +159,19 @@ class SweepRunner:
             yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
 
     def _directory(self, point: Point) -> Path:
-        """Return where a point goes on, or a new directory: a run that has its result is written to again only where
-        benchmarks are all that it lacks."""
+        """Return the directory to resume a point in, or a new one.
+
+        A run with a result is resumed only for missing benchmarks.
+        """
         run = self.sweep.run_of(point)
         if run is not None and (not (run / RESULT).exists() or lacks_benchmarks(run)):
             return run
-        run_dir = mint(self.sweep.manifest(point), self._words(point), self.sweep.root)
+        run_dir = mint(self.sweep.manifest(point), self._overrides(point), self.sweep.root)
         self.new_runs.add(run_dir)
         return run_dir
 
-    def _words(self, point: Point) -> list[str]:
-        """Return what a run's overrides.txt says: the point's own words, and those that all points share."""
+    def _overrides(self, point: Point) -> list[str]:
+        """Return the overrides of a run: those of the point, and those that all points share."""
         own = {_key(word) for word in point.overrides}
         return [*point.overrides, *(word for word in self.sweep.overrides if _key(word) not in own)]
 
@@ -177,7 +179,7 @@ class SweepRunner:
         found = run_state(job.run_dir)
         point.exit_status = status
         point.state = FINISHED if status == 0 else INTERRUPTED if status in STOPPED else FAILED
-        if status < 0:  # a signal ended it: it goes on from what it has saved
+        if status < 0:  # a signal ended it: it resumes from its saved state
             point.state, point.error = INTERRUPTED, f"ended by signal {-status}"
         if point.state == FAILED:
             self.failed_now += 1
@@ -187,25 +189,23 @@ class SweepRunner:
                 and job.run_dir in self.new_runs
                 and not (job.run_dir / "plan.json").exists()
             ):
-                shutil.rmtree(
-                    job.run_dir
-                )  # the data or the device did not fit: there is nothing to go on with
+                shutil.rmtree(job.run_dir)  # the data or the device did not fit: nothing can be resumed
                 point.runs.pop()
         self.sweep.save()
         if self.launcher.type == "process" or point.state != FINISHED:
             print(f"  {point.state}: {point.title}", file=sys.stderr, flush=True)
-        self.ended(point)
+        self.on_end(point)
 
     def _print_pending(self) -> None:
         counts = self.sweep.counts()
         if any(point.runs for point in self.sweep.points):
             listed = ", ".join(f"{count} {state}" for state, count in counts.items())
-            print(f"going on with {show_path(self.sweep.folder)}: {listed}", file=sys.stderr)
+            print(f"resuming {show_path(self.sweep.folder)}: {listed}", file=sys.stderr)
         else:
             print(f"sweep of {self.total} points: {show_path(self.sweep.folder)}", file=sys.stderr)
 
     def report(self, *, is_interrupted: bool) -> int:
-        """Say how the sweep stands, with the last words of what failed, and return its exit status."""
+        """Print the state of the sweep and the last lines of what failed; return its exit status."""
         bad = [point for point in self.sweep.points if point.state == FAILED]
         for point in bad:
             tail = "\n    ".join((point.error or "").splitlines())
@@ -216,7 +216,7 @@ class SweepRunner:
         print(f"sweep: {counts.get(FINISHED, 0)} of {total} points finished ({listed})", file=sys.stderr)
         folder = show_path(self.sweep.folder)
         if is_interrupted:
-            print(f"interrupted; go on with: caramba resume {folder}", file=sys.stderr)
+            print(f"interrupted; resume with: caramba resume {folder}", file=sys.stderr)
             return INTERRUPTED_STATUS
         if counts.get(FINISHED, 0) < total:
             others = total - counts.get(FINISHED, 0) - len(bad)
@@ -276,7 +276,7 @@ class ArrayRunner(SweepRunner):
             refuse_queued(self.sweep.folder, "sweep")
             self.sweep.refresh()
             self.refuse_other_plugins()
-            todo = [point for point in self.unfinished() if point.state != RUNNING]
+            todo = [point for point in self.list_unfinished() if point.state != RUNNING]
             self._print_pending()
             if not todo:
                 self.sweep.save()

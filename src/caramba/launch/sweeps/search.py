@@ -28,10 +28,10 @@ from caramba.config.names import nearest
 from caramba.config.parse import parse_as
 from caramba.errors import CarambaError, ConfigError
 from caramba.launch.argv import CommandLine
-from caramba.launch.overrides import points, read_override
+from caramba.launch.overrides import expand_sweep, split_sign
 from caramba.launch.sweeps.grid import check_point
 from caramba.launch.sweeps.runner import SweepRunner
-from caramba.launch.unsafe_keys import refuse_words
+from caramba.launch.unsafe_keys import refuse_unsafe_overrides
 from caramba.runs.state import FAILED, FINISHED
 from caramba.runs.sweeps import Point, Sweep, add_point, create_sweep, find_sweep
 
@@ -42,17 +42,17 @@ STUDY = "study.log"
 
 
 def run_search(args: CommandLine) -> int:
-    """Start a search, or go on with the one that was started by the same command; return its exit status.
+    """Start a search, or resume the one of the same command; return its exit status.
 
     Raises:
         ConfigError: Optuna is not installed, a setting or distribution that it cannot have, or a first point that
             cannot run; nothing is started.
     """
     _need_optuna()
-    words, settings = split_words(args.overrides)
+    words, settings = split_settings(args.overrides)
     space = read_space(words, args.config_dirs)
-    middle = {key: first_value(distribution) for key, distribution in space.drawn.items()}
-    manifest, ready = check_point([*space.fixed, *space.words(middle)], args.config_dirs)
+    middle = {key: first_value(distribution) for key, distribution in space.distributions.items()}
+    manifest, ready = check_point([*space.fixed, *space.overrides(middle)], args.config_dirs)
     metric = settings.metric or default_metric(manifest)
     direction = settings.direction
     if direction == "auto":
@@ -79,7 +79,7 @@ def run_search(args: CommandLine) -> int:
 
 
 def resume_search(sweep: Sweep, flags: list[str]) -> int:
-    """Go on with a search as it was asked for; return its exit status."""
+    """Resume a search with its stored settings; return its exit status."""
     _need_optuna()
     space = read_space(sweep.overrides, [Path(folder) for folder in sweep.settings["config_dirs"]])
     settings = parse_as(SearchConfig, sweep.settings["search"])
@@ -87,7 +87,7 @@ def resume_search(sweep: Sweep, flags: list[str]) -> int:
 
 
 class Search(SweepRunner):
-    """Drives a sweep whose points are drawn while it runs. A trial that cannot be built counts as failed."""
+    """Run a sweep whose points Optuna samples while it runs. A trial that cannot be built counts as failed."""
 
     def __init__(self, sweep: Sweep, space: Space, settings: SearchConfig, flags: list[str]) -> None:
         launcher = parse_as(LauncherConfig, sweep.settings["launcher"])
@@ -102,17 +102,17 @@ class Search(SweepRunner):
         return max(self.settings.n_trials, len(self.sweep.points))
 
     def run_pending(self) -> bool:
-        self._tell_what_ended_meanwhile()
-        again = self.unfinished()
-        drawn = len(self.study.trials) - self._count_lost_trials()
-        left = max(0, self.settings.n_trials - drawn)
-        return self.run(self._proposed(again, left), len(again) + left, self.sweep.settings["device"])
+        self._report_finished_points()
+        again = self.list_unfinished()
+        n_sampled = len(self.study.trials) - self._count_lost_trials()
+        left = max(0, self.settings.n_trials - n_sampled)
+        return self.run(self._propose(again, left), len(again) + left, self.sweep.settings["device"])
 
-    def _tell_what_ended_meanwhile(self) -> None:
+    def _report_finished_points(self) -> None:
         """Tell Optuna of points that finished when no front end ran."""
         for point in self.sweep.points:
             if point.state == FINISHED and "value" not in point.values:
-                self.ended(point)
+                self.on_end(point)
 
     def _count_lost_trials(self) -> int:
         """Close the trials that a killed front end drew and did not list as points; return how many there ever were."""
@@ -127,10 +127,10 @@ class Search(SweepRunner):
         self.study.set_user_attr("lost", count)
         return count
 
-    def _proposed(self, again: list[Point], left: int) -> Iterator[Point]:
+    def _propose(self, again: list[Point], left: int) -> Iterator[Point]:
         yield from again
         for _ in range(left):
-            trial = self.study.ask(self.space.drawn)
+            trial = self.study.ask(self.space.distributions)
             point = self._freeze(trial)
             if point is not None:
                 yield point
@@ -139,7 +139,7 @@ class Search(SweepRunner):
         """Make a trial a point of the sweep; None when it needs no run: it cannot have one, or has had it."""
         from optuna.trial import TrialState
 
-        words = self.space.words(trial.params)
+        words = self.space.overrides(trial.params)
         number = len(self.sweep.points)
         folders = [Path(folder) for folder in self.sweep.settings["config_dirs"]]
         try:
@@ -156,8 +156,8 @@ class Search(SweepRunner):
         add_point(self.sweep, point, manifest)
         return point
 
-    def ended(self, point: Point) -> None:
-        """Tell Optuna how a trial ended; one that was interrupted is not told of, since it goes on.
+    def on_end(self, point: Point) -> None:
+        """Tell Optuna how a trial ended. An interrupted trial will resume and is not reported.
 
         Raises:
             ConfigError: the run has finished and does not measure the metric.
@@ -196,7 +196,7 @@ class Search(SweepRunner):
 
 
 def open_study(sweep: Sweep, settings: SearchConfig) -> optuna.Study:
-    """Open the study of a sweep. A sampler that goes on is seeded by what has been drawn, or it would draw it again."""
+    """Open the study of a sweep. The number of its trials is part of the seed, so that none is sampled twice."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -241,13 +241,13 @@ class Space:
     """The words that hold for every trial, and the distribution of each key that a trial draws, by `+key`."""
 
     fixed: list[str]
-    drawn: dict[str, optuna.distributions.BaseDistribution]
+    distributions: dict[str, optuna.distributions.BaseDistribution]
 
-    def words(self, params: dict[str, Any]) -> list[str]:
+    def overrides(self, params: dict[str, Any]) -> list[str]:
         return [f"{key}={value}" for key, value in params.items()]
 
 
-def split_words(overrides: list[str]) -> tuple[list[str], SearchConfig]:
+def split_settings(overrides: list[str]) -> tuple[list[str], SearchConfig]:
     """Return the words of the experiment, and the settings of the search among the others.
 
     Raises:
@@ -262,10 +262,10 @@ def split_words(overrides: list[str]) -> tuple[list[str], SearchConfig]:
                 raise ConfigError(f"{word}: the sweepers are optuna, and without {CHOICE} every combination")
         elif key.startswith(PREFIX):
             name = key.removeprefix(PREFIX).replace("sampler.seed", "seed")
-            settings[name] = read_override(f"{name}={value}")[1].value()
+            settings[name] = split_sign(f"{name}={value}")[1].value()
         else:
             words.append(word)
-    refuse_words(words)
+    refuse_unsafe_overrides(words)
     try:
         return words, parse_as(SearchConfig, settings)
     except ConfigError as error:
@@ -281,9 +281,9 @@ def read_space(words: list[str], config_dirs: list[Path]) -> Space:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     fixed: list[str] = []
-    drawn: dict[str, optuna.distributions.BaseDistribution] = {}
+    distributions: dict[str, optuna.distributions.BaseDistribution] = {}
     for word in words:
-        sign, override = read_override(word)
+        sign, override = split_sign(word)
         if sign == "~" or not override.is_sweep_override():
             fixed.append(word)
             continue
@@ -295,30 +295,30 @@ def read_space(words: list[str], config_dirs: list[Path]) -> Space:
                 is_log = "log" in value.tags
                 is_int = isinstance(value.start, int) and isinstance(value.end, int)
                 kind = IntDistribution if is_int else FloatDistribution
-                drawn[key] = kind(value.start, value.end, log=is_log)  # type: ignore[arg-type]
+                distributions[key] = kind(value.start, value.end, log=is_log)  # type: ignore[arg-type]
             elif (
                 isinstance(value, RangeSweep) and isinstance(value.start, int) and isinstance(value.step, int)
             ):
                 assert value.stop is not None
                 last = range(value.start, int(value.stop), value.step)[-1]
-                drawn[key] = IntDistribution(value.start, last, step=value.step)
+                distributions[key] = IntDistribution(value.start, last, step=value.step)
             elif isinstance(value, Glob):
-                options = [item[0].partition("=")[2] for item in points([word], config_dirs)]
-                drawn[key] = CategoricalDistribution(options)
+                options = [item[0].partition("=")[2] for item in expand_sweep([word], config_dirs)]
+                distributions[key] = CategoricalDistribution(options)
             else:
-                drawn[key] = CategoricalDistribution(list(override.sweep_string_iterator()))
+                distributions[key] = CategoricalDistribution(list(override.sweep_string_iterator()))
         except (ValueError, IndexError) as error:
             raise ConfigError(f"command line: {word}: {error}") from None
-    if not drawn:
+    if not distributions:
         raise ConfigError(
             f"{CHOICE}=optuna: no key has values to draw from; write KEY=interval(a,b), 'KEY=tag(log,interval(a,b))', "
             "KEY=range(a,b) or KEY=choice(a,b)"
         )
-    return Space(fixed, drawn)
+    return Space(fixed, distributions)
 
 
 def default_metric(manifest: Manifest) -> str:
-    """Return what a search is about when nobody says: the student's perplexity, else the loss of the last phase.
+    """Return the default metric of a search: the student's perplexity, else the loss of the last phase.
 
     Raises:
         ConfigError: the runs measure neither.
