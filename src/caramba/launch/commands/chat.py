@@ -17,13 +17,13 @@ def main(argv: list[str]) -> int:
     parser = Arguments("chat", "[--system TEXT] [--plain]")
     parser.add_argument("--system")
     parser.add_argument("--plain", action="store_true")
-    words = parser.parse_args(argv)
-    words.command = "chat"
-    logger.quiet = words.quiet
-    config = sampling_config(words)
-    opened, generator = open_generator(words, config)
+    args = parser.parse_args(argv)
+    args.command = "chat"
+    logger.quiet = args.quiet
+    config = sampling_config(args)
+    opened, generator = open_generator(args, config)
     assert generator.tokenizer is not None
-    dialogue = Dialogue(generator.tokenizer, chat_template(opened, words), words.system)
+    dialogue = Dialogue(generator.tokenizer, chat_template(opened, args), args.system)
     style = (
         "the tokenizer's chat template" if dialogue.template is not None else "lines of User: and Assistant:"
     )

@@ -19,7 +19,6 @@ from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import Arguments
 from caramba.runs.files import write_whole
 
-USAGE = "SWEEP|DIR [--metric KEY]... [--by KEY,KEY] [--best min|max] [--csv] [--tex] [--plot] [--out DIR]"
 RUNS_CSV, SUMMARY_CSV, TABLE, PLOT = "runs.csv", "summary.csv", "table.tex", "plot.png"
 
 
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: nothing is there, or a metric or key that no run has.
     """
-    parser = Arguments("collect", USAGE)
+    parser = Arguments("collect")
     parser.add_argument("sweep")
     parser.add_argument("--metric", action="append", default=[])
     parser.add_argument("--by", default="")
@@ -38,20 +37,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tex", action="store_true")
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--out", type=Path)
-    words = parser.parse_args(argv)
-    found = gather(words.sweep)
-    keys = choose_keys(found.rows, [key for key in words.by.split(",") if key])
+    args = parser.parse_args(argv)
+    found = gather(args.sweep)
+    keys = choose_keys(found.rows, [key for key in args.by.split(",") if key])
     print(_headline(found))
     if not found.finished:
-        if words.csv or words.tex or words.plot or words.metric:
+        if args.csv or args.tex or args.plot or args.metric:
             raise ConfigError(
                 f"collect: no run of {found.title} has finished, so there is no number to write yet"
             )
         return 0
-    metrics = choose_metrics(found.finished, words.metric)
+    metrics = choose_metrics(found.finished, args.metric)
     groups = group_rows(found.finished, keys)
-    higher = {key: prefers_higher(key) if words.best is None else words.best == "max" for key in metrics}
-    if metrics and not words.quiet:
+    higher = {key: prefers_higher(key) if args.best is None else args.best == "max" for key in metrics}
+    if metrics and not args.quiet:
         print(text_table(groups, keys, metrics, higher))
         if any(spread.std is not None for spread in (g.spread(m) for g in groups for m in metrics) if spread):
             print("± is the standard deviation over n runs")
@@ -61,14 +60,14 @@ def main(argv: list[str]) -> int:
             values = ", ".join(f"{key}={value}" for key, value in zip(keys, best.values, strict=True))
             runs = " ".join(row.name for row in best.rows)
             print(f"best {metric}: {spread_text(best.spread(metric))} at {values} ({runs})")
-    out = (words.out or found.folder / "collected").absolute()
+    out = (args.out or found.folder / "collected").absolute()
     contents: dict[str, str | bytes] = {}
-    if words.csv:
+    if args.csv:
         contents[RUNS_CSV] = runs_csv(found, swept_keys(found.rows))
         contents[SUMMARY_CSV] = summary_csv(groups, keys)
-    if words.tex:
+    if args.tex:
         contents[TABLE] = latex_table(found, groups, keys, metrics, higher)
-    if words.plot:
+    if args.plot:
         contents[PLOT] = _figure(found, groups, keys, metrics, higher)
     for name, content in contents.items():
         write_whole(out / name, content)

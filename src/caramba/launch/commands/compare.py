@@ -33,36 +33,36 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: a run that is not there, the same run twice, or a metric that they do not share.
     """
-    parser = Arguments("compare", "RUN_A RUN_B [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]")
+    parser = Arguments("compare")
     parser.add_argument("first")
     parser.add_argument("second")
     parser.add_argument("--metric", action="append", default=[])
     parser.add_argument("--models", default="student,student")
     parser.add_argument("--out", type=Path)
-    words = parser.parse_args(argv)
-    models = _models(words.models)
-    files = [Path(text) for text in (words.first, words.second) if Path(text).suffix == ".json"]
+    args = parser.parse_args(argv)
+    models = _models(args.models)
+    files = [Path(text) for text in (args.first, args.second) if Path(text).suffix == ".json"]
     if files and not any(file.name == MANIFEST for file in files):
-        comparisons = compare_models(_source(words.first), _source(words.second), models, words.metric)
+        comparisons = compare_models(_source(args.first), _source(args.second), models, args.metric)
         if not comparisons:
             raise ConfigError(
-                f"compare: {words.first} and {words.second} share no items of a task; evaluate both on the same tasks"
+                f"compare: {args.first} and {args.second} share no items of a task; evaluate both on the same tasks"
             )
         print(format_comparisons(comparisons))
         return 0
-    first, second = resolve_run(words.first), resolve_run(words.second)
+    first, second = resolve_run(args.first), resolve_run(args.second)
     if first == second and models[0] != models[1]:
-        comparisons = compare_models(first, second, models, words.metric)
+        comparisons = compare_models(first, second, models, args.metric)
         if not comparisons:
             raise ConfigError(
-                f"compare: {words.first} has no items of both {models[0]} and {models[1]}; an accuracy benchmark keeps "
+                f"compare: {args.first} has no items of both {models[0]} and {models[1]}; an accuracy benchmark keeps "
                 "them"
             )
         print(f"A  {models[0]}\nB  {models[1]}\n{format_comparisons(comparisons)}")
         return 0
     if first == second:
         raise ConfigError(
-            f"compare: {words.first} and {words.second} are the same run; name two, or --models teacher,student"
+            f"compare: {args.first} and {args.second} are the same run; name two, or --models teacher,student"
         )
     for letter, run in (("A", first), ("B", second)):
         state = run_state(run)
@@ -75,15 +75,15 @@ def main(argv: list[str]) -> int:
     print(f"\nmanifest, A -> B: {len(changed) or 'no'} differences")
     for line in changed:
         print(f"  {line}")
-    _print_metrics(first, second, words.metric)
-    comparisons = compare_models(first, second, models, words.metric)
+    _print_metrics(first, second, args.metric)
+    comparisons = compare_models(first, second, models, args.metric)
     if comparisons:
         print(f"\n{format_comparisons(comparisons)}")
     figure = draw_curves(first, second)
     if figure is None:
         print("\nneither run has trained yet, so there are no curves")
         return 0
-    out = words.out or Path(f"compare-{first.name}-{second.name}.png")
+    out = args.out or Path(f"compare-{first.name}-{second.name}.png")
     write_whole(out.absolute(), figure)
     print(f"\nwrote {out}")
     return 0

@@ -16,18 +16,9 @@ from caramba.evaluation.accuracy import log_power
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
 from caramba.infer.load_model import ModelBundle, load_model, need_tokenizer
+from caramba.launch.commands.arguments import Arguments
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device
-
-USAGE = (
-    "caramba eval RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
-    "[--which teacher|student] [--smallest-difference POINTS] [--tokenizer PATH] [--out FILE]"
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise ConfigError(f"eval: {message}; {USAGE}")
 
 
 def main(argv: list[str]) -> int:
@@ -36,25 +27,25 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the extra is not installed, a wrong argument, an unknown run or task.
     """
-    words = _parse(argv)
-    logger.quiet = words.quiet
-    tasks = [task.strip() for task in words.tasks.split(",") if task.strip()]
-    if words.eval_data is not None:
-        return _evaluate_local(words, tasks)
-    manager = task_manager(tasks, words.include_path, where="eval", option="--include-path")
+    args = _parse(argv)
+    logger.quiet = args.quiet
+    tasks = [task.strip() for task in args.tasks.split(",") if task.strip()]
+    if args.eval_data is not None:
+        return _evaluate_local(args, tasks)
+    manager = task_manager(tasks, args.include_path, where="eval", option="--include-path")
     opened = load_model(
-        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
+        args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer
     )
-    log_power(count_documents(tasks, manager, words.limit), words.smallest_difference, "eval")
+    log_power(count_documents(tasks, manager, args.limit), args.smallest_difference, "eval")
     results = run_harness(
         opened.model,
         need_tokenizer(opened, "eval"),
         tasks,
         manager,
-        max_length=words.max_length or opened.max_positions,
-        batch_size=words.batch_size,
-        limit=words.limit,
-        num_fewshot=words.num_fewshot,
+        max_length=args.max_length or opened.max_positions,
+        batch_size=args.batch_size,
+        limit=args.limit,
+        num_fewshot=args.num_fewshot,
     )
     from lm_eval.utils import make_table
 
@@ -62,22 +53,22 @@ def main(argv: list[str]) -> int:
     kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
     found = {key: _plain(results[key]) for key in kept if key in results}
     found["items"] = _harness_items(results)
-    _write(opened, words, sorted(results["results"]), {"lm_eval": version("lm_eval"), **found})
+    _write(opened, args, sorted(results["results"]), {"lm_eval": version("lm_eval"), **found})
     return 0
 
 
-def _evaluate_local(words: argparse.Namespace, names: list[str]) -> int:
-    if words.num_fewshot is not None or words.include_path is not None:
+def _evaluate_local(args: argparse.Namespace, names: list[str]) -> int:
+    if args.num_fewshot is not None or args.include_path is not None:
         raise ConfigError(
             "eval: --num-fewshot and --include-path belong to lm-evaluation-harness; remove them, or --eval-data"
         )
-    tasks = open_tasks(words.eval_data, names, limit=words.limit, where="eval")
+    tasks = open_tasks(args.eval_data, names, limit=args.limit, where="eval")
     opened = load_model(
-        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
+        args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer
     )
     tokenizer = need_tokenizer(opened, "eval")
     log_power(
-        [(task.name, len(task.items)) for task in tasks if task.items], words.smallest_difference, "eval"
+        [(task.name, len(task.items)) for task in tasks if task.items], args.smallest_difference, "eval"
     )
     results: list[TaskScores] = []
     for task in tasks:
@@ -86,9 +77,9 @@ def _evaluate_local(words: argparse.Namespace, names: list[str]) -> int:
                 task,
                 opened.model,
                 tokenizer,
-                max_length=words.max_length or opened.max_positions,
-                batch_size=words.batch_size,
-                limit=words.limit,
+                max_length=args.max_length or opened.max_positions,
+                batch_size=args.batch_size,
+                limit=args.limit,
             )
         )
         for metric, (value, error) in results[-1].scores.items():
@@ -109,7 +100,7 @@ def _evaluate_local(words: argparse.Namespace, names: list[str]) -> int:
         }
         for result in results
     }
-    _write(opened, words, [task.name for task in tasks], {"groups": means, "tasks": found})
+    _write(opened, args, [task.name for task in tasks], {"groups": means, "tasks": found})
     return 0
 
 
@@ -126,18 +117,18 @@ def _harness_items(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _write(
-    opened: ModelBundle, words: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
+    opened: ModelBundle, args: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
 ) -> None:
-    file = Path(words.out).expanduser() if words.out is not None else None
+    file = Path(args.out).expanduser() if args.out is not None else None
     if file is None and opened.run_dir is not None:
-        file = opened.run_dir / "evals" / f"{words.which}-{'+'.join(names)[:80]}.json"
+        file = opened.run_dir / "evals" / f"{args.which}-{'+'.join(names)[:80]}.json"
     if file is not None:
-        write_json(file, _record(opened, words) | found)
+        write_json(file, _record(opened, args) | found)
         logger.path(str(file), "eval")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="caramba eval", add_help=False, allow_abbrev=False)
+    parser = Arguments("eval")
     parser.add_argument("run")
     parser.add_argument("--tasks", required=True)
     parser.add_argument("--limit", type=_positive)
@@ -151,8 +142,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-length", type=_positive)
     parser.add_argument("--smallest-difference", type=_points)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    parser.add_argument("--quiet", action="store_true")
-    parser.add_argument("--debug", action="store_true")
     return parser.parse_args(argv)
 
 
@@ -177,15 +166,15 @@ def _natural(text: str) -> int:
     return 0 if text == "0" else _positive(text)
 
 
-def _record(opened: ModelBundle, words: argparse.Namespace) -> dict[str, Any]:
+def _record(opened: ModelBundle, args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "which": words.which,
+        "which": args.which,
         "checkpoint": str(opened.path),
         "labels": opened.labels,
         "tokenizer": opened.tokenizer.hash if opened.tokenizer is not None else None,
-        "limit": words.limit,
-        "num_fewshot": words.num_fewshot,
-        "max_length": words.max_length or opened.max_positions,
+        "limit": args.limit,
+        "num_fewshot": args.num_fewshot,
+        "max_length": args.max_length or opened.max_positions,
     }
 
 

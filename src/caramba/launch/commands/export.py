@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from caramba.console import logger
@@ -11,13 +10,9 @@ from caramba.export.check import check_folder, check_gguf
 from caramba.export.deepseek import ENGINES
 from caramba.export.gguf import WEIGHTS, check_weights
 from caramba.export.precision import check_dtype
-from caramba.export.write import FORMATS, Exported, check_format, check_out, export_model
+from caramba.export.write import Exported, check_format, check_out, export_model
 from caramba.infer.load_model import ModelBundle, load_model
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise ConfigError(f"export: {message}; caramba export RUN --format {'|'.join(FORMATS)} --out DIR")
+from caramba.launch.commands.arguments import Arguments
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +22,7 @@ def main(argv: list[str]) -> int:
         ConfigError: a missing or unknown argument, an unknown run, a folder that is not empty, or weights that
             `--dtype` cannot hold.
     """
-    parser = _Parser(prog="caramba export", add_help=False, allow_abbrev=False)
+    parser = Arguments("export")
     parser.add_argument("run")
     parser.add_argument("--format", default="hf")
     parser.add_argument("--out", required=True)
@@ -37,41 +32,39 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--force", action="store_true")
-    parser.add_argument("--quiet", action="store_true")
-    parser.add_argument("--debug", action="store_true")
-    words = parser.parse_args(argv)
-    logger.quiet = words.quiet
-    folder = Path(words.out)
-    check_format(words.format)
-    dtype = None if words.dtype is None else check_dtype(words.dtype)
-    weights = _weights_of(words.format, words.weights, words.dtype)
-    if words.check:
-        _refuse_check(words.format, words.dtype, words.engine, weights)
-    if words.engine != ENGINES[0] and words.format != "deepseek":
+    args = parser.parse_args(argv)
+    logger.quiet = args.quiet
+    folder = Path(args.out)
+    check_format(args.format)
+    dtype = None if args.dtype is None else check_dtype(args.dtype)
+    weights = _weights_of(args.format, args.weights, args.dtype)
+    if args.check:
+        _refuse_check(args.format, args.dtype, args.engine, weights)
+    if args.engine != ENGINES[0] and args.format != "deepseek":
         raise ConfigError(
-            f"export: --engine {words.engine} belongs to --format deepseek, got --format {words.format}; leave it out"
+            f"export: --engine {args.engine} belongs to --format deepseek, got --format {args.format}; leave it out"
         )
-    check_out(folder.expanduser(), force=words.force)
-    opened = load_model(words.run, role=words.which)
+    check_out(folder.expanduser(), force=args.force)
+    opened = load_model(args.run, role=args.which)
     done = export_model(
         opened,
         folder,
-        format=words.format,
-        role=words.which,
-        force=words.force,
+        format=args.format,
+        role=args.which,
+        force=args.force,
         dtype=dtype,
         weights=weights,
-        engine=words.engine,
+        engine=args.engine,
     )
     for note in done.notes:
         logger.info(note)
     size = sum((done.folder / name).stat().st_size for name in done.files)
     print(
-        f"{words.which} of {opened.path} as {done.architecture}: {len(done.files)} files, {size / 1e6:.1f} MB"
+        f"{args.which} of {opened.path} as {done.architecture}: {len(done.files)} files, {size / 1e6:.1f} MB"
     )
     print(f"exported: {done.folder}")
-    if words.check:
-        print(_check(opened, done, words.format))
+    if args.check:
+        print(_check(opened, done, args.format))
     return 0
 
 

@@ -35,20 +35,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt-file")
     parser.add_argument("--spec-compare", action="store_true")
     parser.add_argument("--json", action="store_true")
-    words = parser.parse_args(argv)
-    words.command = "generate"
-    logger.quiet = words.quiet or words.json or not is_main_process()
-    config, prompts = sampling_config(words), _prompts(words)
-    with joined_ranks(words, config) as mesh:
-        return _generate(words, config, prompts, mesh)
+    args = parser.parse_args(argv)
+    args.command = "generate"
+    logger.quiet = args.quiet or args.json or not is_main_process()
+    config, prompts = sampling_config(args), _prompts(args)
+    with joined_ranks(args, config) as mesh:
+        return _generate(args, config, prompts, mesh)
 
 
 def _generate(
-    words: argparse.Namespace, config: GenerateConfig, prompts: list[str], mesh: DeviceMesh | None
+    args: argparse.Namespace, config: GenerateConfig, prompts: list[str], mesh: DeviceMesh | None
 ) -> int:
-    opened, generator = open_generator(words, config, mesh)
-    is_streamed = len(prompts) == 1 and not words.json
-    if words.spec_compare and not isinstance(generator, SpeculativeGenerator):
+    opened, generator = open_generator(args, config, mesh)
+    is_streamed = len(prompts) == 1 and not args.json
+    if args.spec_compare and not isinstance(generator, SpeculativeGenerator):
         raise ConfigError("generate: --spec-compare times speculation against none; name --spec-method")
     # Every rank streams or none, as that decides how often they look whether the rows have ended.
     show = _show if is_main_process() else _hide
@@ -62,12 +62,12 @@ def _generate(
             f"{config.max_new_tokens} new tokens; lower --max-new-tokens, give fewer prompts, or take a "
             "--cache-kind of fewer bits"
         ) from None
-    speed_up = _speed_up(generator, prompts) if words.spec_compare else None
+    speed_up = _speed_up(generator, prompts) if args.spec_compare else None
     if not is_main_process():
         if isinstance(generator, SpeculativeGenerator):
             generator.speed_up()  # rank 0 times steps for what it prints, and they take all ranks
         return 0
-    if words.json:
+    if args.json:
         print(json.dumps(_record(opened, generator, prompts, rows, speed_up), indent=2))
         return 0
     if is_streamed:
@@ -113,10 +113,10 @@ def _hide(row: int, text: str) -> None:
     """Take text that another rank shows."""
 
 
-def _prompts(words: argparse.Namespace) -> list[str]:
-    prompts = list(words.prompt)
-    if words.prompt_file is not None:
-        file = Path(words.prompt_file).expanduser()
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt)
+    if args.prompt_file is not None:
+        file = Path(args.prompt_file).expanduser()
         try:
             prompts.append(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

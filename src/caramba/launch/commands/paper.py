@@ -14,7 +14,6 @@ from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import Arguments
-from caramba.launch.commands.table import COMMANDS
 from caramba.paper import PaperDrafter
 from caramba.runs import read_manifest, resolve_run
 
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: an option, the run, or what `PaperDrafter.draft_sync` needs and is not here.
     """
-    parser = Arguments("paper", COMMANDS["paper"].usage)
+    parser = Arguments("paper")
     parser.add_argument("run", nargs="?")
     parser.add_argument("--output-dir")
     parser.add_argument("--update", action="store_true")
@@ -46,33 +45,33 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--author", action="append")
     for flag, _, kind in _KEYS:
         parser.add_argument(flag, type=kind)
-    words = parser.parse_args(argv)
-    if words.run is None:
+    args = parser.parse_args(argv)
+    if args.run is None:
         parser.error("expected a run (a directory, runs/NAME, or latest)")
-    logger.quiet = words.quiet
-    run = resolve_run(words.run)
+    logger.quiet = args.quiet
+    run = resolve_run(args.run)
     manifest = read_manifest(run)
     known = [group.name for group in manifest.groups_to_run()]
-    group = words.group
+    group = args.group
     if group is not None and group not in known:
         raise ConfigError(
             f"--group {group}: no group of this run{nearest(group, known) or ';'} groups: {', '.join(known)}"
         )
     if len(known) > 1 and group is None:
         raise ConfigError(f"{run}: a paper is on one of its groups; --group NAME, of {', '.join(known)}")
-    plain = _section(words.config) if words.config else _plain(manifest.paper or PaperConfig())
+    plain = _section(args.config) if args.config else _plain(manifest.paper or PaperConfig())
     for flag, path, _ in _KEYS:
-        value = getattr(words, flag.removeprefix("--").replace("-", "_"))
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if value is not None:
             _set(plain, path, value)
-    if words.author:
-        plain["authors"] = words.author
+    if args.author:
+        plain["authors"] = args.author
     config = parse_as(PaperConfig, plain)
     unbuilt = next(find_unbuilt(config, ("paper",)), None)
     if unbuilt is not None:
         raise ConfigError(f"{unbuilt}; choose another value")
-    drafted = PaperDrafter(config, words.output_dir).draft_sync(
-        run, update=words.update, group=group if len(known) > 1 else None
+    drafted = PaperDrafter(config, args.output_dir).draft_sync(
+        run, update=args.update, group=group if len(known) > 1 else None
     )
     spent = drafted.spent
     cost = f", {spent.cost_usd:.4f} USD" if spent.cost_usd else ""

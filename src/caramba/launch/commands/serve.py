@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
         ConfigError: a wrong argument, an unknown run, an address that cannot be had, or one that strangers reach
             without a key.
     """
-    words = _words(argv)
-    logger.quiet = words.quiet
+    args = _parse_arguments(argv)
+    logger.quiet = args.quiet
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve: {', '.join(missing)} not installed; pip install 'caramba[serve]'")
@@ -51,40 +51,40 @@ def main(argv: list[str]) -> int:
     from caramba.serve.server import Server, bind
     from caramba.serve.service import Limits, Service
 
-    key = _api_key(words.api_key_env)
-    if key is None and not is_loopback(words.host):
+    key = _api_key(args.api_key_env)
+    if key is None and not is_loopback(args.host):
         raise ConfigError(
-            f"serve: --host {words.host} is reached by other machines, and without a key anyone there could use the "
+            f"serve: --host {args.host} is reached by other machines, and without a key anyone there could use the "
             "model; name the environment variable of a key with --api-key-env NAME, or listen on 127.0.0.1"
         )
-    if words.batch_timeout >= words.timeout:
+    if args.batch_timeout >= args.timeout:
         raise ConfigError(
-            f"serve: --batch-timeout {words.batch_timeout:g} is not below --timeout {words.timeout:g}: a request that "
+            f"serve: --batch-timeout {args.batch_timeout:g} is not below --timeout {args.timeout:g}: a request that "
             "waits alone would be cut off before it begins; lower it"
         )
-    calibration_config(words)
-    _engine_config(words, words.max_len)  # a wrong value, and a taken address, fail before a model loads
-    with bind(words.host, words.port) as listener:
-        opened, tokenizer = open_for_text(words)
-        config = _engine_config(words, words.max_len or min(opened.max_positions, MAX_LEN))
-        most = words.max_tokens or config.max_len - 1
+    calibration_config(args)
+    _engine_config(args, args.max_len)  # a wrong value, and a taken address, fail before a model loads
+    with bind(args.host, args.port) as listener:
+        opened, tokenizer = open_for_text(args)
+        config = _engine_config(args, args.max_len or min(opened.max_positions, MAX_LEN))
+        most = args.max_tokens or config.max_len - 1
         if not most < config.max_len:
             raise ConfigError(
                 f"serve: --max-tokens {most} leaves no room for a prompt in --max-len {config.max_len}; lower it"
             )
         engine = _engine(opened, tokenizer, config)
-        limits = Limits(most, words.max_request_bytes, words.timeout)
-        template = chat_template(opened, words)
+        limits = Limits(most, args.max_request_bytes, args.timeout)
+        template = chat_template(opened, args)
         service = Service(engine, tokenizer, model_name(opened), limits, template=template)
         listener.listen(BACKLOG)
         _announce(service, listener.getsockname(), has_key=key is not None)
-        most_open = connections_that_fit(words.max_connections)
-        if most_open < words.max_connections:
+        most_open = connections_that_fit(args.max_connections)
+        if most_open < args.max_connections:
             logger.warning(
-                f"--max-connections {words.max_connections}: {most_open} fit the files that this process may open; "
+                f"--max-connections {args.max_connections}: {most_open} fit the files that this process may open; "
                 "raise ulimit -n for more"
             )
-        server = Server(service, api_key=key, max_connections=most_open, drain_s=words.drain)
+        server = Server(service, api_key=key, max_connections=most_open, drain_s=args.drain)
         server.serve_until_signalled(listener)
     logger.info("stopped")
     return 0
@@ -125,7 +125,7 @@ def model_name(opened: ModelBundle) -> str:
     return opened.path.resolve().name
 
 
-def _words(argv: list[str]) -> argparse.Namespace:
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = ModelArguments("serve", OPTIONS)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_whole(0, 65535), default=8000)
@@ -145,22 +145,22 @@ def _words(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prefill-chunk", type=_whole(1))
     parser.add_argument("--compiled", choices=tuple(COMPILED))
     parser.add_argument("--plain", action="store_true")
-    words = parser.parse_args(argv)
-    words.command = "serve"
-    return words
+    args = parser.parse_args(argv)
+    args.command = "serve"
+    return args
 
 
-def _engine_config(words: argparse.Namespace, max_len: int | None) -> EngineConfig:
+def _engine_config(args: argparse.Namespace, max_len: int | None) -> EngineConfig:
     given = {
-        "n_slots": words.max_batch,
-        "n_ahead": words.prompts_ahead,
+        "n_slots": args.max_batch,
+        "n_ahead": args.prompts_ahead,
         "max_len": max_len,
-        "cache_kind": words.cache_kind,
-        "max_queue": words.max_queue,
-        "batch_timeout": words.batch_timeout,
-        "prefix_cache_bytes": int(words.prefix_cache_mb * 1e6),
-        "prefill_chunk": words.prefill_chunk,
-        "compiled": None if words.compiled is None else COMPILED[words.compiled],
+        "cache_kind": args.cache_kind,
+        "max_queue": args.max_queue,
+        "batch_timeout": args.batch_timeout,
+        "prefix_cache_bytes": int(args.prefix_cache_mb * 1e6),
+        "prefill_chunk": args.prefill_chunk,
+        "compiled": None if args.compiled is None else COMPILED[args.compiled],
     }
     return parse_as(EngineConfig, {key: value for key, value in given.items() if value is not None})
 

@@ -22,23 +22,23 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the folder is not there.
     """
-    parser = Arguments("status", "[DIR] [--json]")
+    parser = Arguments("status")
     parser.add_argument("folder", nargs="?", default="runs")
     parser.add_argument("--json", action="store_true")
-    words = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     _queue.cache_clear()
-    folder = Path(words.folder).expanduser()
+    folder = Path(args.folder).expanduser()
     if not folder.is_dir() and (Path("runs") / folder).is_dir():
         folder = Path("runs") / folder
     if not folder.is_dir():
         raise ConfigError(
-            f"status: {words.folder}: no such folder; give one with runs, or start one with caramba launch"
+            f"status: {args.folder}: no such folder; give one with runs, or start one with caramba launch"
         )
     sweeps = [read_sweep(item) for item in list_sweeps(folder)]
     for sweep in sweeps:
         sweep.refresh()
     states = [_in_queue(run_state(run)) for run in _runs(folder, sweeps)]
-    if words.json:
+    if args.json:
         print(
             json.dumps(
                 {"sweeps": [_plain_sweep(item) for item in sweeps], "runs": [_plain(item) for item in states]}
