@@ -2,7 +2,7 @@
 
 The kernels are compiled first, on all cores, into Triton's cache; the tools then see nothing but launches, every tensor
 in an allocation of its own. The tool is part of the CUDA toolkit and of no Python package that caramba needs: where it
-is missing this ends with status 3 and says so.
+is missing this prints an error and ends with status 3.
 
 Usage: python scripts/sanitize_decode.py [--seconds 60] [--tool memcheck,racecheck]
 """
@@ -122,7 +122,7 @@ def find_tool() -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Decode attention under compute-sanitizer")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of all together; what is left out is said"
+        "--seconds", type=float, default=60.0, help="limit of all cases together; skipped cases are listed"
     )
     parser.add_argument(
         "--tool", default="memcheck,racecheck", help="tools of compute-sanitizer, with commas"
@@ -149,7 +149,7 @@ def main() -> int:
     if any(compiled):
         return 1
 
-    def checked(job: tuple[str, str]) -> tuple[bool, str]:
+    def check(job: tuple[str, str]) -> tuple[bool, str]:
         kind, name = job
         command = [tool, "--tool", kind, "--error-exitcode", str(FOUND_ERRORS), *script, name]
         left = max(ends - time.monotonic(), 0.1)
@@ -159,17 +159,17 @@ def main() -> int:
             return False, f"{kind}, {name}: no time left, not checked"
         lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
         if done.returncode == 0:
-            return True, f"{kind}, {name}: clean: {lines[-1].strip('= ') if lines else 'it said nothing'}"
-        told = lines[:20] or done.stderr.strip().splitlines()[-5:]
-        return False, "\n".join((f"{kind}, {name}: FAILED, status {done.returncode}", *told))
+            return True, f"{kind}, {name}: clean: {lines[-1].strip('= ') if lines else 'no output'}"
+        tail = lines[:20] or done.stderr.strip().splitlines()[-5:]
+        return False, "\n".join((f"{kind}, {name}: FAILED, status {done.returncode}", *tail))
 
     tools = options.tool.split(",")
     jobs = [(kind, name) for kind in tools for name in NAMES if kind != "racecheck" or name not in OF_PARTS]
     is_clean = True
     with ThreadPoolExecutor(len(NAMES)) as pool:
-        for clean, said in pool.map(checked, jobs):
+        for clean, report in pool.map(check, jobs):
             is_clean &= clean
-            print(said, flush=True)
+            print(report, flush=True)
     return 0 if is_clean else 1
 
 

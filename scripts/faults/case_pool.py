@@ -36,7 +36,7 @@ def parser(doc: str | None, *, count: int, cases: str) -> argparse.ArgumentParse
 
 
 def finish(result: Mapping[str, Any], file: Path | None) -> None:
-    """Print the result as JSON, and write it where `--json` says."""
+    """Print the result as JSON, and write it to the file of `--json`."""
     text = json.dumps(result, indent=1)
     print(text)
     if file is not None:

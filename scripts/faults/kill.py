@@ -1,4 +1,4 @@
-"""Kill and interrupt commands at random points, start them again, and compare what they leave with an undisturbed run.
+"""Kill and interrupt commands at points that the seed draws, restart them, and compare with an undisturbed run.
 
 `python scripts/faults/kill.py --seed 1 --count 100 --jobs 2` sends SIGKILL at 100 random points of launch, resume,
 sweep, export and prepare, and INT, HUP and TERM at 40 points of training. It prints a JSON result and exits 1 if a
@@ -87,8 +87,8 @@ class Result:
         self.unequal += found["unequal"]
         self.failed += found["failed"]
 
-    def plain(self) -> dict[str, Any]:
-        """Return the result as JSON has it."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result for JSON."""
         return {**vars(self), "sent": dict(self.sent), "is_clean": self.is_clean}
 
 
@@ -181,7 +181,7 @@ class Scenario:
     reference: Place
     seconds: float
 
-    def again(self, place: Place) -> tuple[str, ...]:
+    def restart_command(self, place: Place) -> tuple[str, ...]:
         """Return the words that continue it: those it was started with, for a resume those of its run."""
         begun = [run for run in place.runs() if (run / "plan.json").is_file()]
         # A run that has its result has finished, and a launch would start another one.
@@ -198,7 +198,7 @@ def scenarios(root: Path, home: Path, only: Sequence[str]) -> Iterator[Scenario]
         "".join(f"line {number}: {number * number} of a text to prepare\n" for number in range(20000))
     )
     launched = Place(root / "reference-launch", home)
-    launched.finish(LAUNCH)  # It fills the caches, so that the second one says how long a start takes.
+    launched.finish(LAUNCH)  # It fills the caches, so that the second one measures the start.
     trained = launched.runs()[0]
     commands = {
         "launch": LAUNCH,
@@ -270,7 +270,7 @@ def kill_at_random(scenario: Scenario, kills: int, place: Place, chance: random.
         else:
             result.late += 1
         process.wait(LIMIT_S)
-        words = scenario.again(place)
+        words = scenario.restart_command(place)
     try:
         place.finish(words)
     except RuntimeError as error:
@@ -349,7 +349,7 @@ def run(
                 found = kill_at_random(made[which], times, place, chance)
             if found.is_clean:
                 shutil.rmtree(place.folder)
-            return found.plain()
+            return found.as_dict()
 
         return case
 
@@ -388,7 +388,7 @@ def main() -> int:
             seconds=words.seconds,
         )
     seconds = round(time.monotonic() - began, 1)
-    finish({"seed": words.seed, "seconds": seconds, **result.plain()}, words.json)
+    finish({"seed": words.seed, "seconds": seconds, **result.as_dict()}, words.json)
     return 0 if result.is_clean else 1
 
 

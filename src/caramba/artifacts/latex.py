@@ -33,7 +33,7 @@ _SIGNS = {
 _HEADER = """\
 % Tables of run {name}. Needs \\usepackage{{booktabs}}.
 % Each row ends with the keys of its numbers in report.json's "metrics", in the order of the cells;
-% after a plus-minus stands the std or standard_error of the same key, KEY#bound is the bound of that check under
+% a plus-minus precedes the std or standard_error of the same key, KEY#bound is the bound of that check under
 % "verify", a key that begins with "transplant" or "phases" is a path in report.json, and a dash is no number.
 """
 

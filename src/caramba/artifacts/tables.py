@@ -88,7 +88,7 @@ def has_teacher(result: RunResult, metrics: dict[str, Metric]) -> bool:
     return TEACHER in roles | answers or result.transplant is not None
 
 
-_OF_TEACHER = frozenset({"Teacher", "Change", "Ratio to teacher", "Teacher says"})
+_OF_TEACHER = frozenset({"Teacher", "Change", "Ratio to teacher", "Teacher answers"})
 
 
 def _without_teacher(table: Table) -> Table:
@@ -119,7 +119,7 @@ CASE_HEAD = ("Case", "Kind", "Expected", "Teacher answers", "Student answers")
 # Columns of words stand left, numbers right.
 WORDS = frozenset(
     {*CASE_HEAD, "Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", "Rung", "Row"}
-    | {"Ran as", "Weights", "Model says"}
+    | {"Ran as", "Weights", "Model answers"}
 )
 TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")

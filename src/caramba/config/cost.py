@@ -155,7 +155,7 @@ class Cost:
 
     @property
     def attention_width(self) -> int:
-        """Sum of H * (qk + v) over attention applications; a query of S keys costs 2 * S FLOPs times that."""
+        """Sum of H * (qk + v) over attention calls. A query of S keys costs 2 * S FLOPs times it."""
         return sum(work.width for work in self.attention)
 
     @property

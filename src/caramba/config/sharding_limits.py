@@ -17,7 +17,7 @@ _OFF: dict[str, Any] = {
 
 
 def whole_model_keys(phase: PhaseConfig, **more: Any) -> list[str]:
-    """Return the set keys of a phase that need the whole model on a rank; `more` adds keys and off values."""
+    """Return the keys of a phase that need the whole model on a rank. `more` adds keys with their off values."""
     return [key for key, off in {**_OFF, **more}.items() if getattr(phase, key) != off]
 
 

@@ -91,9 +91,9 @@ class CacheProbe:
 
 
 def fed_tokens(prompts: Tensor, lengths: Tensor, sampled: Tensor, n: int) -> Tensor:
-    """Return the first `n` tokens that every row was fed: its own prompt, then what it drew.
+    """Return the first `n` tokens that every row was fed: its prompt, then its sampled tokens.
 
-    Shape: prompts [B, P] int64 of which `lengths` [B] count, drawn [B, N], to [B, n].
+    Shape: prompts [B, P] int64 of which `lengths` [B] count, sampled [B, N], to [B, n].
     """
     at = torch.arange(n, device=prompts.device).expand(len(prompts), n)
     own = prompts.gather(1, at.clamp(max=prompts.shape[1] - 1))

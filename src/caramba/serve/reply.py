@@ -56,7 +56,7 @@ class Reply:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         whole = Piece()
-        async for piece in self.running.pieces():
+        async for piece in self.running.stream_text():
             whole.text += piece.text
             whole.sampled += piece.sampled
             whole.finish = piece.finish
@@ -91,7 +91,7 @@ class EventStream(Reply):
         self.with_usage, self.with_tokens = with_usage, with_tokens
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async for piece in self.running.pieces():
+        async for piece in self.running.stream_text():
             if not self.is_begun:
                 await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
                 await self._send(send, *self.shape.opening())

@@ -117,7 +117,7 @@ class ActiveRequest:
         self.stopped_by = self.stopped_by or why
         self.ticket.cancel()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def stream_text(self) -> AsyncIterator[Piece]:
         """Yield what is new whenever something is, until the answer has ended.
 
         Raises:

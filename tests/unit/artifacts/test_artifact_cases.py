@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from caramba.artifacts.cases import cases_csv
 from caramba.artifacts.latex import build_tables
 from caramba.artifacts.metrics import collect
+from caramba.artifacts.tables import CASE_HEAD, WORDS, Cell, Table, _without_teacher
 from caramba.artifacts.write import write
 from caramba.result import Answer, BenchmarkResult, Case, Check, Metric, RunResult, Verdict, to_plain
 
@@ -94,6 +95,13 @@ def test_tables_show_cases_side_by_side_and_bounds_by_their_side(result: RunResu
     assert r"sum & int\_greedy & \texttt{2} & \textbf{\texttt{2}} & -- \\" in tables
     assert r"cats\_choice & acc & 0.5000 $\pm$ 0.1250 & 0.2500 $\pm$ 0.1250 & 0.500$\times$" in tables
     assert r"Accuracy, mean over tasks $\uparrow$ & 0.5000 $\pm$ 0.1250 & 0.2500" in tables
+
+
+def test_case_table_without_teacher_has_no_teacher_column() -> None:
+    with_teacher = Table("cases", "Cases of ", "run", "", CASE_HEAD, [[Cell(text) for text in CASE_HEAD]])
+    table = _without_teacher(with_teacher)
+    assert table.head == ("Case", "Kind", "Expected", "Model answers")
+    assert set(table.head) <= WORDS, "columns of text align left"
 
 
 def test_the_files_are_there_when_there_is_something_to_write(result: RunResult, tmp_path: Path) -> None:
