@@ -7,10 +7,10 @@ all, and each repeat's ratio is taken to the headless forward of the same repeat
 included. Kernels are attached as in a run; `plain queries` leaves out the one of latent queries, `--kernels queries`
 has that one alone, so that the teacher runs as without any. The split of a step is timed between marks, by device
 events on a GPU.
-Prints a table; with --out also writes JSON, with --profile the device kernels of three concurrent steps by phase.
+Prints a table; with --out also writes JSON.
 
 Usage: python scripts/bench/run.py blockwise_cost [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
-    [--compile] [--kernels auto|queries|reference] [--only NAME ...] [--out FILE] [--profile FILE] [OVERRIDE ...]
+    [--compile] [--kernels auto|queries|reference] [--only NAME ...] [--out FILE] [OVERRIDE ...]
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from cases.blockwise_profile import write_profile
 from record import Record, machine_facts
 
 from caramba import kernels
@@ -261,7 +259,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", choices=("auto", "queries", "reference"), default="auto")
     parser.add_argument("--only", action="append", default=[], help="a variant to time; all if left out")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--profile", type=Path, help="write the kernels of three concurrent steps, as text")
     parser.add_argument("overrides", nargs="*", help="of the composition, as for a launch")
 
 
@@ -271,10 +268,6 @@ def run(args: argparse.Namespace, record: Record) -> int | None:
     bench = Bench(args, device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
         times, peaks, parts = measure(bench, args.repeats, args.only)
-        if args.profile:
-            every = bench.objectives["all"]
-            bench.train_only(every)
-            write_profile(args.profile, lambda mark: bench.marked(every, mark), device, PARTS)
     base = times["headless teacher forward"]
     step = statistics.median(times.get("concurrent, all", base))
     print(f"{'':34s} {'median ms':>9s} {'min':>9s} {'max':>9s}   x headless (min to max)   x concurrent, all")

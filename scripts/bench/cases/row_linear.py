@@ -1,14 +1,12 @@
 """Products of a decode step's few rows beside torch's: microseconds and share of the read roof. Writes JSON.
 
-Usage on a GPU: python scripts/bench/run.py row_linear [--codes [8|4]] [--tune] [--tiles] [--compiled] [--rows 1,2,4,8]
+Usage on a GPU: python scripts/bench/run.py row_linear [--codes [8|4]] [--tune] [--compiled] [--rows 1,2,4,8]
     [--out FILE]
 Weights are of a model of a billion weights; every side runs as a CUDA graph over as many weights as exceed the cache.
 `--tune` first times tiles of one row and writes the fastest beside the kernel, where later processes find them.
-`--tiles` times those of several rows, which follow a rule, beside the rule's choice. `--compiled` adds products as
-reductions that Inductor makes. `--codes`: weights are codes of 8 bits with a scale of each row, or of 4 with one and a
-zero of each group of inputs (`--codes 4`), beside the same weights in 16 bits by ours (`numbers`); those of 4 bits,
-whose kernels follow rules for any number of rows, are timed by `--tiles` alone: up to 8 rows by the kernel of few, more
-than one by tiles. `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
+`--compiled` adds products as reductions that Inductor makes. `--codes`: weights are codes of 8 bits with a scale of
+each row, or of 4 with one and a zero of each group of inputs (`--codes 4`), beside the same weights in 16 bits by ours
+(`numbers`). `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from cases.row_linear_cases import (
     ours,
     timed,
 )
-from cases.row_linear_tiles import keep_tiles, time_row_tiles, time_ways, tune
+from cases.row_linear_tiles import keep_tiles, tune
 from record import Record, machine_facts
 from torch import Tensor
 
@@ -102,7 +100,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="1,2,4,8,16,32,64")
     parser.add_argument("--codes", type=int, nargs="?", choices=(8, 4), const=8, default=16)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--compiled", action="store_true")
 
 
@@ -125,12 +122,6 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
         data["tiles"] = tune(shapes, [1], dtype, device, bits=words.codes)
         if device.type == "cuda":
             keep_tiles(module.TABLE, data["tiles"])
-    if words.tiles:
-        half = dtype if device.type == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
-        rows = [int(n) for n in words.rows.split(",")]
-        if words.codes == 4:
-            time_ways(shapes, [n for n in rows if n <= 8], half, device)
-        time_row_tiles(shapes, rows, half, device, bits=words.codes)
     roof = 1e12
     if device.type == "cuda":
         from cases.read_roof import read_roof
