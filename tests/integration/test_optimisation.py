@@ -15,8 +15,7 @@ from torch import Tensor
 
 from caramba import kernels
 from caramba.config.lower import lower_file
-from caramba.config.manifest import Manifest
-from caramba.config.parse import parse_manifest
+from caramba.config.manifest import Manifest, parse_manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset
 from caramba.distill import Backward, Batch, LanguageModelObjective

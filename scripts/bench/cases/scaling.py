@@ -29,8 +29,7 @@ from sections.scaling_plot import draw_scaling
 
 from caramba import kernels
 from caramba.config.estimate import estimate_phase, model_cost
-from caramba.config.manifest import Manifest
-from caramba.config.parse import parse_manifest
+from caramba.config.manifest import Manifest, parse_manifest
 from caramba.config.train import PhaseConfig
 from caramba.distill import LanguageModelObjective
 from caramba.experiment.planning.trial import RandomWindows

@@ -4,9 +4,9 @@ batch."""
 from caramba.cache.context import Context
 from caramba.cache.custom import CustomLayerCache
 from caramba.cache.device_context import DeviceContext, refusal
-from caramba.cache.first_tokens import FirstTokensKVCache
 from caramba.cache.layer import (
     DecoupledLayerKVCache,
+    FirstTokensKVCache,
     LatentLayerKVCache,
     LayerCache,
     LayerKVCache,

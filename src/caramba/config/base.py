@@ -19,6 +19,8 @@ MOST_HINTS = 10
 """Unknown keys of a mapping that get a nearest name: a comparison with every known name takes time."""
 EXECUTABLE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_call_"})
 
+SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
 
 class Later:
     """Marks a schema field, or some of its values, whose behaviour is not built yet.

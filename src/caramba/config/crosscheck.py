@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from caramba.config.base import SLUG
 from caramba.config.benchmark import (
     STAGED,
     AccuracyBenchmarkConfig,
@@ -15,7 +16,7 @@ from caramba.config.benchmark import (
 )
 from caramba.config.decoding import check_custom_layers
 from caramba.config.ladder import LadderConfig
-from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
+from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.parallel_check import check_parallel
 from caramba.config.surgery import attention_configs, check_surgery

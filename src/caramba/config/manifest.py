@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config, Later, Seed, nearest
+from caramba.config.base import SLUG, Config, Later, Seed, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback, MetricLogger
@@ -17,12 +18,13 @@ from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
 from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
-from caramba.config.plugins import Plugins
+from caramba.config.parse import parse_as
+from caramba.config.plugins import Plugins, use_plugins
+from caramba.config.source import Path, Source
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 from caramba.errors import quote
 
-SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 # A name becomes a file name, to which a control adds two others and a temporary file its own part: 255 bytes in all.
 Slug = Annotated[str, Field(pattern=SLUG, max_length=100)]
 
@@ -305,3 +307,14 @@ class Manifest(Config):
     def groups_to_run(self) -> tuple[GroupConfig, ...]:
         """Return the groups that run, in order."""
         return tuple(group for group in self.groups if self.group in (None, group.name))
+
+
+def parse_manifest(
+    data: Any, *, source: Source | None = None, origins: Mapping[Path, Path] | None = None, typed: Any = None
+) -> Manifest:
+    """Validate a lowered manifest, such as the content of manifest.json, with the types of its plugins.
+
+    The arguments and errors are those of `parse_as`.
+    """
+    use_plugins(data, source=source)
+    return parse_as(Manifest, data, source=source, origins=origins, typed=typed)

@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from caramba.config.base import Config, refuse_executable
-from caramba.config.manifest import SLUG, Manifest
+from caramba.config.base import SLUG, Config, refuse_executable
 from caramba.config.names import nearest
 from caramba.config.narrowing import is_mapping, is_sequence
-from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, Source, format_place, retrace, show_path
 from caramba.errors import ConfigError, clip, quote
 
@@ -29,21 +27,6 @@ _PATTERNS = {SLUG: "letters, digits, '.', '_' and '-', of which the first is a l
 Schema = TypeVar("Schema", bound=Config)
 
 
-def parse_manifest(
-    data: Any, *, source: Source | None = None, origins: Mapping[Path, Path] | None = None, typed: Any = None
-) -> Manifest:
-    """Validate a lowered manifest, such as the content of manifest.json, with the types of the plugins that it names.
-
-    `source` maps values to files and lines, `origins` which of the user's paths became which path of the manifest,
-    and `typed` is the tree that the user's paths lead through.
-
-    Raises:
-        ConfigError: every problem found, one line each; or the first of its plugins.
-    """
-    use_plugins(data, source=source)
-    return parse_as(Manifest, data, source=source, origins=origins, typed=typed)
-
-
 def parse_as(
     schema: type[Schema],
     data: Any,
@@ -52,7 +35,14 @@ def parse_as(
     origins: Mapping[Path, Path] | None = None,
     typed: Any = None,
 ) -> Schema:
-    """Validate `data` as `schema`; see `parse_manifest`."""
+    """Validate `data` as `schema`.
+
+    `source` maps values to files and lines, `origins` which of the user's paths became which path of the manifest,
+    and `typed` is the tree that the user's paths lead through.
+
+    Raises:
+        ConfigError: every problem, one line each.
+    """
     origins = origins or {}
     try:
         refuse_executable(data)

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from caramba.config.base import Config
 from caramba.config.narrowing import is_mapping, is_sequence, mapping_of
 from caramba.config.node import NodeConfig, type_of, types_kept
+from caramba.config.parse import parse_as
 from caramba.config.plugin_import import check_folder, import_module, root_of
 from caramba.config.plugin_loader import holds
 from caramba.config.plugin_types import check_types, schemas_of
@@ -126,8 +127,6 @@ def use_plugins(data: Any, *, source: Source | None = None, is_typed: bool = Fal
         ConfigError: a manifest that may not name plugins, a name that is none, or a module that cannot be imported,
             adds no layer, or adds one that cannot be used; with the place where it was written.
     """
-    from caramba.config.parse import parse_as  # which reads whole manifests, and so calls this
-
     tree = mapping_of(data) if is_mapping(data) else {}
     named = tree.get("plugins")
     if not named:

@@ -17,9 +17,8 @@ from typing import Any, TextIO
 import torch
 
 from caramba.config.estimate import variant
-from caramba.config.manifest import RunConfig
+from caramba.config.manifest import RunConfig, parse_manifest
 from caramba.config.model import ModelSpec
-from caramba.config.parse import parse_manifest
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.distill import Objective

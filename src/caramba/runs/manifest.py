@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from caramba.config.manifest import Manifest
-from caramba.config.parse import parse_manifest
+from caramba.config.manifest import Manifest, parse_manifest
 from caramba.errors import ConfigError
 
 MANIFEST, OVERRIDES = "manifest.json", "overrides.txt"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from caramba.cli import main
+from caramba.config.manifest import parse_manifest
 from caramba.config.model import ModelConfig, ModelSpec
-from caramba.config.parse import parse_manifest
 from caramba.data import ByteTokenizer, Tokenizer, write_token_folder
 from caramba.model import Model, build_model, save_model
 from caramba.runs import MANIFEST, canonical_json

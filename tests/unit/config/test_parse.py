@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from caramba.config.parse import parse_manifest
+from caramba.config.manifest import parse_manifest
 from caramba.config.source import read_path, show_path
 from caramba.errors import CarambaError, ConfigError, quote, visible
 

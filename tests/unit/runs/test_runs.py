@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba.config.parse import parse_manifest
+from caramba.config.manifest import parse_manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs import (
     canonical_json,

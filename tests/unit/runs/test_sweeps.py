@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from caramba.config.parse import parse_manifest
+from caramba.config.manifest import parse_manifest
 from caramba.errors import ConfigError
 from caramba.runs import lock, mint
 from caramba.runs.environment import environment_changes

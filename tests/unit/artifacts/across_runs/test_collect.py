@@ -21,7 +21,7 @@ from caramba.artifacts.style import to_png
 from caramba.artifacts.tables import number
 from caramba.artifacts.write import write
 from caramba.cli import main
-from caramba.config.parse import parse_manifest
+from caramba.config.manifest import parse_manifest
 from caramba.result import ITEMS, BenchmarkResult, Metric, PhaseResult, RunResult, to_plain
 from caramba.runs import MANIFEST, mint
 from caramba.runs.events import append_event
