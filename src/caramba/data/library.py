@@ -84,6 +84,9 @@ class LibraryTokenizer(Tokenizer):
         refuse_unknown(kept, self)
         return self._backend.decode(kept, skip_special_tokens=True)
 
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
     def save(self, path: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which has its marks: `load_tokenizer` reads both."""
         super().save(path)

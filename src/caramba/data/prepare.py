@@ -30,7 +30,7 @@ SPLIT_RULE = (
 )
 _SAMPLE_CHARACTERS = 8_000_000  # of training text for a BPE: a few seconds
 _CHECKPOINT_BYTES = 32_000_000
-_STATE = "state.json"
+STATE = "state.json"
 Advance = Callable[[int, int], None]
 
 
@@ -84,17 +84,17 @@ def prepare(
     """
     is_flat = output.suffix == ".npy"
     facts = _facts(source, request)
-    found = _already_there(output, facts, is_flat)
+    found = find_prepared(output, facts, is_flat)
     if found is not None:
         return found
     part = output.parent / f".{output.name}.part"
-    with _locked(part):
-        state = _read_state(part, facts)
+    with lock_part(part):
+        state = read_state(part, facts)
         if state is None:
             tokenizer = _make_tokenizer(source, request, say)
             write_tokenizer(part, tokenizer)
             state = {"facts": facts, "tokenizer": tokenizer.name, "splits": {}, "source": None}
-            write_json(part / _STATE, state)
+            write_json(part / STATE, state)
         else:
             tokenizer = load_tokenizer(part, name=state.get("tokenizer"))
             say(f"resuming the unfinished preparation in {part}")
@@ -113,7 +113,7 @@ def prepare(
             flatten(part, splits["train"]["shards"], tokenizer, output)
             shutil.rmtree(part)
         else:
-            (part / _STATE).unlink()
+            (part / STATE).unlink()
             write_meta(part, tokenizer, splits, {**facts, "split_rule": SPLIT_RULE, "not_utf8": skipped})
             publish_folder(part, output)
     kept = {split: value for split, value in splits.items() if value is not None}
@@ -132,7 +132,7 @@ def _facts(source: Source, request: Request) -> dict[str, Any]:
     }
 
 
-def _already_there(output: Path, facts: dict[str, Any], is_flat: bool) -> Prepared | None:
+def find_prepared(output: Path, facts: dict[str, Any], is_flat: bool) -> Prepared | None:
     if not output.exists():
         return None
     meta_path = output / "meta.json"
@@ -145,8 +145,8 @@ def _already_there(output: Path, facts: dict[str, Any], is_flat: bool) -> Prepar
     )
 
 
-def _read_state(part: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
-    path = part / _STATE
+def read_state(part: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
+    path = part / STATE
     if not path.is_file():
         return None
     state = json.loads(path.read_text(encoding="utf-8"))
@@ -178,7 +178,7 @@ def _sample(source: Source, val_frac: float) -> Iterator[str]:
     for text in source.documents(None):
         if characters >= _SAMPLE_CHARACTERS:
             return
-        if not _is_held_out(text.encode(), val_frac):
+        if not is_held_out(text.encode(), val_frac):
             characters += len(text)
             yield text
 
@@ -215,7 +215,7 @@ def _write_splits(
                 saved = size
                 places = {split: writer.state() for split, writer in writers.items()}
                 place = source.state()
-                write_json(part / _STATE, {**state, "splits": places, "source": place})
+                write_json(part / STATE, {**state, "splits": places, "source": place})
         return {split: writer.finish() for split, writer in writers.items()}
 
 
@@ -225,11 +225,11 @@ def _add(batch: list[str], tokenizer: Tokenizer, writers: dict[str, SplitWriter]
         if request.most_tokens and sum(w.tokens for w in writers.values()) >= request.most_tokens:
             return True
         content = text.encode()
-        writers["val" if _is_held_out(content, request.val_frac) else "train"].add(ids, len(content))
+        writers["val" if is_held_out(content, request.val_frac) else "train"].add(ids, len(content))
     return False
 
 
-def _is_held_out(content: bytes, val_frac: float) -> bool:
+def is_held_out(content: bytes, val_frac: float) -> bool:
     digest = hashlib.sha256(b"split:" + content).digest()
     return int.from_bytes(digest[:7], "big") / 2**56 < val_frac
 
@@ -249,7 +249,7 @@ def flatten(part: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, outp
 
 
 @contextlib.contextmanager
-def _locked(part: Path) -> Iterator[None]:
+def lock_part(part: Path) -> Iterator[None]:
     """Hold the unfinished folder; the kernel drops the lock with the process, so a kill leaves nothing to clean."""
     part.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(part, os.O_RDONLY)

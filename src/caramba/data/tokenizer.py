@@ -64,6 +64,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; end marks vanish, bytes that are not UTF-8 become U+FFFD."""
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of an entry by its own name, such as `<|endoftext|>`; None when there is none."""
+        return self.eos_id if token == EOS else None
+
     def save(self, path: Path) -> None:
         """Write the definition, whole; `load_tokenizer` reads it back with the same hash."""
         write_whole(Path(path), self.definition)

@@ -1,4 +1,4 @@
-"""`caramba prepare text | fineweb | stdlib`: command-line words to a token folder or a flat .npy."""
+"""`caramba prepare text | fineweb | stdlib | sample`: command-line words to a token folder or a flat .npy."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from caramba.data.library import MAX_BPE_SIZE
 from caramba.data.prepare import Advance, Prepared, Request, prepare
 from caramba.data.shards import SHARD_TOKENS
 from caramba.data.sources import Source, TextSource
+from caramba.data.tokenizer import Tokenizer
 from caramba.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
@@ -46,6 +47,9 @@ def main(argv: list[str]) -> int:
     output = Path(given.output).expanduser()
     if given.corpus == "stdlib":
         _stdlib(given, output)
+        return 0
+    if given.corpus == "sample":
+        _sample(given, output)
         return 0
     source: Source
     if given.corpus == "text":
@@ -136,6 +140,63 @@ def _stdlib(given: argparse.Namespace, output: Path) -> None:
     _report(Prepared(output, splits, opened.tokenizer.name), 0.0, wants_val=True)
 
 
+def _sample(given: argparse.Namespace, output: Path) -> None:
+    """The model and torch are loaded here alone: the other kinds need neither."""
+    from caramba.infer.arguments import DTYPES
+    from caramba.infer.load_model import load_model, need_tokenizer
+    from caramba.infer.sample_folder import SampleRequest, sample_folder
+    from caramba.model import model_hash
+    from caramba.runtime import choose_device
+
+    if output.suffix == ".npy":
+        raise ConfigError(f"--output {output.name}: prepare sample writes a token folder; give a folder")
+    opened = load_model(
+        given.model, role=given.which, device=choose_device(given.device), tokenizer=given.tokenizer
+    )
+    if given.dtype is not None:
+        opened.model.to(DTYPES[given.dtype])
+    tokenizer = need_tokenizer(opened, "prepare sample")
+    limit = min(opened.max_positions, 1024)
+    request = SampleRequest(
+        tokens=given.tokens,
+        start=_start_token(given.start, tokenizer),
+        temperatures=tuple(dict.fromkeys(given.temperature)),
+        batch=given.batch,
+        length=given.length or limit,
+        seed=given.seed,
+        val_frac=0.05 if given.val_frac is None else given.val_frac,
+        shard_tokens=given.shard_tokens,
+    )
+    if not 2 <= request.length <= opened.max_positions:
+        raise ConfigError(
+            f"--length {request.length}: expected 2 to the model's context, {opened.max_positions}"
+        )
+    dtype = str(opened.model.embedder.token.weight.dtype).removeprefix("torch.")
+    identity = {"model": model_hash(opened.model), "dtype": dtype}
+    start = time.perf_counter()
+    with _meter(None, request.tokens) as advance:
+        made, left_out = sample_folder(opened.model, tokenizer, identity, request, output, advance=advance)
+    seconds = time.perf_counter() - start
+    if left_out:
+        shown = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+        logger.info(
+            f"left out: {shown}; {sum(f['tokens'] for f in made.splits.values()) / seconds:,.0f} tokens/s"
+        )
+    _report(made, seconds, wants_val=request.val_frac > 0)
+
+
+def _start_token(text: str | None, tokenizer: Tokenizer) -> int:
+    if text is None:
+        return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    found = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else tokenizer.token_id(text)
+    if found is None or found >= tokenizer.vocab_size:
+        raise ConfigError(
+            f"--start {text!r}: no such entry of {tokenizer.name}; name one, such as <|endoftext|>, or an id below "
+            f"{tokenizer.vocab_size}"
+        )
+    return found
+
+
 @contextlib.contextmanager
 def _meter(total_bytes: int | None, total_tokens: int | None) -> Iterator[Advance]:
     """A bar with MB/s on a terminal; elsewhere a line every 10%, or every 100 MB."""
@@ -197,6 +258,30 @@ def _parser() -> argparse.ArgumentParser:
         "--from", dest="files", nargs="+", metavar="PATH", help="local parquet or .jsonl instead"
     )
     stdlib = kinds.add_parser("stdlib", help="the interpreter's own library source, as data=stdlib has it")
+    sample = kinds.add_parser("sample", help="text that a model writes itself, from a start token")
+    sample.add_argument("model", metavar="MODEL", help="run, export, Hugging Face folder or GGUF file")
+    sample.add_argument("--tokens", type=_count, required=True, help="how many, such as 33M")
+    sample.add_argument(
+        "--start", metavar="TOKEN", help="first token of every row, name or id (start or end mark)"
+    )
+    sample.add_argument(
+        "--temperature",
+        nargs="+",
+        type=_temperature,
+        default=[0.7, 0.85, 1.0],
+        metavar="T",
+        help="equal shares of the tokens (0.7 0.85 1.0)",
+    )
+    sample.add_argument("--batch", type=_count, default=512, help="rows at once (%(default)s)")
+    sample.add_argument("--length", type=_count, help="tokens of a row (1024, or the model's context)")
+    sample.add_argument("--seed", type=_seed, default=1337, help="of the first row (%(default)s)")
+    sample.add_argument("--which", default="student", choices=("teacher", "student"), help="of a run")
+    sample.add_argument("--tokenizer", help="in place of the model's own")
+    sample.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    sample.add_argument("--dtype", choices=("float32", "bf16", "fp16"), help="of the weights (as stored)")
+    sample.add_argument("--shard-tokens", type=_count, default=SHARD_TOKENS, help="per shard (100M)")
+    sample.add_argument("--output", required=True, help="token folder to make")
+    sample.add_argument("--val-frac", type=_fraction, help="share of documents held out (0.05)")
     for kind in (text, web, stdlib):
         kind.add_argument(
             "--output", required=True, help="token folder to make, or FILE.npy for one flat array"
@@ -232,6 +317,22 @@ def _entries(text: str) -> int:
             f"{text[:40]!r}: a byte-level BPE has from 257 (256 bytes, end mark) to {MAX_BPE_SIZE:,} entries"
         )
     return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a seed, an integer from 0")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature above 0, at most 10")
+    return value
 
 
 def _fraction(text: str) -> float:

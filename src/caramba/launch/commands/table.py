@@ -76,7 +76,7 @@ PREPARE = {
     "--output": "Token folder to make, or FILE.npy for one flat array; required.",
     "--train-bpe": "Train a byte-level BPE with this many entries on the text; default no training.",
     "--val-frac": "Share of documents held out for validation; default 0.05, none for .npy.",
-    "--tokens": "Stop after this many tokens, such as 500000 or 100M; default all text.",
+    "--tokens": "Stop after this many tokens, such as 500000 or 100M; required for sample, default all text.",
     "--tokenizer": "Tokenizer: byte, a folder or a tokenizer file; stdlib takes byte or bpe; default byte.",
     "--shard-tokens": "Tokens in one shard; default 100000000.",
     "--suffix": "For text: suffixes of the files to take from folders; default .txt,.md,.py.",
@@ -86,6 +86,14 @@ PREPARE = {
     "--revision": "For fineweb: branch, tag or commit; default the newest commit, which is recorded.",
     "--field": "For fineweb: column of the text; default text.",
     "--from": "For fineweb: local parquet or .jsonl files to read; default the hub.",
+    "--start": "For sample: first token of every row, name or id; default the start mark, else the end mark.",
+    "--temperature": "For sample: temperatures, each for an equal share of tokens; default [0.7, 0.85, 1.0].",
+    "--batch": "For sample: rows sampled at once; default 512.",
+    "--length": "For sample: tokens of a row; default 1024, or the model's context where that is shorter.",
+    "--seed": "For sample: seed of the first row, one more for each further; default 1337.",
+    "--which": "For sample: model of a run, teacher or student; default student.",
+    "--device": "For sample: auto, cpu, cuda or mps; default auto, the fastest one available.",
+    "--dtype": "For sample: precision of the weights; default the stored precision.",
 }
 
 
@@ -280,7 +288,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command("", "check this machine: packages, devices, memory, folders", COMMON),
     "prepare": Command(
-        "text PATH... | fineweb | stdlib --output DIR",
+        "text PATH... | fineweb | stdlib | sample MODEL --tokens N --output DIR",
         "turn text into tokens that data=tokens reads (caramba prepare --help)",
         {**PREPARE, **COMMON},
     ),
