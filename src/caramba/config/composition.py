@@ -23,6 +23,7 @@ from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
+from caramba.config.trainer import TrainerConfig
 from caramba.config.verify import VerifyConfig
 
 
@@ -83,6 +84,7 @@ class Composition(Config):
     cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
     debug: DebugConfig = DebugConfig()
+    trainer: TrainerConfig = TrainerConfig()
     callbacks: tuple[Callback, ...] = ()
     paper: PaperConfig | None = None
     review: dict[str, Any] | None = None

@@ -52,6 +52,7 @@ def cross_check(manifest: Manifest) -> None:
                     "choose verify=none or a model with a teacher (model=tiny_dba)"
                 )
             _check_run(manifest, model, teacher, run)
+            _check_trainer(manifest, run)
         for bench in group.benchmarks:
             if isinstance(bench.config, ControlsBenchmarkConfig) and model.teacher is None:
                 raise ConfigError(
@@ -66,6 +67,37 @@ def cross_check(manifest: Manifest) -> None:
         specs = {"student": model, "teacher": teacher}
         _check_positions(group, specs)
         _check_dynamic_scaling(group, specs)
+
+
+def _check_trainer(manifest: Manifest, run: RunConfig) -> None:
+    trainer, phase = manifest.trainer, run.train
+    if phase is None:
+        return
+    for key in trainer.needs_validation:
+        if phase.eval_every is None or phase.eval_every > phase.steps:
+            raise ConfigError(
+                f"trainer.{key} goes by the held-out loss, and run {run.id!r} of {phase.steps} steps never measures it "
+                f"(eval_every={phase.eval_every}); set settings.eval_iters={max(1, phase.steps // 10)}"
+            )
+    if trainer.save_last_k and phase.save_every is None:
+        raise ConfigError(
+            f"trainer.save_last_k: run {run.id!r} has no save_every; set settings.save_every=STEPS"
+        )
+    if trainer.keeps_weights:
+        reason = (
+            f"parallel={manifest.parallel.strategy} has the weights in parts"
+            if manifest.parallel.strategy not in ("single", "ddp")
+            else "lora merges its updates at the end"
+            if phase.lora is not None
+            else "bfloat16 weights have their masters in the optimiser"
+            if phase.has_16_bit_weights
+            else None
+        )
+        if reason is not None:
+            raise ConfigError(
+                f"trainer.save_top_k, save_last_k and restore_best save the weights of a step, and {reason}; "
+                "remove them"
+            )
 
 
 def check_vocabulary(manifest: Manifest) -> None:

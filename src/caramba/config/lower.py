@@ -40,6 +40,7 @@ SHARED = (
         "cluster",
         "logger",
         "debug",
+        "trainer",
         "callbacks",
         "paper",
         "review",

@@ -22,6 +22,7 @@ from caramba.config.parse import parse_as
 from caramba.config.plugins import Plugins, use_plugins
 from caramba.config.source import Path, Source
 from caramba.config.train import PhaseConfig
+from caramba.config.trainer import TrainerConfig
 from caramba.config.verify import VerifyConfig
 from caramba.errors import quote
 
@@ -251,6 +252,9 @@ class Manifest(Config):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="what a SLURM job asks for")
     logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics are written")
     debug: DebugConfig = Field(default=DebugConfig(), description="small or instrumented runs")
+    trainer: TrainerConfig = Field(
+        default=TrainerConfig(), description="flags of Lightning's Trainer, for every phase"
+    )
     callbacks: tuple[Callback, ...] = Field(
         default=(), description="callbacks of your own, from plugins, each with its type and keys"
     )

@@ -170,8 +170,11 @@ def fit_phase(
         made.gather()
         session.save(model, name, role)
 
+    def save_kept(kept: str) -> None:
+        session.save(model, f"kept/{kept}", role)
+
     flops = _flops_per_token(session, phase, model)
-    outcome = _fit(session, run, phase, decided, made, save_final, flops, callbacks)
+    outcome = _fit(session, run, phase, decided, made, save_final, save_kept, flops, callbacks)
     if session.ranks is not None:
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
@@ -179,7 +182,7 @@ def fit_phase(
     if session.device.type != "cpu":  # cycles of references keep the phase's other tensors on the device
         release_memory()
     if outcome.steps < phase.steps:
-        logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
+        logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: {outcome.reason}")
     result = PhaseResult(
         id=name,
         phase=phase.phase,
@@ -248,6 +251,7 @@ def _fit(
     decided: RuntimePlan,
     made: Assembled,
     save_final: Callable[[], None],
+    save_kept: Callable[[str], None],
     flops_per_token: float | None,
     callbacks: Sequence[Any],
 ) -> FitOutcome:
@@ -277,6 +281,7 @@ def _fit(
                 flops_per_token=flops_per_token,
                 shard=made.shard,
                 callbacks=callbacks,
+                save_kept=save_kept,
             )
         except OutOfMemory as error:
             # without its traceback, which holds the optimiser's state

@@ -308,7 +308,10 @@ class CarambaModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         if self.average is not None:  # before any callback saves a state, at the end of the validation
             self.average.swap_out()
-        self.record({"val_loss": float(self.val_loss.compute())})
+        found = float(self.val_loss.compute())
+        self.record({"val_loss": found})
+        # For Lightning's callbacks alone: its loggers would repeat it at every step until the next.
+        self.log("val_loss", found, logger=False, batch_size=1)
         self.val_loss.reset()
 
     def running_loss(self) -> float:

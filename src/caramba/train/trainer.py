@@ -19,6 +19,7 @@ from torch.utils.data import Subset
 
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
+from caramba.config.trainer import TrainerConfig
 from caramba.console import logger
 from caramba.data import TokenDataset, count_targets
 from caramba.data.checkpoint import load_training_state
@@ -35,13 +36,18 @@ from caramba.train.callbacks import (
     CompiledGradients,
     Float8Products,
     GradientAveraging,
+    HeldOutStopping,
+    KeptWeights,
     Monitoring,
     Profiling,
     RuntimePlanning,
+    TimeLimit,
+    stopping_callbacks,
 )
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import mean_targets, targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.display import Display
+from caramba.train.lightning_profilers import build_profiler
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 from caramba.train.precision import matmul_precision, precision_arguments
@@ -53,7 +59,8 @@ from caramba.train.throughput import PeakMemory, PhaseMeter, Work, device_peak
 class FitOutcome:
     """What a phase's training ended with; `resumed_from` is the step at which this process took over.
 
-    `tokens` are the targets that were trained on, padding left out; `seconds` are those of every process that trained
+    `reason` says why it ended before its last step, empty where it did not. `tokens` are the targets that were trained
+    on, padding left out; `seconds` are those of every process that trained
     the phase, with steps that a kill made it repeat; `measured` is what the monitors saw of the phase:
     tokens_per_s, data_wait_share, mfu where the device's peak is known, and peaks of memory in bytes.
     """
@@ -64,6 +71,7 @@ class FitOutcome:
     loss: float
     resumed_from: int
     measured: dict[str, float]
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ def fit(
     flops_per_token: float | None = None,
     shard: Callable[[], None] | None = None,
     callbacks: Sequence[Callback] = (),
+    save_kept: Callable[[str], None] = lambda name: None,
 ) -> FitOutcome:
     """Train `objective` for `phase.steps` optimiser steps or until it has converged, from the last saved state if any.
 
@@ -96,6 +105,7 @@ def fit(
         shard: spreads the weights of the objective's model over the ranks, for parallel=fsdp2.
         flops_per_token: of a position that trains, forward and backward; there is no MFU without it.
         callbacks: what else happens and when; see `caramba.train.callbacks`.
+        save_kept: writes the weights as `checkpoints/kept/NAME.safetensors`, for `trainer.save_top_k` and others.
 
     Raises:
         KeyboardInterrupt: the user stopped the run; the state of the last step is on disk, and after a second Ctrl-C
@@ -124,7 +134,15 @@ def fit(
         targets_of = mean_targets(
             targets, seed=data.seed, start=data.start, samples=per_step, batches=batches
         )
-    module = CarambaModule(objective, phase, watch, way=way, shard=shard, targets_of=targets_of)
+    module = CarambaModule(
+        objective,
+        phase,
+        watch,
+        log_every=manifest.trainer.log_every_n_steps,
+        way=way,
+        shard=shard,
+        targets_of=targets_of,
+    )
     objective.checkpoint(plan.value("activation_checkpointing"), phase.activation_checkpoint_granularity)
     precision, precision_plugins = precision_arguments(plan)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
@@ -138,6 +156,17 @@ def fit(
     meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s), PeakMemory(device)
     display = Display(plan.phase, phase.steps, manifest.settings.console, shown=is_main_process())
     profiling = manifest.debug.name == "profile"
+    stopping = stopping_callbacks(manifest.trainer)
+    kept = _kept_weights(manifest.trainer, phase, run_dir, plan.phase, save_kept)
+
+    def save_last() -> None:
+        for one in kept:
+            if is_main_process() and (step := one.restore(module.model)) is not None:
+                logger.info(
+                    f"{plan.phase}: final weights are those of step {step:,}, the lowest held-out loss"
+                )
+        save_final()
+
     trainer = pl.Trainer(
         accelerator=device.type,
         **places,
@@ -158,7 +187,9 @@ def fit(
             # After the rows of a step are recorded: a run that resumes from the state lacks none.
             *callbacks,
             *_own_callbacks(manifest, state),
-            Checkpointing(state, phase.save_every, save_final, phase.eval_every),
+            *stopping,
+            *kept,
+            Checkpointing(state, phase.save_every, save_last, phase.eval_every),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             *_float8(
                 objective, phase, run_dir, plan.value("compile_model") is not False
@@ -177,7 +208,9 @@ def fit(
         num_sanity_val_steps=0,
         check_val_every_n_epoch=None,
         val_check_interval=phase.eval_every * phase.gradient_accumulation_steps if phase.eval_every else None,
-        limit_val_batches=1.0 if phase.eval_every else 0,
+        limit_val_batches=manifest.trainer.limit_val_batches if phase.eval_every else 0,
+        profiler=build_profiler(manifest.trainer.profiler, run_dir / "profile" / plan.phase),
+        detect_anomaly=manifest.trainer.detect_anomaly,
     )
     # Lightning would take SIGTERM over: it ends in SystemExit, and its handler waits for the other ranks.
     trainer._signal_connector.register_signal_handlers = listen
@@ -215,7 +248,22 @@ def fit(
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
     seconds = earlier_s + time.perf_counter() - began
     measured = {**meter.summary(), **memory.peaks}
-    return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured)
+    reason = "" if steps >= phase.steps else _reason(module, stopping)
+    return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured, reason)
+
+
+def _reason(module: CarambaModule, stopping: Sequence[HeldOutStopping | TimeLimit]) -> str:
+    if module.has_converged:
+        return "every block has converged"
+    return next((one.reason for one in stopping if one.reason), "a callback stopped it")
+
+
+def _kept_weights(
+    config: TrainerConfig, phase: PhaseConfig, run_dir: Path, name: str, save: Callable[[str], None]
+) -> list[KeptWeights]:
+    if not config.keeps_weights:
+        return []
+    return [KeptWeights(config, phase.save_every, run_dir / "checkpoints" / "kept", name, save)]
 
 
 def _own_callbacks(manifest: Manifest, state: Path) -> list[Callback]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from caramba.config.manifest import DebugConfig, LoggerConfig, Manifest
 from caramba.config.train import PhaseConfig
+from caramba.config.trainer import TrainerConfig
 from caramba.data import TokenDataset
 from caramba.distill import Objective
 from caramba.errors import OutOfMemory
@@ -71,11 +72,13 @@ class Stopwatch(pl.Callback):
 
 
 def disable_logging(manifest: Manifest) -> Manifest:
-    """Return a manifest whose phases show, log and profile nothing: for steps that are only measured."""
+    """Return a manifest whose phases show, log, stop and call back nothing: for steps that are only measured."""
     return manifest.model_copy(
         update={
             "logger": LoggerConfig(tensorboard=False),
             "debug": DebugConfig(),
+            "trainer": TrainerConfig(),
+            "callbacks": (),
             "settings": manifest.settings.model_copy(update={"instrument": "none", "wandb": False}),
         }
     )

@@ -6,10 +6,12 @@ from caramba.train.callbacks.checkpointing import Checkpointing
 from caramba.train.callbacks.compiling import Compilation
 from caramba.train.callbacks.float8 import Float8Products
 from caramba.train.callbacks.gradients import CompiledGradients
+from caramba.train.callbacks.kept_weights import KeptWeights
 from caramba.train.callbacks.monitoring import Monitoring
 from caramba.train.callbacks.planning import RuntimePlanning
 from caramba.train.callbacks.profiling import Profiling
 from caramba.train.callbacks.stage import BenchmarkArtifacts, Verification
+from caramba.train.callbacks.stopping import HeldOutStopping, TimeLimit, stopping_callbacks
 
 __all__ = [
     "BenchmarkArtifacts",
@@ -19,8 +21,12 @@ __all__ = [
     "CompiledGradients",
     "Float8Products",
     "GradientAveraging",
+    "HeldOutStopping",
+    "KeptWeights",
     "Monitoring",
     "Profiling",
     "RuntimePlanning",
+    "TimeLimit",
     "Verification",
+    "stopping_callbacks",
 ]
