@@ -59,7 +59,7 @@ from caramba.train.throughput import PeakMemory, PhaseMeter, Work, device_peak
 class FitOutcome:
     """What a phase's training ended with; `resumed_from` is the step at which this process took over.
 
-    `reason` says why it ended before its last step, empty where it did not. `tokens` are the targets that were trained
+    `reason` is why it ended before its last step, empty where it did not. `tokens` are the targets that were trained
     on, padding left out; `seconds` are those of every process that trained
     the phase, with steps that a kill made it repeat; `measured` is what the monitors saw of the phase:
     tokens_per_s, data_wait_share, mfu where the device's peak is known, and peaks of memory in bytes.
