@@ -45,8 +45,8 @@ ELSEWHERE = {
 
 
 class EarlyStoppingConfig(Config):
-    """End a phase when its held-out loss no longer falls, by Lightning's EarlyStopping; `train.eval_every` says how
-    often it is measured."""
+    """End a phase when its held-out loss no longer falls, by Lightning's EarlyStopping, measured every
+    `train.eval_every` steps."""
 
     monitor: Literal["val_loss"] = Field(default="val_loss", description="what is watched: the held-out loss")
     patience: Positive = Field(

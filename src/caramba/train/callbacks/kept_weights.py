@@ -17,8 +17,8 @@ Save = Callable[[str], None]
 class KeptWeights(pl.Callback):
     """Saves weights as `folder`/NAME.safetensors by `save(NAME)`, and deletes those that are no longer kept.
 
-    What is kept is part of the training state, so a resumed phase continues with the same files. It runs before the state
-    is saved.
+    What is kept is part of the training state, so a resumed phase has the same files. It runs before the state is
+    saved.
     """
 
     def __init__(
