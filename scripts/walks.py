@@ -1,11 +1,12 @@
 """Files that a common action passes, counted by tracing in a process of its own. Prints JSON.
 
-Usage: python scripts/walks.py training|token|generation
+Usage: python scripts/walks.py training|token|generation|decoding
 
 training    project files that run a function between argv and the end of the first optimiser step
             (model=tiny train=pretrain). Code that only runs at import does not count.
 token       project files that run a function for one decoded token (eager, CPU, model=tiny)
 generation  project modules that importing the smallest decode loop loads
+decoding    project modules that are loaded once that loop has built model=tiny and decoded a token
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -80,34 +82,49 @@ def training() -> dict[str, Any]:
     return trace.report()
 
 
-def token() -> dict[str, Any]:
+def start_decoding() -> Callable[[], object]:
+    """Build model=tiny, decode a first token, which fills caches of its own, and return what decodes the next."""
     import torch
     import yaml
 
     from caramba.config.model import ModelConfig
-    from caramba.infer import decode_step, prefill
+    from caramba.infer.decode import decode_step, prefill
     from caramba.model import build_model
 
     config = ModelConfig.model_validate(yaml.safe_load((ROOT / "conf/model/tiny.yaml").read_text()))
     model = build_model(config, seed=0).eval()
     ctx = model.new_context(1, 16, static=True)
     step = prefill(model, torch.arange(4)[None], ctx).argmax(-1)
-    step = decode_step(model, step, ctx).argmax(-1)  # the first step fills caches of its own
+    step = decode_step(model, step, ctx).argmax(-1)
+    return lambda: decode_step(model, step, ctx)
+
+
+def token() -> dict[str, Any]:
+    decode_next = start_decoding()
     trace = Trace()
     trace.start()
-    decode_step(model, step, ctx)
+    decode_next()
     trace.stop()
     return trace.report()
+
+
+def list_loaded() -> dict[str, Any]:
+    modules = sorted(name for name in sys.modules if name.partition(".")[0] == "caramba")
+    return {"count": len(modules), "files": modules}
 
 
 def generation() -> dict[str, Any]:
     import caramba.infer.decode  # noqa: F401
 
-    modules = sorted(name for name in sys.modules if name.partition(".")[0] == "caramba")
-    return {"count": len(modules), "files": modules}
+    return list_loaded()
 
 
-WALKS = {"training": training, "token": token, "generation": generation}
+def decoding() -> dict[str, Any]:
+    start_decoding()
+    return list_loaded()
+
+
+WALKS = {"training": training, "token": token, "generation": generation, "decoding": decoding}
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from caramba.cli import main
 from caramba.data import ByteTokenizer, train_bpe
 from caramba.data.folder import write_token_folder
 from caramba.export.tokenizer import write_tokenizer
-from caramba.infer.load_model import load_model
+from caramba.infer.model_bundle import load_model
 from tests.integration.commands import caramba, only_run
 from tests.unit.hf.folders import BASE
 

@@ -22,7 +22,7 @@ from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import attention_configs
 from caramba.data.checkpoint.hub import cached_folder
 from caramba.errors import CheckpointError, ConfigError
-from caramba.infer.load_model import load_model
+from caramba.infer.model_bundle import load_model
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_weights
 from caramba.layer.rope import rope_frequencies

@@ -18,7 +18,7 @@ import torch
 from record import Record, machine_facts
 
 from caramba.infer import Generator, SpeculativeGenerator, load_model
-from caramba.infer.load_model import need_tokenizer
+from caramba.infer.model_bundle import need_tokenizer
 from caramba.infer.verification import SpeculativeStats
 
 FORMS: dict[str, Any] = {"false": False, "graph": "graph", "true": True}

@@ -106,7 +106,7 @@ def logits(folder: Path) -> dict[str, Any]:
     """Launch the folder as a model that is only loaded, open that run, and compare with transformers in float32."""
     import transformers
 
-    from caramba.infer.load_model import load_model
+    from caramba.infer.model_bundle import load_model
 
     tokens = torch.randint(128256, (2, 64), generator=torch.Generator().manual_seed(0))
     words = ["model=hf", f"model.path={folder}", "train=none", "benchmark=none", "device=cpu"]

@@ -1,22 +1,29 @@
 """Key/value caches: one storage per cached stream, one cache per attention application, one context per
 batch."""
 
-from caramba.cache.context import Context
-from caramba.cache.custom import CustomLayerCache
-from caramba.cache.device_context import DeviceContext, refusal
-from caramba.cache.layer import (
-    DecoupledLayerKVCache,
-    FirstTokensKVCache,
-    LatentLayerKVCache,
-    LayerCache,
-    LayerKVCache,
-    new_layer_cache,
-)
-from caramba.cache.memory_bank import MemoryLayerKVCache
-from caramba.cache.ragged_context import RaggedContext
-from caramba.cache.slot_context import SlotContext
-from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
-from caramba.config.kvcache import KVCacheKind
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from caramba.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from caramba.cache.context import Context
+    from caramba.cache.custom import CustomLayerCache
+    from caramba.cache.device_context import DeviceContext, refusal
+    from caramba.cache.layer import (
+        DecoupledLayerKVCache,
+        FirstTokensKVCache,
+        LatentLayerKVCache,
+        LayerCache,
+        LayerKVCache,
+        new_layer_cache,
+    )
+    from caramba.cache.memory_bank import MemoryLayerKVCache
+    from caramba.cache.ragged_context import RaggedContext
+    from caramba.cache.slot_context import SlotContext
+    from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
+    from caramba.config.kvcache import KVCacheKind
 
 __all__ = [
     "TAIL_TOKENS",
@@ -37,3 +44,25 @@ __all__ = [
     "new_layer_cache",
     "refusal",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "context": ("Context",),
+        "custom": ("CustomLayerCache",),
+        "device_context": ("DeviceContext", "refusal"),
+        "layer": (
+            "DecoupledLayerKVCache",
+            "FirstTokensKVCache",
+            "LatentLayerKVCache",
+            "LayerCache",
+            "LayerKVCache",
+            "new_layer_cache",
+        ),
+        "memory_bank": ("MemoryLayerKVCache",),
+        "ragged_context": ("RaggedContext",),
+        "slot_context": ("SlotContext",),
+        "tensor": ("TAIL_TOKENS", "KVCacheTensor", "KVCacheTensorConfig"),
+        "caramba.config.kvcache": ("KVCacheKind",),
+    },
+)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from caramba.exports import lazy_exports
 
 _HOMES = {
     "base": ("Config", "Later"),
@@ -24,7 +23,7 @@ _HOMES = {
         "ScheduleConfig",
     ),
     "kvcache": ("KVCacheKind",),
-    "later": ("refuse_unbuilt",),
+    "not_implemented": ("refuse_unbuilt",),
     "layer": (
         "AttentionLayerConfig",
         "AttentionMode",
@@ -58,14 +57,6 @@ _HOMES = {
     "eval_cases": ("ChoiceLogprobCase", "EvalThresholds", "EvalVerifyConfig", "IntGreedyCase"),
     "verify": ("CompareVerifyConfig", "FidelityVerifyConfig", "KVCacheVerifyConfig", "VerifyConfig"),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
 
-__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_exports(__name__, _HOMES)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
+import caramba.config.layer  # noqa: F401  # pyright: ignore[reportUnusedImport]  registers layers
 from caramba.config.base import Config
 from caramba.config.kvcache import CacheFormat
 from caramba.config.layer_base import Dimension, Positive

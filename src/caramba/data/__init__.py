@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
     from caramba.data.benchmark_text import BenchmarkText, open_benchmark_text
@@ -17,36 +18,6 @@ if TYPE_CHECKING:
     from caramba.data.stream import TokenStream
     from caramba.data.tokenizer import ByteTokenizer, Tokenizer, count_bytes
     from caramba.data.tokenizer_files import load_tokenizer
-
-_HOMES = {
-    "BenchmarkText": "benchmark_text",
-    "open_benchmark_text": "benchmark_text",
-    "Corpus": "corpus",
-    "open_corpus": "corpus",
-    "IGNORED": "dataset",
-    "NpyDataset": "dataset",
-    "TokenDataset": "dataset",
-    "TokensDataset": "dataset",
-    "build_token_dataset": "dataset",
-    "TokenFolder": "folder",
-    "open_token_folder": "folder",
-    "write_token_folder": "folder",
-    "refuse_overlap": "contamination",
-    "WindowSampler": "sampler",
-    "count_targets": "sampler",
-    "epoch_permutation": "sampler",
-    "LibraryTokenizer": "library",
-    "DocumentDataset": "packing",
-    "PackedDataset": "packing",
-    "open_windows": "packing",
-    "pack_best_fit": "packing",
-    "TokenStream": "stream",
-    "ByteTokenizer": "tokenizer",
-    "Tokenizer": "tokenizer",
-    "count_bytes": "tokenizer",
-    "load_tokenizer": "tokenizer_files",
-    "train_bpe": "library",
-}
 
 __all__ = [
     "IGNORED",
@@ -78,8 +49,19 @@ __all__ = [
     "write_token_folder",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "benchmark_text": ("BenchmarkText", "open_benchmark_text"),
+        "contamination": ("refuse_overlap",),
+        "corpus": ("Corpus", "open_corpus"),
+        "dataset": ("IGNORED", "NpyDataset", "TokenDataset", "TokensDataset", "build_token_dataset"),
+        "folder": ("TokenFolder", "open_token_folder", "write_token_folder"),
+        "library": ("LibraryTokenizer", "train_bpe"),
+        "packing": ("DocumentDataset", "PackedDataset", "open_windows", "pack_best_fit"),
+        "sampler": ("WindowSampler", "count_targets", "epoch_permutation"),
+        "stream": ("TokenStream",),
+        "tokenizer": ("ByteTokenizer", "Tokenizer", "count_bytes"),
+        "tokenizer_files": ("load_tokenizer",),
+    },
+)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caramba.config.optional_deps import need_library
 from caramba.errors import CheckpointError
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 
 PROMPT = "The history of the town begins with a bridge over the river, and with the people who built it."
 NEW_TOKENS = 32

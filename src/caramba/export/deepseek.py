@@ -20,7 +20,7 @@ from caramba.data.checkpoint.gguf_file import interleave_pairs
 from caramba.data.checkpoint.hf_names import Block, llama_blocks
 from caramba.errors import CheckpointError, ConfigError
 from caramba.export.gguf import NamedTensor, common_keys
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 from caramba.model import Model
 
 ENGINES = ("transformers", "vllm")

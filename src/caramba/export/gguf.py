@@ -22,7 +22,7 @@ from caramba.data.gguf_tokenizer import tokenizer_metadata
 from caramba.errors import ConfigError
 from caramba.export.llama import llama_config, why_not_llama
 from caramba.export.tokenizer import definition_of
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter

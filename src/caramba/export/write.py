@@ -24,7 +24,7 @@ from caramba.export.llama import llama_config, llama_tensors, why_not_llama
 from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
 from caramba.export.tokenizer import write_tokenizer
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
 

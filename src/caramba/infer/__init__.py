@@ -1,13 +1,20 @@
 """Inference: opening a trained model, generating text, prefill and decode with a cache, scores of given text."""
 
-from caramba.config.generate import GenerateConfig, SpeculativeConfig
-from caramba.infer.decode import decode_step, greedy, prefill
-from caramba.infer.eval_text import EvalText
-from caramba.infer.generator import Generated, GenerateStats, Generator, generate
-from caramba.infer.load_model import ModelBundle, load_model
-from caramba.infer.policy import CacheDecision
-from caramba.infer.scoring import Scored, greedy_until, score_continuations
-from caramba.infer.speculative import SpeculativeGenerator
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from caramba.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from caramba.config.generate import GenerateConfig, SpeculativeConfig
+    from caramba.infer.decode import decode_step, greedy, prefill
+    from caramba.infer.eval_text import EvalText
+    from caramba.infer.generator import Generated, GenerateStats, Generator, generate
+    from caramba.infer.model_bundle import ModelBundle, load_model
+    from caramba.infer.policy import CacheDecision
+    from caramba.infer.scoring import Scored, greedy_until, score_continuations
+    from caramba.infer.speculative import SpeculativeGenerator
 
 __all__ = [
     "CacheDecision",
@@ -28,3 +35,17 @@ __all__ = [
     "prefill",
     "score_continuations",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "caramba.config.generate": ("GenerateConfig", "SpeculativeConfig"),
+        "decode": ("decode_step", "greedy", "prefill"),
+        "eval_text": ("EvalText",),
+        "generator": ("Generated", "GenerateStats", "Generator", "generate"),
+        "model_bundle": ("ModelBundle", "load_model"),
+        "policy": ("CacheDecision",),
+        "scoring": ("Scored", "greedy_until", "score_continuations"),
+        "speculative": ("SpeculativeGenerator",),
+    },
+)

@@ -23,7 +23,7 @@ from caramba.errors import ConfigError
 from caramba.infer.dialogue import read_template
 from caramba.infer.eval_text import held_out_of
 from caramba.infer.generator import Generator
-from caramba.infer.load_model import ModelBundle, load_model, need_tokenizer
+from caramba.infer.model_bundle import ModelBundle, load_model, need_tokenizer
 from caramba.infer.quantised import LAST_BITS, add_weights, calibration_config, quantise_opened
 from caramba.infer.shared import refuse_ranks, share_layers
 from caramba.infer.speculative import SpeculativeGenerator

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from caramba.cache import Context
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
-from caramba.layer import unplanned_attention
-from caramba.model import Model
+from caramba.layer.backends import unplanned_attention
+
+if TYPE_CHECKING:
+    from caramba.cache import Context
+    from caramba.model import Model
 
 
 @torch.inference_mode()

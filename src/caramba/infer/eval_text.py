@@ -11,7 +11,7 @@ import numpy as np
 from caramba.data import Corpus, Tokenizer, open_benchmark_text, open_corpus
 from caramba.data.stream import Tokens
 from caramba.errors import ConfigError, DataError
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 
 HASHED_TOKENS = 1_000_000
 TOKEN_FILES = (".npy", ".tokens")

@@ -15,7 +15,7 @@ from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.data.stream import Tokens
 from caramba.errors import ConfigError
 from caramba.infer.eval_text import EvalText, corpus_of
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 from caramba.lower.quantize import QuantisedWeights, observe_ranges, quantise_weights
 from caramba.lower.quantize.weights import linear_layers
 

@@ -1,21 +1,33 @@
 """Layers: one torch module per file, each built from its config and called as layer(x, ctx=None)."""
 
-from caramba.layer.attention import AttentionLayer
-from caramba.layer.backends import attention_backends, documents_path, packed_attention, unplanned_attention
-from caramba.layer.decoupled import DecoupledProjection
-from caramba.layer.documents import Documents, StoredDocuments
-from caramba.layer.dropout import DropoutLayer
-from caramba.layer.latent import LatentProjection
-from caramba.layer.layer_norm import LayerNormLayer
-from caramba.layer.linear import LinearLayer
-from caramba.layer.memory_bank import MemoryBankLayer
-from caramba.layer.projection import Projection
-from caramba.layer.rms_norm import RMSNormLayer
-from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
-from caramba.layer.score import CausalScore
-from caramba.layer.split_keys import uses_split_keys_kernel
-from caramba.layer.standard import StandardProjection
-from caramba.layer.swiglu import SwiGLULayer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from caramba.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from caramba.layer.attention import AttentionLayer
+    from caramba.layer.backends import (
+        attention_backends,
+        packed_attention,
+        unplanned_attention,
+    )
+    from caramba.layer.decoupled import DecoupledProjection
+    from caramba.layer.document_separation import documents_path
+    from caramba.layer.documents import Documents, StoredDocuments
+    from caramba.layer.dropout import DropoutLayer
+    from caramba.layer.latent import LatentProjection
+    from caramba.layer.layer_norm import LayerNormLayer
+    from caramba.layer.linear import LinearLayer
+    from caramba.layer.memory_bank import MemoryBankLayer
+    from caramba.layer.projection import Projection
+    from caramba.layer.rms_norm import RMSNormLayer
+    from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
+    from caramba.layer.score import CausalScore
+    from caramba.layer.split_keys import uses_split_keys_kernel
+    from caramba.layer.standard import StandardProjection
+    from caramba.layer.swiglu import SwiGLULayer
 
 __all__ = [
     "AttentionLayer",
@@ -42,3 +54,26 @@ __all__ = [
     "unplanned_attention",
     "uses_split_keys_kernel",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "attention": ("AttentionLayer",),
+        "backends": ("attention_backends", "packed_attention", "unplanned_attention"),
+        "decoupled": ("DecoupledProjection",),
+        "document_separation": ("documents_path",),
+        "documents": ("Documents", "StoredDocuments"),
+        "dropout": ("DropoutLayer",),
+        "latent": ("LatentProjection",),
+        "layer_norm": ("LayerNormLayer",),
+        "linear": ("LinearLayer",),
+        "memory_bank": ("MemoryBankLayer",),
+        "projection": ("Projection",),
+        "rms_norm": ("RMSNormLayer",),
+        "rope": ("RotaryEmbedding", "rope_frequencies", "rotate", "shared_angles"),
+        "score": ("CausalScore",),
+        "split_keys": ("uses_split_keys_kernel",),
+        "standard": ("StandardProjection",),
+        "swiglu": ("SwiGLULayer",),
+    },
+)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from caramba import CallablePackage
+from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
     from caramba.runs.environment import environment, git_commit
@@ -31,24 +31,16 @@ __all__ = [
     "resolve_run",
 ]
 
-# Looked up on first use: files and ending are needed where pydantic must not be loaded.
-_HOMES = {
-    **dict.fromkeys(("list_runs", "resolve_run", "find_unfinished_run", "find_unmeasured_run"), "find"),
-    **dict.fromkeys(("lock",), "locking"),
-    **dict.fromkeys(
-        ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"), "manifest"
-    ),
-    **dict.fromkeys(("environment", "git_commit"), "environment"),
-    **dict.fromkeys(("mint",), "minting"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
+# Looked up on first use: files and exit codes are needed where pydantic must not be loaded.
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "find": ("list_runs", "resolve_run", "find_unfinished_run", "find_unmeasured_run"),
+        "locking": ("lock",),
+        "manifest": ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"),
+        "environment": ("environment", "git_commit"),
+        "minting": ("mint",),
+    },
+)
 
 sys.modules[__name__].__class__ = CallablePackage

@@ -1,46 +1,59 @@
 """Facts of the machine and the plan that follows from them."""
 
-from caramba.runtime.agreement import Agreement
-from caramba.runtime.determinism import (
-    apply_determinism,
-    random_states,
-    restore_random_states,
-    seed_process,
-)
-from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
-from caramba.runtime.distributed import (
-    all_agree,
-    data_share,
-    gather_objects,
-    gather_on_main,
-    get_local_world_size,
-    get_rank,
-    get_world_size,
-    is_distributed,
-    is_main_process,
-    is_process_group_up,
-    mean_over_ranks,
-    merge_over_ranks,
-    send_from_main,
-)
-from caramba.runtime.gradient_average import GradientAverage
-from caramba.runtime.memory import MemoryMeter, address_limit, free_bytes, is_out_of_memory, release_memory
-from caramba.runtime.offload import activations_on_host
-from caramba.runtime.plan import (
-    Decision,
-    RuntimePlan,
-    apply_threads,
-    load_plan,
-    plan,
-    read_valid_plans,
-    save_plan,
-    trainable_decision,
-)
-from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
-from caramba.runtime.precision import Precision, choose_precision, device_precisions
-from caramba.runtime.ranks import Ranks, check_world, join_ranks
-from caramba.runtime.table_rows import EmbeddingGradRows, takes_rows
-from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from caramba.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from caramba.runtime.agreement import Agreement
+    from caramba.runtime.determinism import (
+        apply_determinism,
+        random_states,
+        restore_random_states,
+        seed_process,
+    )
+    from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
+    from caramba.runtime.distributed import (
+        all_agree,
+        data_share,
+        gather_objects,
+        gather_on_main,
+        get_local_world_size,
+        get_rank,
+        get_world_size,
+        is_distributed,
+        is_main_process,
+        is_process_group_up,
+        mean_over_ranks,
+        merge_over_ranks,
+        send_from_main,
+    )
+    from caramba.runtime.gradient_average import GradientAverage
+    from caramba.runtime.memory import (
+        MemoryMeter,
+        address_limit,
+        free_bytes,
+        is_out_of_memory,
+        release_memory,
+    )
+    from caramba.runtime.offload import activations_on_host
+    from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
+    from caramba.runtime.precision import Precision, choose_precision, device_precisions
+    from caramba.runtime.ranks import Ranks, check_world, join_ranks
+    from caramba.runtime.runtime_plan import (
+        Decision,
+        RuntimePlan,
+        apply_threads,
+        load_plan,
+        plan,
+        read_valid_plans,
+        save_plan,
+        trainable_decision,
+    )
+    from caramba.runtime.table_rows import EmbeddingGradRows, takes_rows
+    from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
     "Agreement",
@@ -96,3 +109,45 @@ __all__ = [
     "takes_rows",
     "trainable_decision",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "agreement": ("Agreement",),
+        "determinism": ("apply_determinism", "random_states", "restore_random_states", "seed_process"),
+        "device": ("check_gpu", "choose_device", "device_facts", "synchronize"),
+        "distributed": (
+            "all_agree",
+            "data_share",
+            "gather_objects",
+            "gather_on_main",
+            "get_local_world_size",
+            "get_rank",
+            "get_world_size",
+            "is_distributed",
+            "is_main_process",
+            "is_process_group_up",
+            "mean_over_ranks",
+            "merge_over_ranks",
+            "send_from_main",
+        ),
+        "gradient_average": ("GradientAverage",),
+        "memory": ("MemoryMeter", "address_limit", "free_bytes", "is_out_of_memory", "release_memory"),
+        "offload": ("activations_on_host",),
+        "runtime_plan": (
+            "Decision",
+            "RuntimePlan",
+            "apply_threads",
+            "load_plan",
+            "plan",
+            "read_valid_plans",
+            "save_plan",
+            "trainable_decision",
+        ),
+        "plan_cache": ("cached_plan", "plan_path", "signature_of", "store_plan"),
+        "precision": ("Precision", "choose_precision", "device_precisions"),
+        "ranks": ("Ranks", "check_world", "join_ranks"),
+        "table_rows": ("EmbeddingGradRows", "takes_rows"),
+        "tuned": ("AttentionChoice", "choose_attention", "families_of"),
+    },
+)

@@ -12,7 +12,7 @@ from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.runs.files import home
-from caramba.runtime.plan import RuntimePlan, load_plan, write_plans
+from caramba.runtime.runtime_plan import RuntimePlan, load_plan, write_plans
 
 FOLDER = "runtime_plans"
 # Neither speed nor memory depends on these, so that a sweep over them measures once. Steps count only where the time of

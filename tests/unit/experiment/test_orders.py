@@ -16,7 +16,7 @@ from caramba.errors import CarambaError
 from caramba.experiment.ranks import PhaseCommand
 from caramba.model import build_model, spec_of
 from caramba.runtime import AttentionChoice, Ranks
-from caramba.runtime.plan import plan
+from caramba.runtime.runtime_plan import plan
 
 PHASES = (
     {"phase": "pretrain", "steps": 3, "batch_size": 2, "block_size": 8},

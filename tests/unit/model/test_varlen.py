@@ -237,7 +237,9 @@ def test_the_path_is_decided_with_its_reason(monkeypatch: pytest.MonkeyPatch) ->
         "mask",
         "variable-length attention is for CUDA, not for cpu",
     )
-    monkeypatch.setattr("caramba.layer.backends.find_kernel", lambda device: VarlenKernel.of(newer))
+    monkeypatch.setattr(
+        "caramba.layer.document_separation.find_kernel", lambda device: VarlenKernel.of(newer)
+    )
     assert documents_path(CPU, torch.bfloat16, [plain], choice)[0] == "varlen"
     assert documents_path(CPU, torch.bfloat16, [plain, null], choice) == (
         "varlen, mask",

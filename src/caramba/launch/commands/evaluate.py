@@ -15,7 +15,7 @@ from caramba.errors import ConfigError
 from caramba.evaluation.accuracy import log_power
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
-from caramba.infer.load_model import ModelBundle, load_model, need_tokenizer
+from caramba.infer.model_bundle import ModelBundle, load_model, need_tokenizer
 from caramba.launch.commands.arguments import Arguments
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device

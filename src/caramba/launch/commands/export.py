@@ -11,7 +11,7 @@ from caramba.export.deepseek import ENGINES
 from caramba.export.gguf import WEIGHTS, check_weights
 from caramba.export.precision import check_dtype
 from caramba.export.write import Exported, check_format, check_out, export_model
-from caramba.infer.load_model import ModelBundle, load_model
+from caramba.infer.model_bundle import ModelBundle, load_model
 from caramba.launch.commands.arguments import Arguments
 
 

@@ -17,7 +17,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, Generator
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 from caramba.infer.shared import joined_ranks
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.infer.terminal import describe_speculation, log_cache_choice, steps_remark, without_control

@@ -143,7 +143,7 @@ def _stdlib(given: argparse.Namespace, output: Path) -> None:
 def _sample(given: argparse.Namespace, output: Path) -> None:
     """The model and torch are loaded here alone: the other kinds need neither."""
     from caramba.infer.arguments import DTYPES
-    from caramba.infer.load_model import load_model, need_tokenizer
+    from caramba.infer.model_bundle import load_model, need_tokenizer
     from caramba.infer.sample_folder import SampleRequest, sample_folder
     from caramba.model import model_hash
     from caramba.runtime import choose_device

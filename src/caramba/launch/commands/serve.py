@@ -14,7 +14,7 @@ from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.arguments import ModelArguments, chat_template, end_marks, open_for_text
 from caramba.infer.engine import Engine
-from caramba.infer.load_model import ModelBundle
+from caramba.infer.model_bundle import ModelBundle
 from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
 from caramba.infer.quantised import calibration_config
 from caramba.runtime import is_out_of_memory

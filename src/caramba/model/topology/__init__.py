@@ -1,16 +1,23 @@
 """Topologies: how nodes are wired. A topology is a module called as topology(x, ctx=None)."""
 
-from caramba.model.topology.base import Topology, applications, attention_applications
-from caramba.model.topology.branching import BranchingTopology
-from caramba.model.topology.build import build_node, build_nodes, own_config
-from caramba.model.topology.checkpointing import Granularity, checkpoint_topology, clear_checkpointing
-from caramba.model.topology.cyclic import CyclicTopology
-from caramba.model.topology.nested import NestedTopology
-from caramba.model.topology.parallel import ParallelTopology
-from caramba.model.topology.recurrent import RecurrentTopology
-from caramba.model.topology.regions import compilable_regions, join_repeats, sharding_units
-from caramba.model.topology.residual import ResidualTopology
-from caramba.model.topology.stacked import StackedTopology
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from caramba.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from caramba.model.topology.base import Topology, applications, attention_applications
+    from caramba.model.topology.branching import BranchingTopology
+    from caramba.model.topology.build import build_node, build_nodes, own_config
+    from caramba.model.topology.checkpointing import Granularity, checkpoint_topology, clear_checkpointing
+    from caramba.model.topology.cyclic import CyclicTopology
+    from caramba.model.topology.nested import NestedTopology
+    from caramba.model.topology.parallel import ParallelTopology
+    from caramba.model.topology.recurrent import RecurrentTopology
+    from caramba.model.topology.regions import compilable_regions, join_repeats, sharding_units
+    from caramba.model.topology.residual import ResidualTopology
+    from caramba.model.topology.stacked import StackedTopology
 
 __all__ = [
     "BranchingTopology",
@@ -33,3 +40,20 @@ __all__ = [
     "own_config",
     "sharding_units",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "base": ("Topology", "applications", "attention_applications"),
+        "branching": ("BranchingTopology",),
+        "build": ("build_node", "build_nodes", "own_config"),
+        "checkpointing": ("Granularity", "checkpoint_topology", "clear_checkpointing"),
+        "cyclic": ("CyclicTopology",),
+        "nested": ("NestedTopology",),
+        "parallel": ("ParallelTopology",),
+        "recurrent": ("RecurrentTopology",),
+        "regions": ("compilable_regions", "join_repeats", "sharding_units"),
+        "residual": ("ResidualTopology",),
+        "stacked": ("StackedTopology",),
+    },
+)
