@@ -35,6 +35,56 @@ class Geometry:
     energy: float
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Frequencies of a student whose rotary grid is given, `ours` [n], and its teacher's, `theirs` [P]; both fall."""
+
+    ours: Tensor
+    theirs: Tensor
+
+
+def mean_rotations(rotation: Tensor, grid: Grid) -> Tensor:
+    """Return the mean rotation of each head at the differences of both grids' frequencies, [P, n, K] complex.
+
+    The mean of exp(i w d) over the distances d that a head attends to is known at the teacher's frequencies w. Between
+    them, and from the slowest down to w = 0, where it is 1, it is interpolated.
+
+    Shape: rotation [P, K].
+    """
+    difference = grid.theirs[:, None] - grid.ours
+    known = torch.cat((grid.theirs.new_zeros(1), grid.theirs.flip(0)))
+    means = torch.cat((torch.ones_like(rotation[:1]), rotation.flip(0)))
+    size = difference.abs().clamp_max(known[-1])
+    above = torch.searchsorted(known, size).clamp(1, len(known) - 1)
+    low, high = known[above - 1], known[above]
+    share = ((size - low) / (high - low))[..., None]
+    mean = means[above - 1] * (1 - share) + means[above] * share
+    return torch.where(difference[..., None] < 0, mean.conj(), mean)
+
+
+def nearest_pairs(grid: Grid, n_kv_heads: int) -> Tensor:
+    """Return 1 where a teacher's pair is nearest to a student's frequency, else 0.
+
+    It replaces `mean_rotations` where no attention is known. Shape: [P, n, K] complex.
+    """
+    distance = (grid.theirs.log()[:, None] - grid.ours.log()).abs()
+    nearest = distance == distance.min(0).values
+    return nearest[..., None].expand(-1, -1, n_kv_heads).to(torch.complex128)
+
+
+def match_grid(saved: Tensor) -> Tensor:
+    """Return for each frequency of a grid a component of its own, [n], by the largest savings first.
+
+    Shape: saved [components, n].
+    """
+    left, order = saved.clone(), torch.zeros(saved.shape[1], dtype=torch.long, device=saved.device)
+    for _ in range(saved.shape[1]):
+        component, place = divmod(int(left.argmax()), saved.shape[1])
+        order[place] = component
+        left[component], left[:, place] = -1.0, -1.0
+    return order
+
+
 def symmetric_roots(gram: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
     """Return G^1/2 and G^-1/2 of positive semidefinite matrices [..., n, n], eigenvalues floored at `damping` of the
     largest."""
@@ -91,7 +141,7 @@ def select_geometry(
     n_kv_heads: int,
     *,
     turns: bool = True,
-    grid: Tensor | None = None,
+    grid: Grid | None = None,
 ) -> Geometry:
     """Choose the geo_dim / 2 components that cost most to un-rotate, over all frequencies, and split the keys by them.
 
@@ -100,8 +150,7 @@ def select_geometry(
     `turns=False` (no attention is known) it costs L_j, and the residual loses its rotation instead of being rotated by
     the mean one.
 
-    With a `grid`, the teacher's pair of each component [geo_dim / 2] in ascending order, each pair gives its costliest
-    component, or as many as it occurs there.
+    With a `grid` each of the student's frequencies takes the component that it serves best, see `match_grid`.
 
     Shape: queries [H, D, D], the second moments that weigh the pairs.
     """
@@ -115,13 +164,16 @@ def select_geometry(
     cost = values
     if turns:
         cost = values * (1 - torch.einsum("pgj,pg->pj", basis.abs() ** 2, rotation.abs() ** 2)).clamp_min(0)
-    count = geo_dim // 2
+    count, served = geo_dim // 2, None
     if grid is None:
         order = cost.flatten().argsort(descending=True, stable=True)[:count].sort().values
+        carried = cost.flatten()[order]
     else:
-        ranked = cost.argsort(dim=1, descending=True, stable=True)
-        repeats = torch.stack([(grid[:index] == pair).sum() for index, pair in enumerate(grid)])
-        order = grid * n_kv_heads + ranked[grid, repeats.clamp_max(n_kv_heads - 1)]
+        served = mean_rotations(rotation, grid) if turns else nearest_pairs(grid, n_kv_heads)
+        left = 1 - torch.einsum("pgj,png->pjn", basis.abs() ** 2, served.abs() ** 2)
+        saved = (cost[..., None] - values[..., None] * left).clamp_min(0).flatten(0, 1)
+        order = match_grid(saved)
+        carried = saved[order, torch.arange(count, device=saved.device)]
     chosen, component = order // n_kv_heads, order % n_kv_heads
     kept = torch.zeros_like(cost).flatten()
     kept[order] = 1.0
@@ -129,6 +181,8 @@ def select_geometry(
     vectors = basis[chosen, :, component].T  # [K, n]
     at = scale[chosen].T  # [K, n]
     into, read = vectors.conj() * at, vectors.conj() / at
+    if served is not None:
+        read = read * served[chosen, torch.arange(count, device=chosen.device)].T
     split = torch.einsum("pgj,pj,phj->pgh", basis.conj(), kept.to(basis.dtype), basis)
     split = split * (scale[:, :, None] / scale[:, None, :])
     rest = (torch.eye(n_kv_heads, dtype=split.dtype, device=split.device) - split) * rotation.conj()[
@@ -140,7 +194,7 @@ def select_geometry(
         _component_map(read, chosen, pairs),
         to_real(rest),
         chosen,
-        float((cost * kept).sum() / total),
+        float(carried.sum() / total),
     )
 
 

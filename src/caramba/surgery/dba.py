@@ -8,8 +8,8 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import AttentionLayer
 from caramba.layer.projection import Projection
 from caramba.result import TransplantedLayer
-from caramba.surgery.algebra import Geometry, select_geometry
-from caramba.surgery.held_out import EvalWindows, latent_output, per_head_output
+from caramba.surgery.algebra import Geometry, Grid, select_geometry
+from caramba.surgery.held_out import EvalWindows, latent_output, per_head_output, sink_token
 from caramba.surgery.latent import LatentMaps, latent_maps, latent_state
 from caramba.surgery.per_head import per_head_maps, per_head_state
 from caramba.surgery.statistics import LayerStatistics, standard_projection
@@ -90,14 +90,13 @@ def split_keys(
 ) -> Geometry:
     """Return the latent layout's split of the keys into `geo_dim` rotating features and a residual.
 
-    With `frequencies` each feature pair comes from the teacher's pair of the nearest frequency.
+    With `frequencies` each feature pair is the component of the teacher's that its frequency serves best.
     """
     grid = None
     if frequencies is not None:
         rope = standard_projection(teacher).rope
         assert rope is not None
-        theirs, ours = rope.inv_freq[0].double().log(), frequencies[0].double().log()
-        grid = (ours[:, None] - theirs[None]).abs().argmin(1)
+        grid = Grid(frequencies[0].double(), rope.inv_freq[0].double())
     return select_geometry(
         statistics, statistics.queries, geo_dim, teacher.dims.n_kv_heads, turns=turns, grid=grid
     )
@@ -122,24 +121,29 @@ def search_beta(
 ) -> LatentMaps:
     """Return the latent maps with the best beta = 2^n, walking down the held-out block error from beta = 1.
 
-    The block has `first_tokens` that stay exact; `norm_eps` and `frequencies` as in `latent_maps`.
+    The block has `first_tokens` that stay exact; `norm_eps` and `frequencies` as in `latent_maps`. Without exact first
+    tokens the maps count the attention sink where that lowers the error.
     """
 
-    def at(step: int) -> tuple[float, LatentMaps]:
+    def at(step: int, sink: Tensor | None = None) -> tuple[float, LatentMaps]:
         maps = latent_maps(
-            teacher, statistics, geometry, statistics.queries, rank, 2.0**step, norm_eps, frequencies
+            teacher, statistics, geometry, statistics.queries, rank, 2.0**step, norm_eps, frequencies, sink
         )
         if held_out is None:
             return 0.0, maps
         return held_out.relative(latent_output(held_out, maps, first_tokens)), maps
 
-    best = at(0)
+    best, sink = at(0), None
     if held_out is None:
         return best[1]
+    if first_tokens == 0:
+        with_sink = at(0, sink_token(held_out))
+        if with_sink[0] < best[0]:
+            best, sink = with_sink, sink_token(held_out)
     for direction in (1, -1):
         step = direction
         while step in BETA_STEPS:
-            tried = at(step)
+            tried = at(step, sink)
             if tried[0] >= best[0]:
                 break
             best, step = tried, step + direction

@@ -116,6 +116,19 @@ def capture(
     return found
 
 
+def sink_token(held: EvalWindows) -> Tensor:
+    """Return the mean [k; v] of the first tokens of all sequences, where pretrained models have their attention sink.
+
+    Shape: [K (D + Dv)] float64, keys and values head by head.
+    """
+    n, t = held.q.shape[0], held.q.shape[2]
+    at_first = torch.arange(t, device=held.q.device).expand(n, t) == (0 if held.first is None else held.first)
+    if held.documents is not None:
+        at_first = at_first & (held.documents >= 0)
+    keys, values = (x.transpose(1, 2).flatten(2)[at_first].double().mean(0) for x in (held.k, held.v))
+    return torch.cat((keys, values))
+
+
 def _kept_bytes(layers: Sequence[tuple[str, AttentionLayer]], windows: Tensor) -> int:
     widths = (
         2 * layer.config.d_model

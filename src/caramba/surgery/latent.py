@@ -21,6 +21,10 @@ from caramba.layer import AttentionLayer
 from caramba.surgery.algebra import DAMPING, Geometry, leading, symmetric_roots
 from caramba.surgery.statistics import LayerStatistics, bias_of, standard_projection
 
+SINK_WEIGHT = 0.1
+"""Weight of the attention sink next to the mean over all tokens. It is one token in thousands but draws much of the
+attention; the moments of all tokens alone leave its key out of a narrow latent."""
+
 
 @dataclass(frozen=True)
 class LatentMaps:
@@ -85,11 +89,12 @@ def latent_maps(
     beta: float,
     norm_eps: float | None = None,
     frequencies: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> LatentMaps:
     """Return the maps of a `rank`-wide latent for the keys that `geometry` leaves and the values.
 
     With `norm_eps` they are those of multi-head latent attention. Without `frequencies` the geometric pairs keep the
-    teacher's.
+    teacher's. `sink` is [k; v] of the token that much attention goes to, and counts SINK_WEIGHT times.
     """
     dims = layer.dims
     kv_heads, width = dims.n_kv_heads, dims.qk
@@ -100,20 +105,25 @@ def latent_maps(
     value_root, value_inverse = symmetric_roots(outputs)
     n = kv_heads * width
     into = torch.block_diag(geometry.residual @ torch.block_diag(*key_root), *value_root)
-    mean, second = statistics.mean, statistics.covariance
-    if norm_eps is not None:
-        into, mean, second = (
-            _without_key_mean(statistics, n) @ into,
-            torch.zeros_like(mean),
-            statistics.moment,
-        )
+    mean = statistics.mean
+    moment, total = statistics.moment, mean
+    if sink is not None:
+        moment, total = moment + SINK_WEIGHT * torch.outer(sink, sink), total + SINK_WEIGHT * sink
+    if norm_eps is None:
+        second = statistics.covariance
+        if sink is not None:
+            second = second + SINK_WEIGHT * torch.outer(sink - mean, sink - mean)
+    else:
+        into = _without_key_mean(moment, total, mean, n) @ into
+        mean, second = torch.zeros_like(mean), moment
     basis, energies = leading(into.T @ second @ into, rank)
     query = torch.einsum("kde,ker->kdr", key_inverse, basis[:n].unflatten(0, (kv_heads, -1))) * factor
     value = torch.einsum("kde,ker->krd", value_inverse, basis[n:].unflatten(0, (kv_heads, -1)))
     key_mean = (mean[:n] @ geometry.residual).unflatten(0, (kv_heads, -1)) * factor
     latent = into @ basis
     if norm_eps is not None:
-        size = energies[:rank].mean().clamp_min(torch.finfo(energies.dtype).tiny).sqrt()
+        size = (latent * (statistics.moment @ latent)).sum() / rank
+        size = size.clamp_min(torch.finfo(energies.dtype).tiny).sqrt()
         latent, query, value = latent / size, query * size, value * size
     if frequencies is None:
         rope = standard_projection(layer).rope
@@ -122,16 +132,17 @@ def latent_maps(
     return LatentMaps(geometry, mean, latent, query, value, energies, beta, key_mean, frequencies, norm_eps)
 
 
-def _without_key_mean(statistics: LayerStatistics, n_keys: int) -> Tensor:
+def _without_key_mean(moment: Tensor, total: Tensor, mean: Tensor, n_keys: int) -> Tensor:
     """Return the map y -> y - (b . y) [key mean; 0], with b . y = 1 in the least squares, [K (D + Dv), K (D + Dv)].
 
-    No query sees a constant that all keys share, so only values have to carry their mean.
+    No query sees a constant that all keys share, so only values have to carry their mean. `moment` and `total` are the
+    weighted sums of y y^T and of y.
     """
-    values, vectors = torch.linalg.eigh(statistics.moment)
+    values, vectors = torch.linalg.eigh(moment)
     inverse = values.clamp_min(values[-1] * DAMPING).reciprocal()
-    one = vectors @ (inverse * (vectors.T @ statistics.mean))
-    keys = torch.zeros_like(statistics.mean)
-    keys[:n_keys] = statistics.mean[:n_keys]
+    one = vectors @ (inverse * (vectors.T @ total))
+    keys = torch.zeros_like(mean)
+    keys[:n_keys] = mean[:n_keys]
     return torch.eye(len(one), dtype=one.dtype, device=one.device) - torch.outer(one, keys)
 
 

@@ -9,6 +9,10 @@ from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.distill import block_errors
 from caramba.model import build_model
 from caramba.surgery import Calibration, pair_attention, transplant
+from caramba.surgery.algebra import Grid, match_grid, mean_rotations, nearest_pairs
+from caramba.surgery.dba import split_keys
+from caramba.surgery.held_out import sink_token
+from caramba.surgery.latent import latent_maps
 from tests.unit.surgery.models import DIM, KV, calibrated, latent_spec, make_teacher, per_head_spec, tokens
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -59,6 +63,44 @@ def test_it_costs_little_against_free_frequencies_and_biases() -> None:
         found[name] = sum(block_errors(teacher, pair_attention(teacher, student), text))
     # one component of each frequency, of two heads': some loss, far from that of random weights
     assert found["caramba"] < found["mla"] < 2 * found["caramba"]
+
+
+def test_a_grid_gives_each_frequency_the_component_that_it_serves_best() -> None:
+    theirs = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
+    grid = Grid(torch.tensor([1.0, 0.03], dtype=torch.float64), theirs)
+    distances = torch.tensor([0.0, 3.0, 9.0], dtype=torch.float64)
+    rotation = torch.exp(1j * theirs[:, None] * distances).mean(1, keepdim=True)
+    means = mean_rotations(rotation, grid)[..., 0]
+    assert means[0, 0] == 1  # the teacher's own frequency
+    between = rotation[2] + (0.02 - 0.01) / (0.1 - 0.01) * (rotation[1] - rotation[2])
+    assert means[2, 1] == pytest.approx(between.conj()[0].item())  # slower than the grid's: turns back
+    assert means[1, 1].imag > 0
+    saved = torch.tensor([[5.0, 4.0], [3.0, 1.0], [2.0, 2.5]])
+    assert match_grid(saved).tolist() == [0, 2]
+    nearest = nearest_pairs(grid, 2)[..., 0].real
+    assert nearest.tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]  # 0.03 is nearer to 0.01 than to 0.1
+
+
+@pytest.mark.parametrize("target", ["caramba", "mla"])
+def test_a_narrow_latent_keeps_the_attention_sink(target: str) -> None:
+    teacher = make_teacher()
+    layer = teacher.attention_layers()[0][1]
+    statistics, held = calibrated(teacher).of(layer)
+    eps = 1e12 if target == "mla" else None
+    geometry = split_keys(layer, statistics, 4)
+    # a sink that lies where the tokens' own directions are weakest
+    weakest = torch.linalg.eigh(statistics.covariance)[1][:, 0]
+    sink = statistics.mean + 20 * weakest
+    lost = []
+    for known in (None, sink):
+        maps = latent_maps(layer, statistics, geometry, statistics.queries, 6, 1.0, eps, None, known)
+        n, y = KV * DIM, sink - maps.mean
+        values = (y @ maps.latent @ maps.value).flatten() + maps.mean[n:] - sink[n:]
+        lost.append(float(values.norm()))
+    assert lost[1] < 0.6 * lost[0]
+    first = sink_token(held)
+    wanted = torch.cat((held.k[:, :, 0].flatten(1), held.v[:, :, 0].flatten(1)), 1).mean(0)
+    torch.testing.assert_close(first, wanted.double())
 
 
 def test_decode_with_a_cache_equals_the_whole_forward() -> None:
