@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 from caramba.errors import visible
 
+NARROW, WIDE = 100, 150
+"""Columns of a terminal below which a progress bar is left out, or short."""
 T = TypeVar("T")
 
 # Logs and pipes have no width of their own.
 PLAIN_WIDTH = 110
+NARROW, WIDE = 100, 150  # columns below which a progress bar is left out, or short
 
 
 class Console:
@@ -156,7 +159,10 @@ class Console:
 
         console = self._console()
         return Progress(
-            *_columns(self.is_terminal), console=console, disable=self._quiet, auto_refresh=self.is_terminal
+            *_columns(self.is_terminal, console.width),
+            console=console,
+            disable=self._quiet,
+            auto_refresh=self.is_terminal,
         )
 
     def live(self) -> Live:
@@ -269,7 +275,7 @@ def _starts_as_number(cell: str) -> bool:
     return re.match(r"[-+]?[0-9]|-?$|nan|-?inf", cell) is not None
 
 
-def _columns(is_terminal: bool) -> list[Any]:
+def _columns(is_terminal: bool, width: int) -> list[Any]:
     from rich import progress
     from rich.text import Text
 
@@ -289,7 +295,9 @@ def _columns(is_terminal: bool) -> list[Any]:
     if not is_terminal:
         return [name, *counts, *values]
     left = [progress.TimeRemainingColumn(compact=True), progress.TextColumn("left")]
-    return [name, progress.BarColumn(bar_width=30), *counts, *values, *left]
+    if width < NARROW:  # a row that does not fit would be cut
+        return [name, *counts[1:], values[0], *left] if width >= NARROW // 2 else [*counts[1:], *left]
+    return [name, progress.BarColumn(bar_width=30 if width >= WIDE else 10), *counts, *values, *left]
 
 
 def _loss_text(fields: Mapping[str, Any]) -> str:

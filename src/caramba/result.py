@@ -156,7 +156,10 @@ class TransplantReport:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """Outcome of one phase: what it trained, on how many tokens, and its final weights (relative to the run)."""
+    """Outcome of one phase: what it trained, on how many tokens, and its final weights (relative to the run).
+
+    `loss` is the mean of the last 50 training steps, `val_loss` the held-out loss of the last validation.
+    """
 
     id: str
     phase: str
@@ -168,6 +171,7 @@ class PhaseResult:
     loss: float | None = None
     skipped: str | None = None
     details: dict[str, Any] = field(default_factory=lambda: {})
+    val_loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def test_early_stopping_keeps_the_best_and_the_last_weights() -> None:
     best = min(losses, key=losses.__getitem__)
     stopped = run.report["phases"][0]["steps"]
     assert stopped == best + 2 * 5 < 40
+    assert run.metrics["val_loss.pretrain"] == losses[best]  # of the weights that it ended with
     second = sorted(losses, key=losses.__getitem__)[1]
     last = stopped - 1 - (stopped - 1) % 10 if stopped % 10 else stopped
     kept = {file.name for file in (run.path / "checkpoints/kept").iterdir()}
@@ -105,6 +106,13 @@ def test_time_limit_ends_a_phase_with_its_weights(capfd: pytest.CaptureFixture[s
     assert 0 < run.report["phases"][0]["steps"] < 100000
     assert (run.path / "checkpoints/pretrain.safetensors").is_file()
     assert "trainer.max_time=00:00:00:01" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("every", "metric"), [("5", "val_loss.pretrain"), ("null", "loss.pretrain")])
+def test_a_search_goes_by_the_held_out_loss(every: str, metric: str) -> None:
+    from caramba.launch.sweeps.search import default_metric
+
+    assert default_metric(caramba.compile([*WORDS, f"settings.eval_iters={every}"]).manifest) == metric
 
 
 def test_rows_as_often_as_asked() -> None:

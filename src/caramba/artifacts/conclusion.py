@@ -34,9 +34,10 @@ def conclude(result: RunResult, metrics: dict[str, Metric]) -> list[Cell]:
     if not trained:
         return [Cell("Nothing was measured: no phase trained and no benchmark finished.")]
     index, phase = trained[-1]
+    field, kind = ("loss", "training") if phase.val_loss is None else ("val_loss", "held-out")
     return [
-        Cell(f"The last phase, {phase.id}, ended at a training loss of "),
-        Cell(number(float(phase.loss or 0.0)), f"phases[{index}].loss", is_number=True),
+        Cell(f"The last phase, {phase.id}, ended at a {kind} loss of "),
+        Cell(number(float(getattr(phase, field) or 0.0)), f"phases[{index}].{field}", is_number=True),
         Cell(" after "),
         Cell(number(phase.tokens), f"phases[{index}].tokens", is_number=True),
         Cell(" tokens; no perplexity benchmark finished."),

@@ -90,7 +90,10 @@ _MEASURED = (
     ),
 )
 _ALT = "{caption}. Its numbers are in the tables of this page and in the CSV files next to it."
-_PHASE_HEAD = ("Stage", "Phase", "Trains", "Steps", "Tokens", "Seconds", "Loss", "Weights or why skipped")
+_PHASE_HEAD = (
+    *("Stage", "Phase", "Trains", "Steps", "Tokens", "Seconds", "Loss", "Held-out loss"),
+    "Weights or why skipped",
+)
 _METRIC_HEAD = ("Metric", "Value", "Unit", "Std or standard error", "n", "Source")
 
 
@@ -171,7 +174,9 @@ def _phases(result: RunResult) -> list[str]:
             key = f"phases[{index}].{field}"
             return Cell(NOTHING) if value is None else Cell(number(value), key, is_number=True)
 
-        counted = [cell(name, getattr(phase, name)) for name in ("steps", "tokens", "seconds", "loss")]
+        counted = [
+            cell(name, getattr(phase, name)) for name in ("steps", "tokens", "seconds", "loss", "val_loss")
+        ]
         words = [Cell(text) for text in (phase.id, phase.phase, phase.trains)]
         rows.append([*words, *counted, Cell(phase.skipped or phase.checkpoint)])
     return [table("What was trained, in order", _PHASE_HEAD, rows)] if rows else []

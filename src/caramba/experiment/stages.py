@@ -174,7 +174,8 @@ def fit_phase(
         session.save(model, f"kept/{kept}", role)
 
     flops = _flops_per_token(session, phase, model)
-    outcome = _fit(session, run, phase, decided, made, save_final, save_kept, flops, callbacks)
+    after = 0.0 if flops is None or stage is not None else _work_after(session, run) / (flops * phase.tokens)
+    outcome = _fit(session, run, phase, decided, made, save_final, save_kept, flops, callbacks, after)
     if session.ranks is not None:
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
@@ -193,7 +194,10 @@ def fit_phase(
         checkpoint=session.relative_path(name),
         loss=outcome.loss,
         details={**_details(phase, schedule), "measured": outcome.measured},
+        val_loss=outcome.held_out,
     )
+    if outcome.held_out is not None:
+        logger.info(f"{name}: held-out loss {outcome.held_out:.4f}")
     log_throughput(name, outcome.measured)
     append_event(
         session.run_dir,
@@ -218,6 +222,32 @@ def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> floa
         None if teacher is None else model_cost(teacher.spec),
         keeps_copied=keeps_copied(phase, session.manifest.model, session.group),
     ).flops_per_token
+
+
+def _work_after(session: Session, run: RunConfig) -> float:
+    """Return the FLOPs of the group's phases that train after `run`, one process.
+
+    0 where a batch is still to be measured or a custom layer does not declare its work.
+    """
+    total = 0.0
+    for other in session.group.runs[[item.id for item in session.group.runs].index(run.id) + 1 :]:
+        phase = other.train
+        if phase is None or other.id in session.ledger:
+            continue
+        spec = session.manifest.model
+        teacher = spec.teacher.manifest if spec.teacher is not None else None
+        trained = teacher if teacher is not None and (phase.trains == "teacher" or phase.control) else spec
+        has_teacher = teacher is not None and phase.trains == "student"
+        flops = estimate_phase(
+            phase,
+            model_cost(trained),
+            model_cost(teacher) if has_teacher and teacher is not None else None,
+            keeps_copied=keeps_copied(phase, session.manifest.model, session.group),
+        ).flops_per_token
+        if flops is None or phase.batch_size == "auto":
+            return 0.0
+        total += flops * phase.tokens
+    return total
 
 
 def log_throughput(name: str, measured: dict[str, float]) -> None:
@@ -254,6 +284,7 @@ def _fit(
     save_kept: Callable[[str], None],
     flops_per_token: float | None,
     callbacks: Sequence[Any],
+    work_after: float,
 ) -> FitOutcome:
     """Train; where memory runs out, once more with a smaller batch, from the last saved state or the beginning.
 
@@ -282,6 +313,7 @@ def _fit(
                 shard=made.shard,
                 callbacks=callbacks,
                 save_kept=save_kept,
+                work_after=work_after,
             )
         except OutOfMemory as error:
             # without its traceback, which holds the optimiser's state

@@ -95,6 +95,7 @@ class CarambaModule(pl.LightningModule):
         self.adagc: AdaGC | None = None
         self._sums: dict[str, Tensor] = {}  # of the micro-batches of the current step
         self.train_loss = RunningLoss()
+        self.held_out: float | None = None  # loss of the last validation
         self.val_loss = MeanMetric(
             nan_strategy=math.nan
         )  # stays to be seen; "disable" would drop the weights
@@ -308,7 +309,7 @@ class CarambaModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         if self.average is not None:  # before any callback saves a state, at the end of the validation
             self.average.swap_out()
-        found = float(self.val_loss.compute())
+        found = self.held_out = float(self.val_loss.compute())
         self.record({"val_loss": found})
         # For Lightning's callbacks alone: its loggers would repeat it at every step until the next.
         self.log("val_loss", found, logger=False, batch_size=1)
@@ -352,6 +353,7 @@ class CarambaModule(pl.LightningModule):
         checkpoint["rng"] = random_states(self.trainer.strategy.root_device)
         checkpoint["running_loss"] = self.train_loss.state_dict()
         checkpoint["nonfinite"] = self.watch.state_dict()
+        checkpoint["held_out"] = self.held_out
         for name in KEPT:
             if (kept := getattr(self, name)) is not None:
                 checkpoint[name] = kept.state_dict()
@@ -364,6 +366,7 @@ class CarambaModule(pl.LightningModule):
         self._rng: dict[str, Any] | None = checkpoint["rng"]
         self.train_loss.load_state_dict(checkpoint["running_loss"])
         self.watch.load_state_dict(checkpoint["nonfinite"])
+        self.held_out = checkpoint.get("held_out")  # states of before have none
         self._kept: dict[str, Any] = {name: checkpoint[name] for name in KEPT if name in checkpoint}
 
     def _take_own(self, checkpoint: dict[str, Any]) -> None:

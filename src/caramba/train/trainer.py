@@ -71,6 +71,7 @@ class FitOutcome:
     loss: float
     resumed_from: int
     measured: dict[str, float]
+    held_out: float | None = None
     reason: str = ""
 
 
@@ -97,6 +98,7 @@ def fit(
     shard: Callable[[], None] | None = None,
     callbacks: Sequence[Callback] = (),
     save_kept: Callable[[str], None] = lambda name: None,
+    work_after: float = 0.0,
 ) -> FitOutcome:
     """Train `objective` for `phase.steps` optimiser steps or until it has converged, from the last saved state if any.
 
@@ -106,6 +108,7 @@ def fit(
         flops_per_token: of a position that trains, forward and backward; there is no MFU without it.
         callbacks: what else happens and when; see `caramba.train.callbacks`.
         save_kept: writes the weights as `checkpoints/kept/NAME.safetensors`, for `trainer.save_top_k` and others.
+        work_after: what trains after this phase, as a multiple of its own work, for the time that is left.
 
     Raises:
         KeyboardInterrupt: the user stopped the run; the state of the last step is on disk, and after a second Ctrl-C
@@ -154,14 +157,16 @@ def fit(
     places, who = strategy_arguments(parallel, way, device)
     work = Work(tokens_per_step, flops_per_token and flops_per_token * per_step * phase.block_size)
     meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s), PeakMemory(device)
-    display = Display(plan.phase, phase.steps, manifest.settings.console, shown=is_main_process())
+    display = Display(
+        plan.phase, phase.steps, manifest.settings.console, shown=is_main_process(), work_after=work_after
+    )
     profiling = manifest.debug.name == "profile"
     stopping = stopping_callbacks(manifest.trainer)
     kept = _kept_weights(manifest.trainer, phase, run_dir, plan.phase, save_kept)
 
     def save_last() -> None:
         for one in kept:
-            if is_main_process() and (step := one.restore(module.model)) is not None:
+            if is_main_process() and (step := one.restore(module)) is not None:
                 logger.info(
                     f"{plan.phase}: final weights are those of step {step:,}, the lowest held-out loss"
                 )
@@ -249,7 +254,8 @@ def fit(
     seconds = earlier_s + time.perf_counter() - began
     measured = {**meter.summary(), **memory.peaks}
     reason = "" if steps >= phase.steps else _reason(module, stopping)
-    return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured, reason)
+    loss = module.running_loss()
+    return FitOutcome(steps, tokens, seconds, loss, position, measured, module.held_out, reason)
 
 
 def _reason(module: CarambaModule, stopping: Sequence[HeldOutStopping | TimeLimit]) -> str:

@@ -103,12 +103,58 @@ def test_a_plot_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     shown.show(20, {"running_loss": 1.5, "tokens_per_s": 1200.4, "mfu": 0.471, "data_wait_share": 0.25})
     shown.close()
     line = capsys.readouterr().out
-    assert line == "pretrain  step 20  mean loss 1.5000  steps 20  tok/s 1,200  MFU 47.1%  data wait 25%\n"
+    assert line == (
+        "pretrain  step 20  mean loss 1.5000  steps 20  tok/s 1,200  MFU 47.1%  data wait 25%  time 0:00:00  "
+        "left 0:00:00\n"
+    )
     drawn = draw_curve((10, 20, 30), (3.0, 2.0, 1.5), "pretrain loss", 60, 10).splitlines()
     assert len(drawn) == 10
     assert all(len(line) <= 60 for line in drawn)
     assert "pretrain loss" in drawn[0]
     assert any("\u2800" < mark <= "\u28ff" for line in drawn for mark in line)
+
+
+def test_a_plain_line_has_held_out_loss_rate_and_times(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 500.0
+    monkeypatch.setattr("caramba.train.display.time.monotonic", lambda: now)
+    shown = Display("blockwise", 1000, "plain", work_after=2.0)
+    shown.open(500)
+    now += 50.0
+    shown.show(550, {"running_loss": 1.5, "lr": 0.0003})
+    shown.keep_held_out(1.25)
+    now += 50.0
+    shown.show(600, {"running_loss": 1.4, "lr": 0.0003})
+    now += 70.0
+    shown.show(610, {"running_loss": 1.4})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "blockwise  step 600  mean loss 1.4000  steps 1,000  held-out loss 1.2500  lr 0.0003  time 0:01:40  "
+        "left 0:06:40  all phases left 0:40:00",
+        "blockwise  step 610  mean loss 1.4000  steps 1,000  held-out loss 1.2500  time 0:02:50  left 0:10:03  "
+        "all phases left 1:01:34",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 79, 120, 200])
+def test_a_bar_fits_its_terminal(width: int) -> None:
+    import io
+
+    from rich.console import Console as RichConsole
+    from rich.progress import Progress
+
+    from caramba.console import _columns  # pyright: ignore[reportPrivateUsage]
+
+    screen = RichConsole(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    bar = Progress(*_columns(True, width), console=screen)
+    task = bar.add_task("blockwise", total=2000, loss="", rate="")
+    bar.update(task, completed=1500, loss="mean loss 1.4000", rate="1,200 tok/s")
+    screen.print(bar.get_renderable())
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "1500/2000" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_instruments_are_settled_into_a_console_and_streams() -> None:

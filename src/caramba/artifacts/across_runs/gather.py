@@ -123,7 +123,7 @@ def read_row(run: Path, words: dict[str, str]) -> Row:
 
 
 def read_metrics(run: Path) -> dict[str, Measured]:
-    """Return the metrics of a run's reports by key, with `loss.PHASE` and `seconds.PHASE` of what it trained.
+    """Return the metrics of a run's reports by key, with `loss.PHASE`, `val_loss.PHASE` and `seconds.PHASE`.
 
     Of a run of several groups every key begins with `GROUP/`. No report, no metrics.
     """
@@ -178,6 +178,8 @@ def _measured(report: dict[str, Any]) -> dict[str, Measured]:
     for phase in report["phases"]:
         if phase["loss"] is not None:
             found[f"loss.{phase['id']}"] = Measured(phase["loss"], "nats/token")
+        if phase.get("val_loss") is not None:  # reports of before have none
+            found[f"val_loss.{phase['id']}"] = Measured(phase["val_loss"], "nats/token")
         if phase["steps"]:
             found[f"seconds.{phase['id']}"] = Measured(phase["seconds"], "s")
     return found

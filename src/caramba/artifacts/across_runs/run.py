@@ -61,7 +61,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the report by key, with `loss.PHASE` and `seconds.PHASE`; empty without a report."""
+        """Metrics of the report by key, with `loss.PHASE`, `val_loss.PHASE`, `seconds.PHASE`; else empty."""
         return {key: item.value for key, item in self.measured.items()}
 
     @property

@@ -10,7 +10,8 @@ from caramba.artifacts.across_runs.gather import Row, is_seed, swept_keys
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
 
-# The default metric of a table: the first of these that was measured, else the loss of the last phase.
+# The default metric of a table: the first of these that was measured, else the held-out loss of the last phase, else
+# its training loss.
 HEADLINES = ("perplexity.student.perplexity", "ratio.perplexity")
 _HIGHER_IS_BETTER = ("tok_s", "acc", "accuracy", "top1", "acceptance", "recall", "energy_kept", "exact_match")
 
@@ -75,8 +76,9 @@ def choose_metrics(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
     if asked:
         return list(dict.fromkeys(asked))
     found = [key for key in HEADLINES if key in known]
+    held_out = [key for key in known if key.startswith("val_loss.")]
     losses = [key for key in known if key.startswith("loss.")]
-    return found[:1] or losses[-1:]
+    return found[:1] or held_out[-1:] or losses[-1:]
 
 
 def group_rows(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:

@@ -227,7 +227,8 @@ CHOICE, PREFIX = "hydra/sweeper", "hydra.sweeper."
 
 
 class SearchConfig(Config):
-    """What `hydra.sweeper.KEY` sets. Without `metric` it is the student's perplexity, else the last phase's loss."""
+    """What `hydra.sweeper.KEY` sets. Without `metric` it is the student's perplexity, else the last phase's
+    held-out loss, or its training loss where it is not validated."""
 
     n_trials: Positive = 20
     metric: str | None = None
@@ -318,7 +319,8 @@ def read_space(words: list[str], config_dirs: list[Path]) -> Space:
 
 
 def default_metric(manifest: Manifest) -> str:
-    """Return the default metric of a search: the student's perplexity, else the loss of the last phase.
+    """Return the default metric of a search: the student's perplexity, else the held-out loss of the last
+    phase, where it is measured, else its training loss.
 
     Raises:
         ConfigError: the runs measure neither.
@@ -327,10 +329,13 @@ def default_metric(manifest: Manifest) -> str:
     prefix = f"{group.name}/" if len(manifest.groups_to_run()) > 1 else ""
     if any(bench.config.type == "perplexity" for bench in group.benchmarks):
         return f"{prefix}perplexity.student.perplexity"
-    phases = [run.id for run in group.runs if run.train is not None]
+    phases = [run for run in group.runs if run.train is not None]
     if not phases:
         raise ConfigError(f"{PREFIX}metric: the runs measure no perplexity and train nothing; name a metric")
-    return f"{prefix}loss.{phases[-1]}"
+    last = phases[-1].train
+    assert last is not None
+    kind = "val_loss" if last.eval_every is not None and last.eval_every <= last.steps else "loss"
+    return f"{prefix}{kind}.{phases[-1].id}"
 
 
 def first_value(distribution: optuna.distributions.BaseDistribution) -> Any:

@@ -67,13 +67,13 @@ class KeptWeights(pl.Callback):
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def restore(self, model: Any) -> int | None:
+    def restore(self, pl_module: Any) -> int | None:
         """Load the best weights, where that is asked for; return their step."""
         if not self.config.restore_best or not self.best:
             return None
-        _, step, name = self.best[0]
+        pl_module.held_out, step, name = self.best[0]
         file = self._file(name)
-        stream_into(model, index_tensors((file,)), where=str(file))
+        stream_into(pl_module.model, index_tensors((file,)), where=str(file))
         return step
 
     def state_dict(self) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Monitoring(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.meter.resume()
+        self.display.keep_held_out(trainer.callback_metrics.get("val_loss"))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.memory.read()
