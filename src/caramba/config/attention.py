@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from caramba.config.attention_cost import attention_cost
-from caramba.config.attention_dims import AttentionDims, AttentionMode
-from caramba.config.attention_weights import attention_shapes
-from caramba.config.cost import Cost, Width
-from caramba.config.kvcache import CacheFormat
+from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
+from caramba.config.kvcache import CacheFormat, Streams
 from caramba.config.layer_base import Dimension, LayerConfig, Probability, Shapes
 from caramba.config.names import member
 from caramba.config.rope import RopeScalingConfig
+
+FUSED_WIDEST = 256
+"""Widest keys and values that flash and cuDNN take; the kernel that keeps keys in two parts takes wider ones."""
+PART_NARROWEST, PART_WIDEST = 16, {"sem": 128, "geo": 256, "value": 128}
+"""What that kernel takes of each part, powers of two."""
+
+
+class AttentionMode(StrEnum):
+    """How queries, keys and values are projected and what is cached."""
+
+    STANDARD = "standard"
+    GQA = "gqa"
+    DECOUPLED = "decoupled"
+    BOTTLENECK = "bottleneck"
+
+
+@dataclass(frozen=True)
+class AttentionDims:
+    """Widths of one attention layer, derived once from its config.
+
+    Per head: `qk` (query and key), `v`; cached streams as (name, heads, width per head), all in elements.
+    `first_streams` are stored besides, of the first `first_tokens` tokens of a sequence alone.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    qk: int
+    v: int
+    rope: int
+    streams: Streams
+    first_tokens: int = 0
+    first_streams: Streams = ()
+
+    @property
+    def cached(self) -> int:
+        """Elements that the cache stores per token, all streams and heads together."""
+        return sum(heads * width for _, heads, width in self.streams)
+
+
+def align_width(width: int) -> int:
+    """Return the next multiple of 8, the widths that fused backends take."""
+    return -(-width // 8) * 8
 
 
 def _mode(value: Any) -> Any:
@@ -343,3 +385,223 @@ class AttentionLayerConfig(LayerConfig):
 
     def infer(self, width: Width) -> Cost:
         return attention_cost(self, width)
+
+
+COPIED = ("q.weight", "q.bias", "out.weight")
+"""The weights of a latent layer that surgery takes from the teacher as they are; all others are made of statistics."""
+
+
+def attention_shapes(config: AttentionLayerConfig) -> Shapes:
+    """Return the projections, then what `bias`, `qk_norm`, gate, temperature and null attention add.
+
+    The latent's down projection and the output always carry a bias, which holds the means that surgery
+    splits off; under `mla` neither has one.
+    """
+    dims, m = config.dims(), config.d_model
+    heads, kv_heads = dims.n_heads, dims.n_kv_heads
+    rows: dict[str, int]
+    norms: Shapes = {}
+    if config.is_latent:
+        rows = {"q": heads * config.query_dim, "c": dims.v, "k_geo": dims.rope}
+    elif config.mode is AttentionMode.DECOUPLED:
+        sem, geo = dims.qk - dims.rope, dims.rope
+        rows = {
+            "q_sem": heads * sem,
+            "q_geo": heads * geo,
+            "k_sem": kv_heads * sem,
+            "k_geo": kv_heads * geo,
+            "v": kv_heads * dims.v,
+        }
+        norms = {"q_sem_norm": (sem,), "k_sem_norm": (sem,), "q_geo_norm": (geo,), "k_geo_norm": (geo,)}
+        if config.tie_qk:
+            del rows["k_sem"]
+    else:
+        rows = {"q": heads * dims.qk, "k": kv_heads * dims.qk, "v": kv_heads * dims.v}
+        norms = {"q_norm": (dims.qk,), "k_norm": (dims.qk,)}
+    shapes: Shapes = {f"{name}.weight": (out, m) for name, out in rows.items()}
+    shapes["out.weight"] = (m, heads * config.value_dim)
+    if config.is_latent:
+        shapes["q_sem_map"] = (heads, config.query_dim, dims.v)
+        shapes["q_geo_map"] = (heads, config.query_dim, dims.rope)
+        shapes["v_up"] = (heads, dims.v, config.query_dim)
+    always = ("c", "out") if config.is_latent and not config.mla else ()
+    biased = rows if config.bias == "qkv" else rows | {"out": m} if config.bias else {}
+    shapes |= {
+        f"{name}.bias": (out,)
+        for name, out in (rows | {"out": m}).items()
+        if name in biased or name in always
+    }
+    if config.qk_norm:
+        shapes |= {f"{name}.weight": shape for name, shape in norms.items()}
+    if config.mla:
+        shapes["c_norm.weight"] = (dims.v,)
+    if config.decoupled_gate:
+        shapes["gate"] = (heads,)
+    if config.decoupled_gate_dynamic:
+        shapes["gate_dynamic.weight"] = (heads, m)
+    if config.learned_temperature:
+        shapes["temperature"] = (heads,)
+    if config.null_attn and config.is_latent:
+        shapes |= {"null_c": (dims.v,), "null_geo": (dims.rope,)}
+    elif config.null_attn:
+        # One-dimensional: added once per sequence like a bias, and decayed no more than one.
+        shapes |= {"null_k": (kv_heads * dims.qk,), "null_v": (kv_heads * dims.v,)}
+    return shapes | first_tokens_shapes(config)
+
+
+def first_tokens_shapes(config: AttentionLayerConfig) -> Shapes:
+    """Return the weights of the first tokens alone.
+
+    The value's bias holds minus the mean that surgery splits off.
+    """
+    if not config.exact_first_tokens:
+        return {}
+    width = (config.n_kv_heads or config.n_heads) * config.query_dim
+    shapes: Shapes = {
+        "first.k.weight": (width, config.d_model),
+        "first.v.weight": (width, config.d_model),
+        "first.v.bias": (width,),
+        "first.key_mean": (width,),
+    }
+    return shapes | ({"first.k.bias": (width,)} if config.bias else {})
+
+
+def attention_cost(config: AttentionLayerConfig, width: Width) -> Cost:
+    """Check the width and count.
+
+    The latent layout decodes in its absorbed form, and a forward over a sequence takes the expanded one where
+    that is less work; the maps cost the same in both, once per token. The expanded form maps the null latent too,
+    once per forward.
+    """
+    expect_width(width, config.d_model, "d_model")
+    dims = config.dims()
+    is_expanded = _trains_expanded(config)
+    work = AttentionWork(
+        dims.n_heads * (dims.qk + dims.v),
+        config.local_window,
+        int(config.null_attn),
+        dims.n_heads * (2 * config.query_dim + dims.rope) if is_expanded else None,
+        forward_weights=2 * dims.n_heads * dims.v * config.query_dim * (is_expanded and config.null_attn),
+    )
+    cost = layer_cost(
+        _label(config),
+        config.type,
+        width,
+        width,
+        config.parameter_shapes(),
+        _saved(config),
+        work,
+        dims.streams,
+        COPIED if config.is_latent else (),
+        _spared(config) if uses_split_keys(config) else 0,
+    )
+    return _with_first_tokens(config, cost, work) if dims.first_tokens else cost
+
+
+def _with_first_tokens(config: AttentionLayerConfig, cost: Cost, work: AttentionWork) -> Cost:
+    """Add what first tokens take: features that carry their part of the softmax, projections, scores and values of
+    their own, and the query's product with the mean of keys."""
+    dims, heads, width = config.dims(), config.n_heads, config.query_dim
+    once = sum(math.prod(shape) for shape in first_tokens_shapes(config).values() if len(shape) > 1)
+    expanded = heads * (align_width(width + dims.rope + 2) + align_width(width + 1))
+    work = replace(
+        work,
+        width=2 * heads * align_width(dims.qk + 2),
+        forward_width=expanded if _trains_expanded(config) else None,
+        first=dims.first_tokens,
+        first_width=2 * heads * width,
+        first_weights=once,
+    )
+    return replace(
+        cost,
+        matmul_params_used=cost.matmul_params_used - once + heads * width,
+        attention=(work,),
+        kv_first=((dims.first_tokens, dims.first_streams),),
+    )
+
+
+def _saved(config: AttentionLayerConfig) -> int:
+    """Elements kept for backward: input, q, k, v, output and log-sum-exp, inputs of elementwise steps.
+
+    As the fp32 score op keeps them: keys and values repeated to all query heads, q, k, v and output of one
+    width, the output once more in the order that `out` reads.
+    """
+    dims, heads = config.dims(), config.n_heads
+    queries, keys = heads * dims.qk, dims.n_kv_heads * dims.qk
+    if config.is_latent:
+        return _saved_latent(config)
+    norms = 2 * (queries + keys) + heads + dims.n_kv_heads if config.qk_norm else 0
+    scaled = queries * (config.decoupled_gate + config.learned_temperature)
+    return config.d_model + 4 * heads * max(dims.qk, dims.v) + heads * dims.v + heads + norms + scaled
+
+
+def _saved_latent(config: AttentionLayerConfig) -> int:
+    """As `_saved`: expanded, the latent with k_geo and q, k, v and output as wide as the keys of every head;
+    absorbed, the one key that is the value too, queries and output as wide, and what the maps read (of the queries
+    a view, which keeps all of their parts). A norm keeps the latent before it. First tokens add their queries, the
+    semantic ones once more, their scores and probabilities, what they give, and features of the others.
+    """
+    dims, heads, width = config.dims(), config.n_heads, config.n_heads * config.query_dim
+    projected = config.d_model + width + heads * dims.rope * config.decoupled_gate
+    scaled = (width + heads * dims.rope) * config.learned_temperature
+    keys, first = config.query_dim + dims.rope if _trains_expanded(config) else dims.qk, 0
+    if dims.first_tokens:
+        keys = align_width(keys + 2)
+        first = (3 if _trains_expanded(config) else 4) * width + 2 * heads * (dims.first_tokens + 1)
+        first += width * config.learned_temperature
+    if _trains_expanded(config):
+        form = dims.v + dims.rope + 4 * heads * keys
+    else:
+        form = width + heads * dims.rope + keys + 2 * heads * keys + heads * dims.v
+    norm = dims.v + 1 if config.mla else 0
+    return projected + scaled + form + heads + width + first + norm
+
+
+def uses_split_keys(config: AttentionLayerConfig) -> bool:
+    """Whether training uses the kernel with split keys, in 16 bits on a device that has it.
+
+    It takes keys wider than fused backends do, of its tiles' widths; with a window some forwards may not use it.
+    """
+    if not config.is_latent or config.null_attn or config.exact_first_tokens or config.dropout > 0:
+        return False
+    dims = config.dims()
+    sem = config.query_dim if _trains_expanded(config) else dims.v
+    widths = {"sem": sem, "geo": dims.rope, "value": sem}
+    return (
+        sem + dims.rope > FUSED_WIDEST
+        and config.local_window is None
+        and all(
+            PART_NARROWEST <= width <= PART_WIDEST[part] and width & (width - 1) == 0
+            for part, width in widths.items()
+        )
+    )
+
+
+def _spared(config: AttentionLayerConfig) -> int:
+    """Elements of `_saved_latent` that are not kept where keys stay in two parts: expanded, queries alone are as wide
+    as keys, and values and output as the latent's part; absorbed, the output is as wide as the value. One geometric key
+    after RoPE is kept besides, which joined keys copy.
+    """
+    dims, heads = config.dims(), config.n_heads
+    turned = dims.rope * config.rope_enabled
+    if _trains_expanded(config):
+        return heads * (config.query_dim + 3 * dims.rope) - turned
+    return heads * dims.qk - turned
+
+
+def _trains_expanded(config: AttentionLayerConfig) -> bool:
+    """Whether a forward over a whole sequence gives every head its own keys and values: a latent wider than a
+    head makes those the smaller ones."""
+    return config.is_latent and config.dims().v > config.query_dim
+
+
+def _label(config: AttentionLayerConfig) -> str:
+    dims = config.dims()
+    is_plain = config.is_latent or dims.n_kv_heads == dims.n_heads
+    heads = f"{dims.n_heads}" if is_plain else f"{dims.n_heads}:{dims.n_kv_heads}"
+    if config.mode is not AttentionMode.DECOUPLED:
+        return f"{config.mode}, {heads} heads x {dims.qk}"
+    names = {"k_sem": "sem", "k_geo": "geo", "c": "latent"}
+    widths = " ".join(f"{names.get(name, name)} {count * width}" for name, count, width in dims.streams)
+    first = f", first {dims.first_tokens} exact" if dims.first_tokens else ""
+    return f"{config.mode} {config.layout}, {heads} heads, {widths}{first}"

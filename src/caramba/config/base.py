@@ -26,7 +26,7 @@ class Later:
     """Marks a schema field, or some of its values, whose behaviour is not built yet.
 
     Used as `Annotated[T, Later("what brings it", values...)]`. Without values every setting other than the
-    field's default is refused; with values only those are. `caramba.config.not_implemented.refuse_unbuilt` walks a
+    field's default is refused; with values only those are. `caramba.config.crosscheck.refuse_unbuilt` walks a
     manifest before it runs, so nothing that is accepted by the schema is ever ignored in silence.
     """
 

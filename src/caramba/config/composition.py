@@ -10,7 +10,6 @@ from caramba.config.base import Config, Seed
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback
-from caramba.config.fit import FitConfig
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.manifest import (
     DebugConfig,
@@ -18,7 +17,7 @@ from caramba.config.manifest import (
     SettingsConfig,
     Slug,
 )
-from caramba.config.model import ModelConfig
+from caramba.config.model import FitConfig, ModelConfig
 from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins

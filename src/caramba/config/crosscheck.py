@@ -3,25 +3,189 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from caramba.config.base import SLUG
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from caramba.config.base import SLUG, Later
 from caramba.config.benchmark import (
     STAGED,
     AccuracyBenchmarkConfig,
+    BenchmarkKind,
     ControlsBenchmarkConfig,
+    InferenceLadderConfig,
     LatencyBenchmarkConfig,
     MemoryBenchmarkConfig,
+    PendingBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
-from caramba.config.decoding import check_custom_layers
 from caramba.config.ladder import LadderConfig
+from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
+from caramba.config.narrowing import is_sequence, list_of
 from caramba.config.parallel_check import check_parallel
+from caramba.config.source import Path, Source, format_place, retrace, show_path
 from caramba.config.surgery import attention_configs, check_surgery
-from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
+from caramba.config.topology import custom_layers
+from caramba.config.verify import (
+    CompareVerifyConfig,
+    EvalVerifyConfig,
+    FidelityVerifyConfig,
+    IntGreedyCase,
+    KVCacheVerifyConfig,
+    VerifyConfig,
+)
 from caramba.errors import ConfigError, quote
+
+PATHS = {"student": "model.topology", "teacher": "model.teacher.manifest.topology"}
+DECODING_BENCHMARKS = (LatencyBenchmarkConfig, MemoryBenchmarkConfig, InferenceLadderConfig)
+
+
+def custom_layers_by_role(manifest: Manifest) -> dict[str, list[tuple[str, LayerConfig]]]:
+    """Return (path, layer) of the custom layers in a manifest's student and, if it has one, its teacher."""
+    teacher = manifest.model.teacher.manifest if manifest.model.teacher is not None else None
+    specs = {"student": manifest.model, "teacher": teacher}
+    return {
+        role: list(custom_layers(spec.topology, PATHS[role]))
+        for role, spec in specs.items()
+        if spec is not None
+    }
+
+
+def check_custom_layers(manifest: Manifest) -> None:
+    """Refuse to decode models that cannot decode, and separate documents in layers that may mix them.
+
+    Raises:
+        ConfigError: naming what decodes, the layer and the fixes.
+    """
+    layers = custom_layers_by_role(manifest)
+    undecodable = {
+        role: next(((path, layer) for path, layer in found if layer.decoding == "refused"), None)
+        for role, found in layers.items()
+    }
+    for group in manifest.groups_to_run():
+        for what, roles in _decoders(group):
+            for role in roles:
+                found = undecodable.get(role)
+                if found is not None:
+                    path, layer = found
+                    raise ConfigError(
+                        f"{what} decodes token by token, and {path} is a {layer.type}, which does not say how it is "
+                        f'decoded; set decoding = "per_token" or "cached" in {type(layer).__name__}, or remove what '
+                        "decodes (benchmark=none)"
+                    )
+        if not group.data.keeps_documents_apart:
+            continue
+        mixing = [item for found in layers.values() for item in found if item[1].decoding != "per_token"]
+        if mixing and (group.runs or group.benchmarks):
+            path, layer = mixing[0]
+            raise ConfigError(
+                f"group {group.name!r}: data.packing or data.document_mask separates documents, and {path} is a "
+                f"{layer.type}, which may look at other tokens and so across documents; leave documents joined, or set "
+                f'decoding = "per_token" in {type(layer).__name__} if it looks at none'
+            )
+
+
+def _decoders(group: GroupConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield what decodes in a group, and the models that it decodes."""
+    both = ("student", "teacher")
+    for run in group.runs:
+        yield from _decoding_runs(run)
+        for check in run.verify:
+            if _check_decodes(check):
+                yield f"run {run.id!r}: verify {check.type}", both
+    for bench in group.benchmarks:
+        if _benchmark_decodes(bench.config):
+            yield f"benchmark {quote(bench.id)} ({bench.config.type})", bench.models
+
+
+def _decoding_runs(run: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if run.sample is not None:
+        yield f"run {run.id!r}: mode=sample", (run.sample.role,)
+    elif run.mode == "chat":
+        yield f"run {run.id!r}: mode=chat", (run.chat.role if run.chat is not None else "student",)
+
+
+def _check_decodes(check: VerifyConfig) -> bool:
+    if isinstance(check, EvalVerifyConfig):
+        return any(isinstance(case, IntGreedyCase) for case in check.cases)
+    return isinstance(check, KVCacheVerifyConfig)
+
+
+def _benchmark_decodes(config: BenchmarkKind) -> bool:
+    if isinstance(config, PerplexityBenchmarkConfig):
+        return config.cache_kind is not None
+    return isinstance(config, DECODING_BENCHMARKS)
+
+
+@dataclass(frozen=True)
+class NotImplementedKey:
+    """A setting that is not implemented: its path, its value, and the work that will implement it."""
+
+    path: Path
+    value: Any
+    comes_with: str
+
+    def __str__(self) -> str:
+        return f"{show_path(self.path)}={_text(self.value)} is not built yet: it comes with {self.comes_with}"
+
+
+def find_unbuilt(value: Any, path: Path = ()) -> Iterator[NotImplementedKey]:
+    """Walk a schema object and yield every setting marked `Later` that is in use."""
+    if is_sequence(value):
+        for index, item in enumerate(value):
+            yield from find_unbuilt(item, (*path, index))
+    if not isinstance(value, BaseModel):
+        return
+    if isinstance(value, PendingBenchmarkConfig):
+        yield NotImplementedKey((*path, "type"), value.type, "the benchmark work")
+    for name, field in type(value).model_fields.items():
+        item = getattr(value, name)
+        for mark in field.metadata:
+            if isinstance(mark, Later) and _refused(mark, item, field.get_default(call_default_factory=True)):
+                yield NotImplementedKey((*path, name), item, mark.comes_with)
+        yield from find_unbuilt(item, (*path, name))
+
+
+def refuse_unbuilt(
+    manifest: Manifest, *, source: Source | None = None, origins: Mapping[Path, Path] | None = None
+) -> None:
+    """Raise when a manifest asks for behaviour that does not exist yet.
+
+    Raises:
+        ConfigError: naming each setting, its value, and the work it comes with.
+    """
+    lines: list[str] = []
+    for item in find_unbuilt(manifest):
+        path = retrace(item.path, origins or {})
+        where = format_place(path, source)
+        line = f"{NotImplementedKey(path, item.value, item.comes_with)}; remove it or choose another value{where}"
+        if line not in lines:
+            lines.append(line)
+    if lines:
+        raise ConfigError(
+            lines[0] if len(lines) == 1 else f"{len(lines)} settings:\n  " + "\n  ".join(lines[:10])
+        )
+
+
+def _refused(mark: Later, value: Any, default: Any) -> bool:
+    if not mark.values:
+        return default is PydanticUndefined or value != default
+    items: list[Any] = list_of(value) if is_sequence(value) else [value]
+    return any(type(item) is type(refused) and item == refused for item in items for refused in mark.values)
+
+
+def _text(value: Any) -> str:
+    if is_sequence(value):
+        return "[" + ", ".join(_text(item) for item in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "{…}" if isinstance(value, BaseModel | dict) else str(value)
+
 
 LONGEST_GENERATION = "longest of prompt_lengths + generation_lengths - 1"
 

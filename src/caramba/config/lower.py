@@ -6,16 +6,305 @@ error in the manifest is reported where it was written.
 
 from __future__ import annotations
 
+import math
+import pathlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from caramba.config.explicit_defaults import has_teacher_weights, infer_trained_model, write_explicit_defaults
 from caramba.config.names import nearest
 from caramba.config.narrowing import is_list, is_mapping, list_of, mapping_of
 from caramba.config.source import Path
-from caramba.config.train import PhaseConfig, PhaseName
-from caramba.errors import ConfigError
+from caramba.config.train import PhaseConfig, PhaseName, checkpointing_word
+from caramba.errors import ConfigError, bare, quote
+
+NEEDS_TEACHER = ("blockwise", "drift", "global")
+DEFAULT_SEED = 1337
+BATCH_SIZE = PhaseConfig.model_fields["batch_size"].default
+LEAST_WINDOW = 256  # tokens of a fidelity check, whatever training reads
+
+
+def write_explicit_defaults(
+    manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]
+) -> None:
+    """Make every setting that holds for more than one run explicit in each run, in place."""
+    settings = mapping_of(manifest.get("settings"))
+    _default_streams(manifest, settings)
+    for index, group in enumerate(list_of(manifest.get("groups"))):
+        if not is_mapping(group):
+            continue
+        if is_mapping(group.get("data")):
+            for key in ("tokenizer", "val_frac"):
+                if settings.get(key) is not None:
+                    group["data"] = {**group["data"], key: settings[key]}
+                    if settings[key] == "byte" and ("data", "vocab_size") not in given:
+                        group["data"].pop("vocab_size", None)  # it was that of another tokenizer
+                    origins["groups", index, "data", key] = ("settings", key)
+            group["data"] = _with_tokenizer(group["data"], mapping_of(manifest.get("model")), given)
+        runs = list_of(group.get("runs"))
+        if is_list(group.get("benchmarks")):
+            group["benchmarks"] = [dict(item) if is_mapping(item) else item for item in group["benchmarks"]]
+        for number, run in enumerate(runs):
+            if is_mapping(run) and is_mapping(run.get("train")):
+                later = [item["train"].get("phase") for item in runs[number + 1 :] if _trains(item)]
+                _default_run(
+                    run, manifest, settings, later, ("groups", index, "runs", number), origins, given
+                )
+        _default_windows(runs)
+        _default_controls(runs, mapping_of(manifest.get("debug")).get("max_steps"), given)
+    if not has_teacher_weights(manifest):
+        for group in list_of(manifest.get("groups")):
+            for item in list_of(mapping_of(group).get("benchmarks")):
+                if is_mapping(item):
+                    item.setdefault("models", ["student"])
+
+
+def _default_windows(runs: list[Any]) -> None:
+    """Give fidelity checks without a `block_size` the longest window that a run trains on, 256 tokens or more."""
+    trained = [run["train"].get("block_size") for run in runs if _trains(run)]
+    longest = max((size for size in trained if isinstance(size, int)), default=0)
+    for run in runs:
+        if is_mapping(run) and is_list(run.get("verify")):
+            run["verify"] = [
+                {**check, "block_size": max(longest, LEAST_WINDOW)} if _needs_window(check) else check
+                for check in run["verify"]
+            ]
+
+
+def _needs_window(check: Any) -> bool:
+    return is_mapping(check) and check.get("type") == "fidelity" and check.get("block_size") is None
+
+
+def _default_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Switch on the loggers that settings ask for; metrics.csv and events.jsonl need no switch."""
+    asked = settings.get("instrument")
+    words = [asked] if isinstance(asked, str) else list_of(asked)
+    streams = [name for name in ("hdf5", "tensorboard", "wandb") if name in words]
+    if settings.get("wandb") is True:
+        streams.append("wandb")
+    if streams:
+        logger = manifest.get("logger")
+        manifest["logger"] = {**(logger if is_mapping(logger) else {}), **dict.fromkeys(streams, True)}
+
+
+def _with_tokenizer(
+    data: Mapping[str, Any], model: Mapping[str, Any], given: Collection[Path]
+) -> dict[str, Any]:
+    """Return the data section with the value of tokenizer=auto, and the path of the model's.
+
+    Raises:
+        ConfigError: tokenizer=model with a size of its own, or where neither model nor teacher is a folder that has
+            one.
+    """
+    asked, found = data.get("tokenizer"), dict(data)
+    if data.get("type", "stdlib") != "stdlib" or asked not in ("auto", "model"):
+        return found
+    folder = _tokenizer_folder(model)
+    if asked == "auto" and (folder is None or ("data", "vocab_size") in given):
+        return found | {"tokenizer": "bpe"}
+    if folder is None:
+        raise ConfigError(
+            "data.tokenizer=model: neither model.path, model.checkpoint nor model.teacher.checkpoint is a folder with "
+            "tokenizer.json; name a Hugging Face folder there, or use data.tokenizer=bpe"
+        )
+    if ("data", "vocab_size") in given:
+        raise ConfigError(
+            f"data.vocab_size={bare(data.get('vocab_size'))}: data.tokenizer=model has the entries of {folder}; leave "
+            "vocab_size out, or use data.tokenizer=bpe"
+        )
+    found.pop("vocab_size", None)  # it is that of a tokenizer trained here
+    return found | {"tokenizer": "model", "tokenizer_path": str(folder)}
+
+
+def _tokenizer_folder(model: Mapping[str, Any]) -> pathlib.Path | None:
+    """Return the Hugging Face folder on this machine that a model or its teacher comes from, if it has a tokenizer."""
+    places = (model.get("path"), model.get("checkpoint"), mapping_of(model.get("teacher")).get("checkpoint"))
+    for place in places:
+        if isinstance(place, str) and (pathlib.Path(place).expanduser() / "tokenizer.json").is_file():
+            return pathlib.Path(place).expanduser().absolute()
+    return None
+
+
+def _trains(run: Any) -> bool:
+    return is_mapping(run) and is_mapping(run.get("train"))
+
+
+def _default_run(
+    run: dict[str, Any],
+    manifest: dict[str, Any],
+    settings: dict[str, Any],
+    later: list[Any],
+    here: Path,
+    origins: dict[Path, Path],
+    given: Collection[Path],
+) -> None:
+    train = {PhaseConfig.aliases.get(key, key): value for key, value in run["train"].items()}
+    run["train"] = train
+    for key in ("steps", "seed"):
+        if run.get(key) is None:
+            continue
+        if train.get(key) is not None and train[key] != run[key]:
+            raise ConfigError(
+                f"run {quote(run.get('id'))} sets {key}={bare(run[key])} and train.{key}={bare(train[key])}; keep one"
+            )
+        train[key] = run[key]
+        origins[(*here, "train", key)] = (*here, key)
+    run.pop("steps", None)
+    if train.get("seed") is None:
+        train["seed"] = manifest.get("seed", DEFAULT_SEED)
+    run["seed"] = train["seed"]
+    for key, setting in (("save_every", "save_every"), ("eval_every", "eval_iters")):
+        if train.get(key) is None and settings.get(setting) is not None:
+            train[key] = settings[setting]
+            origins[(*here, "train", key)] = ("settings", setting)
+    _default_checkpointing(run, mapping_of(manifest.get("parallel")), here, origins, given)
+    if train.get("device") is None:
+        train["device"] = manifest.get("device", "auto")
+    if train.get("trains") is None and run.get("exp") is not None and train.get("control") is not True:
+        train["trains"] = "variant"
+    elif train.get("trains") is None:
+        train["trains"] = infer_trained_model(train, later, manifest)
+    _shorten(run, manifest, here, origins, given)
+
+
+def infer_trained_model(train: Mapping[Any, Any], later: list[Any], manifest: Mapping[str, Any]) -> str:
+    """Return `teacher` or `student`: the model that a phase trains when it names none, with the phases after it."""
+    teaches = train.get("phase") == "pretrain" and any(phase in NEEDS_TEACHER for phase in later)
+    trains_teacher = train.get("control") is True or (teaches and _has_teacher(manifest))
+    return "teacher" if trains_teacher else "student"
+
+
+def _default_checkpointing(
+    run: dict[str, Any],
+    parallel: Mapping[str, Any],
+    here: Path,
+    origins: dict[Path, Path],
+    given: Collection[Path],
+) -> None:
+    """Give a phase `parallel.activation_checkpointing`: typed, it replaces a preset's value, else it fills in.
+
+    Raises:
+        ConfigError: it was typed together with another value of the phase.
+    """
+    key, train = "activation_checkpointing", run["train"]
+    asked, own = checkpointing_word(parallel.get(key)), checkpointing_word(train.get(key))
+    if asked is None:
+        return
+    typed = {path[-1] for path in given if path[0] == "train" and len(path) == 2}
+    typed |= {path[-1] for path in given if path[:2] == ("train", "phases") and _id_of(run) in path[2:3]}
+    is_typed = key in {PhaseConfig.aliases.get(str(name), name) for name in typed}
+    if ("parallel", key) in given and is_typed and own != asked:
+        raise ConfigError(
+            f"parallel.{key}={bare(asked)} and train.{key}={bare(own)} of run {quote(run.get('id'))} are the same "
+            "setting; keep one"
+        )
+    if own is None or (("parallel", key) in given and not is_typed):
+        train[key] = asked
+        origins[(*here, "train", key)] = ("parallel", key)
+
+
+def _default_controls(runs: list[Any], most: Any, given: Collection[Path]) -> None:
+    """Give each control as many steps as it takes to see what the student's phases see.
+
+    Raises:
+        ConfigError: the steps of a control were typed.
+    """
+    phases = [run["train"] for run in runs if _trains(run)]
+    samples = sum(_samples(phase) for phase in phases if phase.get("trains") == "student")
+    for run in runs:
+        phase: dict[str, Any] = run["train"] if _trains(run) else {}
+        if phase.get("control") is True:
+            if ("train", "phases", _id_of(run), "steps") in given:
+                raise ConfigError(
+                    f"train.phases.{bare(run.get('id'))}.steps: a control reads what the student's phases read, "
+                    "so its steps follow from theirs; leave it out"
+                )
+            if "auto" in (item.get("batch_size") for item in (phase, *phases)):
+                raise ConfigError(
+                    f"run {quote(run.get('id'))}: a control reads what the student's phases read, whose "
+                    "batch_size=auto is known on the machine only; give batch_size a number"
+                )
+            per_step = _samples({**phase, "steps": 1})
+            steps = max(1, -(-samples // per_step)) if per_step else 1
+            phase["steps"] = min(steps, most) if isinstance(most, int) else steps
+            if isinstance(phase.get("warmup_steps"), int):
+                phase["warmup_steps"] = min(phase["warmup_steps"], phase["steps"])
+
+
+def _samples(phase: Mapping[str, Any]) -> int:
+    """Windows that a phase reads; 0 when a value is not a number, which the schema refuses afterwards."""
+    sizes = [
+        phase.get("steps"),
+        phase.get("batch_size", BATCH_SIZE),
+        phase.get("gradient_accumulation_steps", 1),
+    ]
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return math.prod(numbers) if len(numbers) == len(sizes) else 0
+
+
+def _shorten(
+    run: dict[str, Any],
+    manifest: dict[str, Any],
+    here: Path,
+    origins: Mapping[Path, Path],
+    given: Collection[Path],
+) -> None:
+    """Apply debug.max_steps, and let a warm-up that nobody asked for follow a shorter run (a tenth of it)."""
+    train = run["train"]
+    debug = manifest.get("debug")
+    most = debug.get("max_steps") if is_mapping(debug) else None
+    if isinstance(most, int) and isinstance(train.get("steps"), int):
+        train["steps"] = min(train["steps"], most)
+    steps, warmup = train.get("steps"), train.get("warmup_steps")
+    typed = {
+        ("train", "warmup_steps"),
+        ("train", "phases", _id_of(run), "warmup_steps"),
+        (*here, "train", "warmup_steps"),
+    }
+    changed = (
+        isinstance(most, int)
+        or bool(
+            {
+                ("train", "steps"),
+                ("train", "phases", _id_of(run), "steps"),
+                (*here, "train", "steps"),
+                (*here, "steps"),
+            }
+            & set(given)
+        )
+        or origins.get((*here, "train", "steps")) == ("train", "steps")
+    )
+    if (
+        changed
+        and isinstance(steps, int)
+        and isinstance(warmup, int)
+        and warmup > steps
+        and not typed & set(given)
+    ):
+        train["warmup_steps"] = steps // 10
+
+
+def _has_teacher(manifest: Mapping[str, Any]) -> bool:
+    model = manifest.get("model")
+    return is_mapping(model) and is_mapping(model.get("teacher"))
+
+
+def has_teacher_weights(manifest: Mapping[str, Any]) -> bool:
+    """Whether a settled manifest has a teacher whose weights are given or trained by one of its runs."""
+    if not _has_teacher(manifest):
+        return False
+    if manifest["model"]["teacher"].get("checkpoint"):
+        return True
+    groups = [group for group in list_of(manifest.get("groups")) if is_mapping(group)]
+    runs = [run for group in groups for run in list_of(group.get("runs")) if _trains(run)]
+    return any(run["train"].get("trains") == "teacher" and not run["train"].get("control") for run in runs)
+
+
+def _id_of(run: Mapping[str, Any]) -> str | None:
+    """Return the id of a run as typed; None if it is no text, which validation refuses by name."""
+    value = run.get("id")
+    return value if isinstance(value, str) else None
+
 
 SHARED = (
     *(

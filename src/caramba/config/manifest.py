@@ -11,11 +11,10 @@ from caramba.config.base import SLUG, Config, Later, Seed, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback, MetricLogger
-from caramba.config.fit import FitConfig
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.layer import Positive
-from caramba.config.model import ModelConfig
+from caramba.config.model import FitConfig, ModelConfig
 from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.parse import parse_as

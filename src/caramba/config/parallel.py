@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from caramba.config.base import Config
-from caramba.config.checkpointing import Checkpointing
 from caramba.config.layer import Positive
 from caramba.config.narrowing import is_sequence
+from caramba.config.train import Checkpointing
 
 StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp", "pipeline"]
 SHARDED = ("fsdp2", "fsdp2_tp")

@@ -2,19 +2,146 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from caramba.config.extension import KINDS, ExtensionConfig
 from caramba.config.layer_base import Decoding, LayerConfig
+from caramba.config.names import nearest
 from caramba.config.node import NodeConfig, is_own, type_of
-from caramba.config.plugin_target import check_target
+from caramba.config.plugin_import import is_installed, load_from_source, root_of
 from caramba.config.topology import TopologyConfig
-from caramba.config.user_traceback import shown
+from caramba.config.user_traceback import shown, user_traceback
 from caramba.errors import ConfigError
+
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def check_target(schema: type[NodeConfig], place: str) -> None:
+    """Check that the module of a target exists and that its source defines the class.
+
+    Whether that is a torch module is known for sure when it is imported, with the model; what cannot be one, a
+    function, a value, a class without a base, is refused here.
+
+    Raises:
+        ConfigError: naming the target, and the nearest name where there is one.
+    """
+    target: Any = schema.target
+    name = f"{schema.__name__}.target={target!r}"
+    if not isinstance(target, str) or not _TARGET.fullmatch(target):
+        raise ConfigError(f"{name} is not 'module:Class', such as 'my_pkg.layers_impl:MyLayer' ({place})")
+    module, _, wanted = target.partition(":")
+    _read_own_source(module.partition(".")[0])
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        spec = None
+    except Exception as error:  # a package that the module is in runs when it is looked for
+        raise ConfigError(
+            f"{name}: {module} cannot be looked for: {user_traceback(error)} ({place})"
+        ) from error
+    if spec is None:
+        raise ConfigError(f"{name}: there is no module {module}; correct the target ({place})")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return  # compiled: there is no source to read
+    file = Path(spec.origin)
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: {shown(file)} is not Python: {user_traceback(error)} ({place})"
+        ) from error
+    names = _names(tree.body)
+    if "*" in names and wanted not in names:
+        return
+    if wanted not in names:
+        raise ConfigError(
+            f"{name}: {shown(file)} has no {wanted}{nearest(wanted, names) or ';'} correct the target ({place})"
+        )
+    found = names[wanted]
+    if issubclass(schema, ExtensionConfig):
+        problem = _signature_problem(found, schema)
+        if problem is not None:
+            raise ConfigError(
+                f"{name} {problem} ({shown(file)}:{found.lineno}); expected {schema.signature()} ({place})"
+            )
+        return
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or _has_no_base(found):
+        what = "a class without a base" if isinstance(found, ast.ClassDef) else "a function"
+        raise ConfigError(
+            f"{name} is {what} ({shown(file)}:{found.lineno}), expected a subclass of torch.nn.Module ({place})"
+        )
+
+
+def _signature_problem(node: ast.stmt, schema: type[ExtensionConfig]) -> str | None:
+    """Return how the source of an extension's target differs from its kind; methods of other files are not read."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return "is a function"
+    if not isinstance(node, ast.ClassDef):
+        return None
+    if schema.base is not None and _has_no_base(node):
+        return "is a class without a base"
+    own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    for method, wanted in schema.methods.items():
+        if method in own:
+            arguments = own[method].args
+            given = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
+            required = len(given) - len(arguments.defaults)
+            if (len(given) < len(wanted) and arguments.vararg is None) or required > len(wanted):
+                return f"has {method}({', '.join(('self', *given))})"
+        elif not node.bases and not node.decorator_list:
+            return f"has no {method}"
+    return None
+
+
+def _read_own_source(top: str) -> None:
+    """Have a target's package read from source as its schema's is, unless it is another one that is installed."""
+    with contextlib.suppress(ImportError, ValueError):  # which the search for the target tells
+        spec = importlib.util.find_spec(top)
+        if spec is None or spec.origin is None:
+            return
+        if not any(is_installed(folder) for folder in Path(spec.origin).parents):
+            load_from_source(top, None)
+
+
+def _has_no_base(node: ast.stmt) -> bool:
+    """Whether a statement is a class that is made from nothing but `object`."""
+    if not isinstance(node, ast.ClassDef) or node.decorator_list or node.keywords:
+        return False
+    return all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
+
+
+def _names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return what a module's statements bind, by name; `*` where an import brings names that only it knows."""
+    found: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(item.asname or item.name).partition(".")[0]: node for item in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {
+                item.id: node for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)
+            }
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            parts = [node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
+            parts += [handler.body for handler in getattr(node, "handlers", [])]
+            for part in parts:
+                found |= _names(part)
+    return found
+
 
 METHODS = "parameter_shapes() and, without a field d_model, infer(width)"
 
@@ -153,3 +280,119 @@ def _is_of(module: str, package: str) -> bool:
 def _is_live(schema: type) -> bool:
     """Whether a class is what its module has under its name: one of an import that failed waits to be cleared away."""
     return vars(sys.modules.get(schema.__module__, schema)).get(schema.__name__) is schema
+
+
+COMPILED = (".so", ".pyd", ".pyc")  # the last without a source next to it
+
+
+@dataclass(frozen=True)
+class PluginSource:
+    """What a plugin is made of: its file, the SHA-256 of each of its source files by path below the folder that holds
+    it, and its version where it is an installed distribution."""
+
+    module: str
+    file: str
+    files: dict[str, str]
+    version: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """One SHA-256 of all files, wherever the folder is."""
+        text = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.files.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_source(name: str) -> PluginSource:
+    """Read the source of a plugin that is imported. Nothing is imported for it.
+
+    Modules are followed through their import statements, at any depth of them, if they are next to the plugin:
+    in the same folder, or, of an installed one, in the same package.
+    """
+    module = sys.modules[name]
+    root = root_of(module, keeps_installed=True)
+    file = str(getattr(module, "__file__", ""))
+    if root is None and not file:
+        return PluginSource(name, file, {})
+    is_installed = root_of(module) is None
+    schemas = [schema for schema in schemas_of(module) if "target" in schema.__dict__]
+    begin = [name, *(schema.__module__ for schema in schemas), *_targets(schemas)]
+    tops = {item.partition(".")[0] for item in begin} if is_installed else None
+    files = {
+        where: hashlib.sha256(path.read_bytes()).hexdigest()
+        for where, path in _closure(root, begin, tops).items()
+    }
+    return PluginSource(name, file, files, _version(name) if is_installed else None)
+
+
+def _targets(schemas: list[type[NodeConfig]]) -> list[str]:
+    return [schema.target.partition(":")[0] for schema in schemas]
+
+
+def _closure(root: Path | None, begin: list[str], tops: set[str] | None) -> dict[str, Path]:
+    """Return the files of modules and of all that they import from their folder, by their path below `root`.
+
+    With `tops` of these packages alone. Paths follow modules if an installation maps these to folders of other names.
+    """
+    found: dict[str, Path] = {}
+    pending = list(begin)
+    seen: set[str] = set()
+    while pending:
+        name = pending.pop()
+        top = name.partition(".")[0]
+        if name in seen or top == "caramba" or (tops is not None and top not in tops):
+            continue
+        seen.add(name)
+        parts = name.split(".")
+        pending.extend(".".join(parts[:depth]) for depth in range(1, len(parts)))  # packages run first
+        path = _file(_mapped(parts) if root is None else root.joinpath(*parts))
+        if path is None:
+            continue
+        found["/".join(parts) + _end(path) if root is None else path.relative_to(root).as_posix()] = path
+        if path.suffix == ".py":
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            pending.extend(_imports(path, package))
+    return found
+
+
+def _mapped(parts: list[str]) -> Path | None:
+    """Return the path of a module by the nearest package above it that is loaded, or by itself; its file may not be."""
+    for depth in range(len(parts), 0, -1):
+        places = [*getattr(sys.modules.get(".".join(parts[:depth])), "__path__", ())]
+        if places:
+            return Path(places[0]).joinpath(*parts[depth:])
+    file = getattr(sys.modules.get(parts[0]), "__file__", None) if len(parts) == 1 else None
+    return None if file is None else Path(file).with_suffix("")
+
+
+def _end(path: Path) -> str:
+    return f"/{path.name}" if path.name == "__init__.py" else path.name[path.name.index(".") :]
+
+
+def _file(place: Path | None) -> Path | None:
+    if place is None:
+        return None
+    for path in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+        if path.is_file():
+            return path
+    beside = sorted(place.parent.glob(f"{place.name}.*")) if place.parent.is_dir() else []
+    return next((path for path in beside if path.suffix in COMPILED), None)
+
+
+def _imports(path: Path, package: str) -> Iterator[str]:
+    """Yield the modules that a file imports, those inside of functions too; a name of one may be a module or not."""
+    for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from (item.name for item in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if package else []
+                base = ".".join([*above, *([base] if base else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{item.name}" for item in node.names if item.name != "*")
+
+
+def _version(name: str) -> str | None:
+    owners = importlib.metadata.packages_distributions().get(name.partition(".")[0], [])
+    return importlib.metadata.version(owners[0]) if owners else None

@@ -16,8 +16,7 @@ from caramba.config.base import Config
 from caramba.config.narrowing import is_mapping, is_sequence, mapping_of
 from caramba.config.node import NodeConfig, type_of, types_kept
 from caramba.config.parse import parse_as
-from caramba.config.plugin_import import check_folder, import_module, root_of
-from caramba.config.plugin_loader import holds
+from caramba.config.plugin_import import check_folder, holds, import_module, root_of
 from caramba.config.plugin_types import check_types, schemas_of
 from caramba.config.source import Path, Source, format_place
 from caramba.errors import ConfigError, quote

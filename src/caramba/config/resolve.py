@@ -2,14 +2,177 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
-from caramba.config.expansion import MOST_DEPTH, MOST_NODES, MOST_TEXT, too_deep, too_large
 from caramba.config.names import nearest
 from caramba.config.narrowing import is_list, is_mapping
 from caramba.config.source import Path, Source, format_place, is_index, show_path
 from caramba.errors import ConfigError, quote
+
+MOST_FILE_BYTES = 8_000_000
+MOST_NODES = 30_000
+"""Keys, list items and scalars after expansion. The largest preset has under 2,000."""
+MOST_OPTION_NODES = 5_000
+"""Of a group option: Hydra merges it several times, and takes 0.3 ms a node."""
+MOST_TEXT = 8_000_000
+"""Characters of all scalars after expansion."""
+MOST_DIGITS = 100
+"""Of a whole number. Python refuses to print one of over 4,300."""
+MOST_DEPTH = 64
+"""Mappings and lists inside each other. The presets have under 15."""
+
+
+def load_nodes(text: str, name: str, most_nodes: int = MOST_NODES) -> Any:
+    """Return the nodes of a YAML text, None if it is empty, after a check of the limits.
+
+    Nothing is expanded: an anchor's size is counted once and added for each alias. Scalars are resolved as by
+    OmegaConf: `1e3` is a number, a date is a text.
+
+    Raises:
+        ConfigError: the text is larger, deeper, or expands to more than the limits, or an anchor contains itself.
+        yaml.YAMLError: the text is not YAML.
+    """
+    import yaml
+
+    # Every node of a text follows one of these.
+    n_marks = sum(text.count(mark) for mark in (",", "[", "{", "\n", ": ", "- "))
+    if n_marks > 4 * MOST_NODES:
+        raise too_large(name, most_nodes)
+    if len(text) > MOST_FILE_BYTES:
+        raise ConfigError(
+            f"{name}: has {len(text):,} characters, expected at most {MOST_FILE_BYTES:,}; shorten the file"
+        )
+    try:
+        root: Any = _loader()(text).get_single_node()
+    except RecursionError:
+        raise too_deep(name) from None
+    except yaml.YAMLError as error:
+        if "nesting" in str(error):  # libyaml's own limit
+            raise too_deep(name) from None
+        raise
+    if root is not None:
+        _check(root, name, most_nodes)
+    return root
+
+
+def load_tree(text: str, name: str) -> Any:
+    """Return what a YAML text holds, as `load_nodes` checks it.
+
+    Raises:
+        ConfigError: as `load_nodes`, or a value that is no mapping, list, text, number, boolean or null.
+        yaml.YAMLError: the text is not YAML, or a mapping has a key twice.
+    """
+    root = load_nodes(text, name)
+    return None if root is None else _loader()("").construct_document(root)
+
+
+@functools.cache
+def _loader() -> Any:
+    """Return the loader: libyaml's parser where PyYAML has it, ten times as fast, under the rules of OmegaConf."""
+    import yaml
+
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set[str]()
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:str" and key.value in seen:
+                    text = f"found duplicate key {quote(key.value)}"
+                    raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+                if isinstance(key.value, str):
+                    seen.add(key.value)
+            made: Any = super()
+            return made.construct_mapping(node, deep=deep)
+
+    plain = {"map", "seq", "str", "int", "float", "bool", "null", "merge", "value"}
+    tags = {f"tag:yaml.org,2002:{name}" for name in plain}
+    Loader.yaml_constructors = {
+        tag: made for tag, made in base.yaml_constructors.items() if tag in tags or tag is None
+    }
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag in tags]
+        for first, resolvers in base.yaml_implicit_resolvers.items()
+    }
+    exponents = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponents, list("-+0123456789."))
+    return Loader
+
+
+def too_deep(name: str) -> ConfigError:
+    """Return the error about nesting."""
+    return ConfigError(f"{name}: nests deeper than {MOST_DEPTH} levels; flatten it")
+
+
+def too_large(name: str, most_nodes: int = MOST_NODES) -> ConfigError:
+    """Return the error about what anchors or references expand to."""
+    return ConfigError(
+        f"{name}: anchors or references expand to more than {most_nodes:,} values or {MOST_TEXT:,} characters; "
+        "repeat less"
+    )
+
+
+def _check(root: Any, name: str, most_nodes: int) -> None:
+    """Count nodes, text and depth after expansion, each node of the graph once."""
+    sizes: dict[int, tuple[int, int, int]] = {}
+    paths: dict[int, Path] = {id(root): ()}
+    active: set[int] = set()
+    stack: list[tuple[Any, bool]] = [(root, False)]
+    while stack:
+        node, is_counted = stack.pop()
+        key = id(node)
+        if key in sizes:
+            continue
+        children = _children(node)
+        if not is_counted and children:
+            if len(active) > MOST_DEPTH:
+                raise too_deep(_where(node, name, paths))
+            active.add(key)
+            stack.append((node, True))
+            for label, child in children:
+                if id(child) in active:
+                    raise ConfigError(
+                        f"{name}:{child.start_mark.line + 1}: an anchor contains itself; remove its alias"
+                    )
+                paths.setdefault(id(child), paths[key] if label is None else (*paths[key], label))
+                stack.append((child, False))
+            continue
+        active.discard(key)
+        parts = [sizes[id(child)] for _, child in children]
+        nodes = 1 + sum(part[0] for part in parts)
+        text = (len(node.value) if isinstance(node.value, str) else 0) + sum(part[1] for part in parts)
+        depth = 1 + max((part[2] for part in parts), default=0)
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+            raise ConfigError(
+                f"{_where(node, name, paths)}: a whole number of {len(node.value):,} digits, expected at most "
+                f"{MOST_DIGITS}; write fewer"
+            )
+        if depth > MOST_DEPTH:
+            raise too_deep(_where(node, name, paths))
+        if nodes > most_nodes or text > MOST_TEXT:
+            raise too_large(_where(node, name, paths), most_nodes)
+        sizes[key] = (nodes, text, depth)
+
+
+def _where(node: Any, name: str, paths: dict[int, Path]) -> str:
+    path = show_path(paths[id(node)])
+    return f"{name}:{node.start_mark.line + 1}{': ' + path if path else ''}"
+
+
+def _children(node: Any) -> list[tuple[str | int | None, Any]]:
+    """Return the nodes inside a node, each with its part of the path; a key is at the path of its mapping."""
+    if isinstance(node.value, str):
+        return []
+    found: list[tuple[str | int | None, Any]] = []
+    items: list[Any] = node.value  # of a mapping pairs of nodes, of a list nodes
+    if node.id == "sequence":
+        return list(enumerate(items))
+    for key, value in items:
+        found += [(None, key), (key.value if isinstance(key.value, str) else "?", value)]
+    return found
+
 
 MISSING = "???"
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from caramba.config.attention_weights import COPIED
+from caramba.config.attention import COPIED
 from caramba.distill.block_loss import AttentionDivergence, sample_queries
 from caramba.distill.block_step import BlockStep
 from caramba.distill.block_targets import BlockTargets

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from caramba.config.phase_checks import check_block_steps
-from caramba.config.train import ConvergenceConfig
+from caramba.config.train import ConvergenceConfig, check_block_steps
 
 SMOOTHING = 0.98
 RECORD_EVERY = 10

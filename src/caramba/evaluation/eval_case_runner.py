@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from caramba.config.eval_cases import (
+from caramba.config.verify import (
     KINDS,
     AccuracyBounds,
     ChoiceLogprobCase,

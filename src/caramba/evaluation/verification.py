@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.model import ModelSpec
-from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, VerifyConfig
+from caramba.config.verify import CompareVerifyConfig, EvalVerifyConfig, FidelityVerifyConfig, VerifyConfig
 from caramba.data import TokenDataset, Tokenizer, load_tokenizer
 from caramba.errors import ConfigError, VerificationFailed
 from caramba.evaluation.compare import compare

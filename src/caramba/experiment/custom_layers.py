@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from caramba.config.decoding import custom_layers_by_role
+from caramba.config.crosscheck import custom_layers_by_role
 from caramba.config.extension import ExtensionConfig
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from caramba import kernels
 from caramba.config.manifest import Manifest
 from caramba.config.model import ModelSpec
-from caramba.config.pipeline import pipeline_problem
+from caramba.config.parallel_check import pipeline_problem
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data.group_text import open_text

@@ -12,8 +12,7 @@ import torch
 from caramba import __version__
 from caramba.config.estimate import ParallelLayout, model_cost, rank_bytes, variant
 from caramba.config.manifest import RunConfig
-from caramba.config.phase_checks import check_batch_is_given
-from caramba.config.train import PhaseConfig
+from caramba.config.train import PhaseConfig, check_batch_is_given
 from caramba.console import logger
 from caramba.errors import BatchReduced, ConfigError, OutOfMemory
 from caramba.experiment.planning import Budget, Candidate, PlanningContext, Trial, TrialProcess, decide

@@ -13,12 +13,12 @@ from torch.utils.data import Subset
 
 from caramba import kernels, surgery
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
-from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs, check_surgery, keeps_copied, makes_student
 from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
+from caramba.config.verify import EvalVerifyConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.data.checkpoint import fingerprint

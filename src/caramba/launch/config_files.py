@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path as File
 from typing import Any
 
-from caramba.config.expansion import load_nodes
+from caramba.config.resolve import load_nodes
 from caramba.config.source import Path
 
 

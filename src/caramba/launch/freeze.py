@@ -9,12 +9,11 @@ from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from caramba.config.composition import Composition
-from caramba.config.crosscheck import check_vocabulary, cross_check
-from caramba.config.fit import FitConfig
+from caramba.config.crosscheck import check_vocabulary, cross_check, refuse_unbuilt
 from caramba.config.lower import Lowered, lower_file, lower_groups
 from caramba.config.manifest import GroupConfig, Manifest, parse_manifest
+from caramba.config.model import FitConfig
 from caramba.config.names import nearest
-from caramba.config.not_implemented import refuse_unbuilt
 from caramba.config.parse import parse_as
 from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, format_place, read_path

@@ -10,8 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from caramba.config.expansion import load_tree
-from caramba.config.resolve import resolve
+from caramba.config.resolve import load_tree, resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, quote
 from caramba.launch.config_files import MergedFile, Origin, SetPath, groups, show_file

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from caramba.config.expansion import MOST_OPTION_NODES, load_nodes
 from caramba.config.names import nearest
+from caramba.config.resolve import MOST_OPTION_NODES, load_nodes
 from caramba.errors import ConfigError
 from caramba.launch.config_files import config_file, show_file
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from caramba.config.tensor_parallel import check_dropout, check_features, dims_of_rank
+from caramba.config.parallel_check import check_dropout, check_features, dims_of_rank
 from caramba.errors import ConfigError
 from caramba.layer import (
     AttentionLayer,

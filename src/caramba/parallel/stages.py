@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from caramba.config.model import ModelSpec
-from caramba.config.pipeline import pipeline_problem, stack_of
+from caramba.config.parallel_check import pipeline_problem, stack_of
 from caramba.errors import ConfigError
 from caramba.model import Model
 from caramba.model.topology import NestedTopology, Topology

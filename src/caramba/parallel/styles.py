@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from caramba.config.tensor_parallel import dims_of_rank
+from caramba.config.parallel_check import dims_of_rank
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.latent import LatentProjection

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from caramba.config.manifest import Manifest
-from caramba.config.plugin_files import PluginSource, read_source
+from caramba.config.plugin_types import PluginSource, read_source
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.runs.files import write_json
 

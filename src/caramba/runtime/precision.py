@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from caramba.config.phase_checks import CPU_PRECISIONS, check_precision, dtype_of
-from caramba.config.train import PhaseConfig
+from caramba.config.train import CPU_PRECISIONS, PhaseConfig, check_precision, dtype_of
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from caramba.config.composition import PartialPhase
-from caramba.config.engine import EngineConfig
-from caramba.config.generate import SpeculativeConfig
+from caramba.config.generate import EngineConfig, SpeculativeConfig
 from caramba.config.schema import json_schema, key_table
 
 MOST_WORDS = 60

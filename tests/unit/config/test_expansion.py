@@ -10,8 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from caramba.cli import main
-from caramba.config.expansion import load_nodes, load_tree
-from caramba.config.resolve import resolve
+from caramba.config.resolve import load_nodes, load_tree, resolve
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.config.not_implemented import refuse_unbuilt
+from caramba.config.crosscheck import refuse_unbuilt
 from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError

@@ -9,9 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.model import ModelSpec
-from caramba.config.verify import KVCacheVerifyConfig
+from caramba.config.verify import EvalVerifyConfig, KVCacheVerifyConfig
 from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError, VerificationFailed
 from caramba.evaluation import prepare_verification, verify

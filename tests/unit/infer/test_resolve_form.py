@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from caramba.config.engine import EngineConfig
-from caramba.config.generate import Compiled, GenerateConfig
+from caramba.config.generate import Compiled, EngineConfig, GenerateConfig
 from caramba.data import ByteTokenizer
 from caramba.infer import Generator, SpeculativeGenerator, device_steps, speculative
 from caramba.infer.chat_session import ChatSession

@@ -9,8 +9,7 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from caramba.cli import main
-from caramba.config.engine import EngineConfig
-from caramba.config.generate import GenerateConfig, SpeculativeConfig
+from caramba.config.generate import EngineConfig, GenerateConfig, SpeculativeConfig
 from caramba.config.quantise import CalibrationConfig
 from caramba.launch import argv
 from caramba.launch.commands.help import FLAGS

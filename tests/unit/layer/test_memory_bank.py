@@ -14,7 +14,7 @@ from caramba.config.estimate.model import model_cost
 from caramba.config.layer import MemoryBankLayerConfig
 from caramba.config.memory_bank import SPARE_TOKENS
 from caramba.config.model import ModelSpec
-from caramba.config.tensor_parallel import check_layers
+from caramba.config.parallel_check import check_layers
 from caramba.errors import ConfigError
 from caramba.infer import Generator, SpeculativeGenerator
 from caramba.infer.engine import Engine

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context, LatentLayerKVCache
-from caramba.config.attention_cost import uses_split_keys
+from caramba.config.attention import uses_split_keys
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import (

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.model.model_specs import NORM, attention, block, spec, transformer
 from torch import nn
 
-from caramba.config.tensor_parallel import dims_of_rank
+from caramba.config.parallel_check import dims_of_rank
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
 from caramba.parallel import tensor_parallel_plan

@@ -8,7 +8,7 @@ from fractions import Fraction
 from caramba.config.cost import Cost, Unknown, Width, WidthError
 from caramba.config.kvcache import KVCacheKind, Streams
 from caramba.config.model import ModelConfig, ModelSpec
-from caramba.config.own_layer import LayerError
+from caramba.config.topology import LayerError
 from caramba.errors import ConfigError
 
 ATTENTION = ("AttentionLayer", "MemoryBankLayer")

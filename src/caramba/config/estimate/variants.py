@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from caramba.config.attention import AttentionLayerConfig
-from caramba.config.controls import map_attention
 from caramba.config.estimate.model import model_cost
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.config.manifest import ExperimentName, Manifest
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
-from caramba.config.tensor_parallel import check_layers
+from caramba.config.parallel_check import check_layers
+from caramba.config.surgery import map_attention
 from caramba.config.topology import TopologyConfig
 from caramba.errors import ConfigError
 

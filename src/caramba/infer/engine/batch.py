@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from caramba.config.engine import EngineConfig
-from caramba.config.generate import GenerateConfig
+from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
 from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache

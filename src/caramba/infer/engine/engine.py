@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from caramba.config.cache_policy import CacheKeys
-from caramba.config.engine import EngineConfig
-from caramba.config.generate import GenerateConfig
+from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.cache import Context, SlotContext
 from caramba.cache.slot_context import IDLE
-from caramba.config.engine import EngineConfig
+from caramba.config.generate import EngineConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.console import logger
 from caramba.errors import ConfigError

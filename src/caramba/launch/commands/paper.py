@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from caramba.config.crosscheck import find_unbuilt
 from caramba.config.names import nearest
-from caramba.config.not_implemented import find_unbuilt
 from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from caramba.config.crosscheck import refuse_unbuilt
 from caramba.config.manifest import Manifest
-from caramba.config.not_implemented import refuse_unbuilt
 from caramba.errors import ConfigError
 from caramba.launch.argv import parse_command
 from caramba.launch.preflight import check_extras, check_weights

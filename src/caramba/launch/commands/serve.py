@@ -7,7 +7,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from caramba.config.engine import EngineConfig
+from caramba.config.generate import EngineConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.data import Tokenizer

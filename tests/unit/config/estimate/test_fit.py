@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.estimate import as_json, check_widths, fit, model_cost, plan, render_text
-from caramba.config.fit import FitConfig, parse_count
 from caramba.config.layer import SwiGLULayerConfig
-from caramba.config.model import ModelConfig
+from caramba.config.model import FitConfig, ModelConfig, parse_count
 from caramba.config.topology import NestedTopologyConfig, TopologyConfig
 from caramba.errors import ConfigError
 from tests.unit.config.estimate.presets import compose_model, manifest
