@@ -139,7 +139,7 @@ def test_teacher_outputs_are_kept_reused_and_capped(teacher: Path, tmp_path: Pat
     assert not list(folders[3].rglob("*.safetensors")), "refused before anything is transplanted"
 
 
-def test_kept_logits_low_rank_updates_and_an_average_survive_a_kill(
+def test_stored_logits_low_rank_updates_and_an_average_survive_a_kill(
     teacher: Path, tmp_path: Path, cache: Path
 ) -> None:
     home = tmp_path / "home"
@@ -152,7 +152,7 @@ def test_kept_logits_low_rank_updates_and_an_average_survive_a_kill(
         "train.phases.global.objective=mixed",
         "+train.phases.global.kl_weight=0.7",
         "+train.phases.global.temperature=2.0",
-        "+train.phases.global.cache_teacher_outputs=true",
+        f"+train.phases.global.teacher_logits={{path: {tmp_path / 'store'}, top_k: 64}}",
         "+train.phases.global.lora={rank: 2, dropout: 0.1}",
         "+train.phases.global.ema_decay=0.9",
         "+train.phases.global.vocab_chunk=50",
@@ -161,11 +161,18 @@ def test_kept_logits_low_rank_updates_and_an_average_survive_a_kill(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    run, _ = launch(words, whole, home)
+    run, printed = launch(words, whole, home)
+    assert "24 windows, 0 stored, 24 to write" in printed
+    sizes = {file.stat().st_size for file in (tmp_path / "store").rglob("*.targets")}
+    assert max(sizes) < 64 * (64 * 4 + 4) + 500, "16 bits an entry, 16 its index"
     status = interrupt_when("runs/*/*/checkpoints/global.state.pt", words, killed, home, signal.SIGKILL)
     assert status == -signal.SIGKILL
     done = caramba(["resume", str(only_run(killed))], killed, home)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "24 windows, 24 stored, 0 to write" in done.stdout
+    other = caramba([*words, "train.phases.global.teacher_logits.top_k=32"], tmp_path, home)
+    assert other.returncode == 2, other.stdout + other.stderr
+    assert "top_k: stored 64, this run 32" in other.stderr
     ours = load_tensors(only_run(killed) / "checkpoints/global.safetensors")
     theirs = load_tensors(run / "checkpoints/global.safetensors")
     assert ours.keys() == theirs.keys() == load_tensors(run / "checkpoints/transplant.safetensors").keys()

@@ -63,6 +63,24 @@ class ConvergenceConfig(Config):
     )
 
 
+class TeacherLogitsConfig(Config):
+    """Teacher's distributions that are stored once and read in place of a forward, by every run that names `path`.
+
+    A window that is not stored yet is computed and stored, so the first run of a sweep pays for the teacher. Bytes a
+    token: 4 top_k + 4, or 6 top_k + 4 for vocabularies above 65,536.
+    """
+
+    path: Annotated[str, Field(min_length=1)] = Field(description="folder of the store; made where missing")
+    top_k: Positive = Field(
+        default=96, description="likeliest entries of a token that are stored, in 16 bits"
+    )
+    tail: bool = Field(
+        default=True,
+        description="store the exact mass of all other entries, which counts as one entry of the loss; false: the "
+        "top_k are renormalised",
+    )
+
+
 class LoraConfig(Config):
     """Train low-rank updates W + (alpha / rank) B A of the `targets` linear layers; merged at the end.
 
@@ -88,6 +106,7 @@ OWN_KEYS = {
     "attention_kl": BLOCK_PHASES,
     "trainable": BLOCK_PHASES,
     "lora": ("global",),
+    "teacher_logits": ("global",),
 }
 
 
@@ -233,6 +252,11 @@ class PhaseConfig(Config):
     teacher_top_k: Positive = Field(
         default=64, description="logits per token that a cached global phase keeps"
     )
+    teacher_logits: TeacherLogitsConfig | None = Field(
+        default=None,
+        description="store of the teacher's logits that runs share; only phase=global with objective kl or mixed; "
+        "unset: the teacher runs at every step",
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] | None = Field(
         default=None, description="device of this phase: auto, cpu, cuda or mps; unset: the device of the run"
     )
@@ -350,11 +374,21 @@ class PhaseConfig(Config):
                 f"cross_entropy=dense is of a phase that reads the data alone, got phase={self.phase} with "
                 f"objective={self.objective}; remove it"
             )
-        if self.hidden_weight and (self.objective == "ce" or self.cache_teacher_outputs):
+        if self.hidden_weight and (self.objective == "ce" or self.stores_teacher):
+            store = "teacher_logits" if self.teacher_logits else "cache_teacher_outputs"
             raise ValueError(
                 "hidden_weight compares every block of a teacher that runs along, got "
-                + ("objective=ce" if self.objective == "ce" else "cache_teacher_outputs, which keeps logits")
+                + ("objective=ce" if self.objective == "ce" else f"{store}, which keeps logits")
                 + "; remove one of the two"
+            )
+        if self.teacher_logits is not None and self.cache_teacher_outputs:
+            raise ValueError(
+                "teacher_logits and cache_teacher_outputs both store the teacher's logits; remove one of the two"
+            )
+        if self.teacher_logits is not None and not self.reads_teacher:
+            raise ValueError(
+                f"phase={self.phase} with objective={self.objective} reads no teacher; remove teacher_logits, or use "
+                "objective=kl or mixed"
             )
         if self.cache_teacher_outputs and not self.reads_teacher:
             raise ValueError(
@@ -376,6 +410,11 @@ class PhaseConfig(Config):
     def reads_teacher(self) -> bool:
         """Whether each step needs the teacher's outputs."""
         return self.phase in BLOCK_PHASES or self.objective != "ce"
+
+    @property
+    def stores_teacher(self) -> bool:
+        """Whether the teacher's outputs are stored by window and read again."""
+        return self.cache_teacher_outputs or self.teacher_logits is not None
 
     @property
     def has_16_bit_weights(self) -> bool:

@@ -14,7 +14,8 @@ from caramba.distill.pipelined import PipelinedObjective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard
 from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap
-from caramba.distill.vocabulary import TeacherRows, cross_entropy, teacher_kl, vocabulary_losses
+from caramba.distill.teacher_rows import TeacherRows, bytes_per_token
+from caramba.distill.vocabulary import cross_entropy, teacher_kl, vocabulary_losses
 
 __all__ = [
     "Backward",
@@ -32,6 +33,7 @@ __all__ = [
     "TeacherRows",
     "attention_kl",
     "block_errors",
+    "bytes_per_token",
     "capture_attention_io",
     "cross_entropy",
     "refuse_over_cap",

@@ -10,10 +10,10 @@ from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
+from caramba.distill.teacher_rows import StoredRows, likeliest_rows
 from caramba.distill.vocabulary import (
     LiveTeacher,
     RowsOf,
-    TeacherRows,
     VocabularyLosses,
     cross_entropy,
     vocabulary_losses,
@@ -77,8 +77,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
     `hidden_weight` adds so many times the `ResidualDistance` to the teacher, falling to 0 in a line over the steps that
     `at` counts, so that the end is the distributions alone; it needs the live teacher.
 
-    With a cache the `top_k` likeliest logits of the teacher are kept per sample and the teacher runs once for each;
-    the remaining mass counts as one entry.
+    With a cache the `top_k` likeliest entries of the teacher are stored per sample, in 16 bits with `half`, and the
+    teacher runs once for each; the mass of all others counts as one entry, unless `tail` is false.
     """
 
     def __init__(
@@ -92,11 +92,13 @@ class TeacherLogitsObjective(LanguageModelObjective):
         lora: Lora | None = None,
         cache: TeacherCache | None = None,
         top_k: int = 64,
+        half: bool = False,
+        tail: bool = True,
         hidden_weight: float = 0.0,
     ) -> None:
         super().__init__(model, chunk=chunk, lora=lora)
         self.teacher, self.kl_weight, self.temperature = teacher, kl_weight, temperature
-        self.cache, self.top_k = cache, top_k
+        self.cache, self.top_k, self.half, self.tail = cache, top_k, half, tail
         self.hidden_weight, self.left = hidden_weight, 1.0
         self.residual = ResidualDistance(model, teacher) if hidden_weight else None
 
@@ -138,8 +140,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
             samples,
             lambda rows: self._top_rows(tokens[rows], None if documents is None else documents[rows]),
         )
-        log_p, index = kept["log_p"].flatten(0, 1), kept["index"].flatten(0, 1)
-        return lambda start, stop: TeacherRows(log_p[start:stop], index[start:stop].long())
+        return StoredRows(*(kept[name].flatten(0, 1) for name in ("log_p", "index", "tail")))
 
     def _top_rows(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
         rows = LiveTeacher(
@@ -147,13 +148,16 @@ class TeacherLogitsObjective(LanguageModelObjective):
         )
         n_tokens = tokens.numel()
         found = [
-            rows(start, min(start + self.chunk, n_tokens)).log_p.topk(self.top_k, dim=-1)
+            likeliest_rows(
+                rows(start, min(start + self.chunk, n_tokens)).log_p,
+                self.top_k,
+                half=self.half,
+                tail=self.tail,
+            )
             for start in range(0, n_tokens, self.chunk)
         ]
-        shape = (*tokens.shape, self.top_k)
         return {
-            "log_p": torch.cat([top.values for top in found]).view(shape),
-            "index": torch.cat([top.indices for top in found]).view(shape).int(),
+            name: torch.cat([part[name] for part in found]).unflatten(0, tokens.shape) for name in found[0]
         }
 
 

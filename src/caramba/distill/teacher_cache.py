@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ from torch import Tensor
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.runs.files import home, whole_file, write_json
+from caramba.runs.files import home, write_json
 
 Compute = Callable[[Tensor], dict[str, Tensor]]
 CHECKSUM_BYTES = 4
+KEY = "key.json"
+READERS = 8
+"""Threads that read and write files; both leave the interpreter to others."""
 
 
 class TeacherCache:
@@ -31,8 +36,42 @@ class TeacherCache:
     def __init__(self, key: Mapping[str, Any], folder: Path | None = None) -> None:
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         self.folder = (home() / "teacher_outputs" if folder is None else folder) / name
-        if not (self.folder / "key.json").is_file():
-            write_json(self.folder / "key.json", dict(key))
+        self._readers: ThreadPoolExecutor | None = None
+        if not (self.folder / KEY).is_file():
+            write_json(self.folder / KEY, dict(key))
+
+    @classmethod
+    def at(cls, folder: Path, key: Mapping[str, Any], where: str) -> TeacherCache:
+        """Open the store of one key in a folder that a user names, or begin it.
+
+        Raises:
+            ConfigError: the folder holds something else, or outputs of another key.
+        """
+        path, wanted = folder / KEY, json.loads(json.dumps(dict(key)))
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            different = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+            if different:
+                shown = "; ".join(
+                    f"{name}: stored {_brief(found.get(name))}, this run {_brief(wanted.get(name))}"
+                    for name in different
+                )
+                raise ConfigError(
+                    f"{where}={folder} was written for something else ({shown}); name another folder"
+                )
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(
+                f"{where}={folder}: holds other files and no {KEY}; name a new or an empty folder"
+            )
+        else:
+            write_json(path, wanted)
+        store = cls.__new__(cls)
+        store.folder, store._readers = folder, None
+        return store
+
+    def stored(self, sample: int) -> bool:
+        """Whether a file of this sample exists."""
+        return self._path(sample).is_file()
 
     def fetch(self, indices: Tensor, compute: Compute) -> dict[str, Tensor]:
         """Return the outputs of samples `indices` [B] stacked on dimension 0, on the device of `indices`.
@@ -40,16 +79,22 @@ class TeacherCache:
         `compute(rows)` gives those of the batch's rows `rows` [B'], which are the ones that are not stored.
         """
         device, samples = indices.device, indices.tolist()
-        found = [self._read(sample) for sample in samples]
+        readers = self._readers = self._readers or ThreadPoolExecutor(READERS)
+        found = list(readers.map(self._read, samples))
         missing = [row for row, item in enumerate(found) if item is None]
         if missing:
             made = compute(torch.tensor(missing, device=device))
-            for place, row in enumerate(missing):
-                item = {name: tensor[place].contiguous() for name, tensor in made.items()}
-                self._write(samples[row], item)
+            if len(missing) < len(samples):  # of unequal places: join on the host
+                made = {name: tensor.cpu() for name, tensor in made.items()}
+            rows = [{name: tensor[place] for name, tensor in made.items()} for place in range(len(missing))]
+            host = [{name: tensor.detach().cpu() for name, tensor in item.items()} for item in rows]
+            list(readers.map(self._write, [samples[row] for row in missing], host))
+            if len(missing) == len(samples):
+                return made
+            for row, item in zip(missing, rows, strict=True):
                 found[row] = item
         items = [item for item in found if item is not None]
-        return {name: torch.stack([item[name].to(device) for item in items]) for name in items[0]}
+        return {name: torch.stack([item[name] for item in items]).to(device) for name in items[0]}
 
     def _path(self, sample: int) -> Path:
         return self.folder / f"{sample // 1000:06d}" / f"{sample}.targets"
@@ -68,9 +113,18 @@ class TeacherCache:
         return safetensors.torch.load(body)
 
     def _write(self, sample: int, tensors: Mapping[str, Tensor]) -> None:
-        body = safetensors.torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()})
-        with whole_file(self._path(sample)) as temporary:
-            temporary.write_bytes(body + zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "little"))
+        body = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        path = self._path(sample)
+        path.parent.mkdir(exist_ok=True)
+        # Not synced: a file that a crash leaves in part fails its checksum and is made again.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        temporary.write_bytes(body + zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "little"))
+        os.replace(temporary, path)
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:17]}...{text[-1]}"
 
 
 def refuse_over_cap(what: str, samples: int, sample_bytes: int, max_gb: float) -> None:

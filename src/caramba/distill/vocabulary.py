@@ -11,25 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.data import IGNORED
+from caramba.distill.teacher_rows import StoredRows, TeacherRows, likeliest_losses
 from caramba.model import Model
 from caramba.model.head import Head, TiedHead
 from caramba.ops.distillation_rows import distillation_rows
 from caramba.ops.linear_cross_entropy import accumulate, linear_cross_entropy, rows_per_chunk
 from caramba.ops.upcast import upcast
-
-
-@dataclass(frozen=True)
-class TeacherRows:
-    """A teacher's log-probabilities of some tokens, at the temperature of the loss.
-
-    Attributes:
-        log_p: [N, V], or [N, k] of the k likeliest entries.
-        index: int64 [N, k], which entries these are; None when they are all, in order.
-    """
-
-    log_p: Tensor
-    index: Tensor | None = None
-
 
 RowsOf = Callable[[int, int], TeacherRows]
 
@@ -104,6 +91,15 @@ def vocabulary_losses(
             kl_weight=kl_weight,
             temperature=temperature,
         )
+    if isinstance(rows, StoredRows) and hidden.is_cuda and has_bare_head(model):
+        return distill_stored(
+            hidden.flatten(0, 1),
+            head_weight(model),
+            rows,
+            targets.flatten(),
+            kl_weight=kl_weight,
+            temperature=temperature,
+        )
     part = _Part(model, targets.flatten(), rows, kl_weight, temperature, chunk)
     weights = list(model.head.parameters()) or [
         model.embedder.token.weight
@@ -128,14 +124,18 @@ class LiveTeacher:
         return TeacherRows(F.log_softmax(logits / self.temperature, dim=-1))
 
     def is_fusable(self, student: Model) -> bool:
-        """True if both heads are one product of an unsharded weight, and no hook watches them."""
-        return all(
-            has_single_matmul_head(model)
-            and type(head_weight(model)) is nn.Parameter
-            and not model.head._forward_hooks
-            and not model.head._forward_pre_hooks
-            for model in (student, self.model)
-        )
+        """True if both heads can be fused with the loss."""
+        return has_bare_head(student) and has_bare_head(self.model)
+
+
+def has_bare_head(model: Model) -> bool:
+    """True if the head is one product of an unsharded weight, and no hook watches it."""
+    return (
+        has_single_matmul_head(model)
+        and type(head_weight(model)) is nn.Parameter
+        and not model.head._forward_hooks
+        and not model.head._forward_pre_hooks
+    )
 
 
 def head_weight(model: Model) -> Tensor:
@@ -160,8 +160,52 @@ def distill_heads(
 
     Shape: hidden [N, M], weight [V, M], targets [N] -> [] each.
     """
-    loss, ce, kl = _FusedDistillation.apply(hidden, weight, teacher, targets, kl_weight, temperature, chunk)  # type: ignore[misc]
+    their_hidden, their_weight = teacher.hidden.detach(), head_weight(teacher.model).detach()
+
+    def fill(logits: Tensor, part: slice, kl: Tensor, ce: Tensor, writes: bool) -> None:
+        distillation_rows(
+            logits,
+            their_hidden[part].to(logits.dtype) @ their_weight.to(logits.dtype).t(),
+            targets[part],
+            kl,
+            ce,
+            ignore_index=IGNORED,
+            temperature=temperature,
+            kl_weight=kl_weight,
+            writes=writes,
+        )
+
+    loss, ce, kl = _FusedDistillation.apply(hidden, weight, fill, targets, kl_weight, 2, chunk)  # type: ignore[misc]
     return VocabularyLosses(loss, ce, kl)
+
+
+def distill_stored(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: StoredRows,
+    targets: Tensor,
+    *,
+    kl_weight: float,
+    temperature: float,
+    chunk: int | None = None,
+) -> VocabularyLosses:
+    """Return the losses of `distill_heads` against a teacher's stored entries, without any product of a teacher.
+
+    Shape: hidden [N, M], weight [V, M], rows of N tokens, targets [N] -> [] each.
+    """
+
+    def fill(logits: Tensor, part: slice, kl: Tensor, ce: Tensor, writes: bool) -> None:
+        theirs = rows(part.start, part.stop)
+        likeliest_losses(
+            logits, theirs, targets[part], kl, ce, temperature=temperature, kl_weight=kl_weight, writes=writes
+        )
+
+    loss, ce, kl = _FusedDistillation.apply(hidden, weight, fill, targets, kl_weight, 4, chunk)  # type: ignore[misc]
+    return VocabularyLosses(loss, ce, kl)
+
+
+Fill = Callable[[Tensor, slice, Tensor, Tensor, bool], None]
+"""Writes KL and cross-entropy of a chunk of logits, and replaces these by their gradient."""
 
 
 class _FusedDistillation(torch.autograd.Function):
@@ -172,10 +216,10 @@ class _FusedDistillation(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        teacher: LiveTeacher,
+        fill: Fill,
         targets: Tensor,
         kl_weight: float,
-        temperature: float,
+        n_copies: int,
         chunk: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
@@ -184,11 +228,7 @@ class _FusedDistillation(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         with torch.autocast(device, enabled=False):
             features, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
-            theirs, their_matrix = (
-                teacher.hidden.detach().to(dtype),
-                head_weight(teacher.model).detach().to(dtype),
-            )
-            rows = rows_per_chunk(features, 2 * len(matrix)) if chunk is None else chunk
+            rows = rows_per_chunk(features, n_copies * len(matrix)) if chunk is None else chunk
             wide = torch.promote_types(dtype, torch.float32)
             kl, ce = (torch.empty(len(features), dtype=wide, device=hidden.device) for _ in range(2))
             kept = (targets != IGNORED).sum().clamp_min(1)
@@ -200,17 +240,7 @@ class _FusedDistillation(torch.autograd.Function):
             for start in range(0, len(features), rows):
                 part = slice(start, min(start + rows, len(features)))
                 logits = features[part] @ matrix.t()
-                distillation_rows(
-                    logits,
-                    theirs[part] @ their_matrix.t(),
-                    targets[part],
-                    kl[part],
-                    ce[part],
-                    ignore_index=IGNORED,
-                    temperature=temperature,
-                    kl_weight=kl_weight,
-                    writes=wants_hidden or wants_weight,
-                )
+                fill(logits, part, kl[part], ce[part], wants_hidden or wants_weight)
                 if grad_hidden is not None:
                     torch.mm(logits, matrix, out=grad_hidden[part])
                 if grad_weight is not None:
@@ -332,7 +362,9 @@ def _divergences(logits: Tensor, rows: TeacherRows, temperature: float) -> Tenso
     known = log_q.gather(-1, rows.index)
     divergence = (log_p.exp() * (log_p - known)).sum(-1)
     if rows.index.shape[-1] < logits.shape[-1]:
-        rest_p = (1.0 - log_p.exp().sum(-1)).clamp_min(torch.finfo(log_q.dtype).tiny)
+        tiny = torch.finfo(log_q.dtype).tiny
+        rest_p = (1.0 - log_p.exp().sum(-1)).clamp_min(tiny) if rows.tail is None else rows.tail
         rest_q = log_q.scatter(-1, rows.index, float("-inf")).logsumexp(-1)
-        divergence = divergence + rest_p * (rest_p.log() - rest_q)
+        # The product of no mass and a log of no mass is 0.
+        divergence = divergence + torch.xlogy(rest_p, rest_p) - rest_p * rest_q
     return divergence * temperature**2

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from caramba.config.manifest import GroupConfig, Manifest
+from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.surgery import attention_configs, keeps_copied
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
+from caramba.console import logger
 from caramba.distill import (
     BlockSchedule,
     BlockShard,
@@ -21,12 +24,15 @@ from caramba.distill import (
     Objective,
     TeacherCache,
     TeacherLogitsObjective,
+    bytes_per_token,
     refuse_over_cap,
 )
+from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.session import Session
 from caramba.model import Model, build_model, model_hash, pair_attention
 from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
+from caramba.train.data import windows_at
 
 
 def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model) -> Objective:
@@ -46,7 +52,8 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
             model, chunk=phase.vocab_chunk, lora=lora, dense=phase.cross_entropy == "dense"
         )
     teacher = frozen_teacher(session, decided)
-    top_k = min(phase.teacher_top_k, model.spec.embedder.vocab_size)
+    stored = phase.teacher_logits
+    top_k = _top_k(phase, model.spec.embedder.vocab_size)
     return TeacherLogitsObjective(
         model,
         teacher,
@@ -56,6 +63,8 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         lora=lora,
         cache=_cache(session, phase, decided, top_k=top_k, temperature=phase.temperature),
         top_k=top_k,
+        half=stored is not None,
+        tail=stored is None or stored.tail,
         hidden_weight=phase.hidden_weight,
     )
 
@@ -103,20 +112,30 @@ def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
     return copy.deepcopy(teacher, memo).to(dtype)
 
 
+def _top_k(phase: PhaseConfig, vocab_size: int) -> int:
+    wanted = phase.teacher_top_k if phase.teacher_logits is None else phase.teacher_logits.top_k
+    return min(wanted, vocab_size)
+
+
 def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: object) -> TeacherCache | None:
-    if not phase.cache_teacher_outputs:
+    if not phase.stores_teacher:
         return None
-    return TeacherCache(
-        {
-            "teacher": model_hash(session.model_of("teacher")),
-            "data": session.corpus.fingerprint,
-            "packing": [session.corpus.packing, session.group.data.keeps_documents_apart],
-            "split": "train",
-            "block_size": phase.block_size,
-            "dtype": decided.value("dtype"),
-            "outputs": "attention" if phase.phase in BLOCK_PHASES else "logits",
-            **key,
-        }
+    stored = phase.teacher_logits
+    whole = {
+        "teacher": model_hash(session.model_of("teacher")),
+        "data": session.corpus.fingerprint,
+        "packing": [session.corpus.packing, session.group.data.keeps_documents_apart],
+        "split": "train",
+        "block_size": phase.block_size,
+        "dtype": decided.value("dtype"),
+        "outputs": "attention" if phase.phase in BLOCK_PHASES else "likeliest",
+        **key,
+    }
+    if stored is None:
+        return TeacherCache(whole)
+    whole |= {"tokenizer": session.tokenizer_hash, "tail": stored.tail}
+    return TeacherCache.at(
+        Path(stored.path).expanduser(), whole, f"train.phases.{phase.phase}.teacher_logits.path"
     )
 
 
@@ -180,20 +199,50 @@ def check_teacher_caches(session: Session) -> None:
     """
     for run in session.group.runs:
         phase = run.train
-        if phase is None or not phase.cache_teacher_outputs or run.id in session.ledger:
+        if phase is None or not phase.stores_teacher or run.id in session.ledger:
             continue
         decided = session.plan(phase, run.id)
         assert isinstance(phase.batch_size, int)
         reads = phase.steps * phase.batch_size * phase.gradient_accumulation_steps * get_world_size()
         samples = min(reads, len(session.training_windows(phase)))
+        if phase.teacher_logits is not None:
+            _check_store(session, run, phase, decided, samples)
+            continue
         refuse_over_cap(run.id, samples, _sample_bytes(session, phase, decided), phase.teacher_cache_max_gb)
+
+
+def _check_store(
+    session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan, samples: int
+) -> None:
+    """Refuse a store of another teacher, text or setting, and one that the disk has no room for."""
+    top_k = _top_k(phase, session.manifest.model.embedder.vocab_size)
+    store = _cache(session, phase, decided, top_k=top_k, temperature=phase.temperature)
+    assert store is not None
+    windows = windows_at(
+        session.training_windows(phase),
+        seed=session.stream_seed(run),
+        start=session.stream_start(run),
+        samples=samples,
+    )
+    missing = sum(not store.stored(window) for window in windows)
+    size, free = missing * _sample_bytes(session, phase, decided), shutil.disk_usage(store.folder).free
+    if size > free:
+        raise ConfigError(
+            f"{run.id}: teacher_logits writes {size / 1e9:.2f} GB to {store.folder}, which has {free / 1e9:.2f} GB "
+            "free; lower top_k, train on fewer windows, or name a folder with more room"
+        )
+    logger.info(
+        f"{run.id}: teacher logits of {samples:,} windows, {samples - missing:,} stored, {missing:,} to write "
+        f"({size / 1e9:.2f} GB) in {store.folder}"
+    )
 
 
 def _sample_bytes(session: Session, phase: PhaseConfig, decided: RuntimePlan) -> int:
     """Bytes of one sample's file: inputs and outputs of every attention layer, or k logits and their entries."""
     spec = session.manifest.model
     if phase.phase not in BLOCK_PHASES:
-        return phase.block_size * min(phase.teacher_top_k, spec.embedder.vocab_size) * (4 + 4)
+        vocab_size, half = spec.embedder.vocab_size, phase.teacher_logits is not None
+        return phase.block_size * bytes_per_token(_top_k(phase, vocab_size), vocab_size, half=half)
     width = getattr(torch, decided.value("dtype")).itemsize
     return math.prod(
         (len(attention_configs(spec.topology)), 2, phase.block_size, spec.embedder.d_model, width)

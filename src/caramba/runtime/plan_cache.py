@@ -30,6 +30,7 @@ IMMATERIAL = (
     "eval_every",
     "cache_teacher_outputs",
     "teacher_cache_max_gb",
+    "teacher_logits",
     "lr_scaling",
     "lr_base_batch",
     "decay_ratio",

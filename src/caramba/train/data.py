@@ -69,8 +69,8 @@ def train_loader(
 ) -> TimedLoader:
     """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
 
-    `share` is (this rank, ranks) of those that share the data. With `cache_teacher_outputs` a batch also holds the
-    samples' indices [batch_size].
+    `share` is (this rank, ranks) of those that share the data. Where the teacher's outputs are stored a batch also
+    holds the samples' indices [batch_size].
 
     Raises:
         DataError: the dataset has no window of `block_size` tokens.
@@ -84,7 +84,7 @@ def train_loader(
     sampler = WindowSampler(
         len(dataset), phase.batch_size, seed=seed, start=start, rank=share[0], world_size=share[1]
     )
-    windows = IndexedWindows(dataset) if phase.cache_teacher_outputs else dataset
+    windows = IndexedWindows(dataset) if phase.stores_teacher else dataset
     assert isinstance(phase.num_workers, int)
     return TimedLoader(
         windows,

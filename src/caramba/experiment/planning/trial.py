@@ -122,6 +122,7 @@ def run_trial(
             "save_every": None,
             "eval_every": None,
             "cache_teacher_outputs": False,
+            "teacher_logits": None,
         }
     )
     plan = plan_of(settled)

@@ -1,0 +1,135 @@
+"""Stored likeliest entries of a teacher: the loss and its gradient, against the whole distribution, in 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.distill import TeacherCache, TeacherLogitsObjective, vocabulary_losses
+from caramba.distill.teacher_rows import (
+    StoredRows,
+    bytes_per_token,
+    likeliest_losses,
+    likeliest_rows,
+)
+from caramba.distill.vocabulary import distill_stored, head_weight
+from caramba.errors import ConfigError
+from caramba.model import build_model
+from tests.unit.distill.test_teacher_cache import Counted, backward, batch
+from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
+
+
+def stored(log_p: Tensor, top_k: int, *, half: bool, tail: bool = True) -> StoredRows:
+    return StoredRows(*likeliest_rows(log_p, top_k, half=half, tail=tail).values())
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize(("temperature", "kl_weight"), [(1.0, 1.0), (1.0, 0.4), (2.0, 1.0), (2.0, 0.4)])
+def test_gradient_in_place_equals_that_of_the_chunked_losses(
+    temperature: float, kl_weight: float, tail: bool
+) -> None:
+    torch.manual_seed(0)
+    tokens, targets = TOKENS[:2, :-1], TOKENS[:2, 1:].clone()
+    targets[0, :3] = -100
+    teacher, student = (
+        build_model(spec(), seed=1).double(),
+        build_model(student_spec(4, 8, 8), seed=2).double(),
+    )
+    log_p = (teacher(tokens).flatten(0, 1) * 3 / temperature).log_softmax(-1).detach()
+    rows = stored(log_p, 9, half=True, tail=tail)
+    options = {"kl_weight": kl_weight, "temperature": temperature}
+    found = []
+    for fused in (False, True):
+        hidden = student.hidden(tokens).detach().requires_grad_()
+        if fused:
+            losses = distill_stored(
+                hidden.flatten(0, 1), head_weight(student), rows, targets.flatten(), chunk=7, **options
+            )
+        else:
+            losses = vocabulary_losses(student, hidden, targets, rows=rows, chunk=5, **options)
+        grads = torch.autograd.grad(losses.loss * 3, (hidden, head_weight(student)))
+        found.append((losses.loss, losses.ce, losses.kl, *grads))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+def test_all_mass_is_kept_and_rounding_is_small() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(64, 5000) * 3
+    log_p, student = logits.log_softmax(-1), (logits + torch.randn_like(logits) * 0.3)
+    kl, ce = torch.empty(64), torch.empty(64)
+    targets = torch.randint(0, 5000, (64,))
+    whole = (log_p.exp() * (log_p - student.log_softmax(-1))).sum(-1)
+    errors = []
+    for top_k in (64, 1024):
+        rows = stored(log_p, top_k, half=True)
+        assert rows.index.dtype == torch.int16
+        part = rows(0, 64)
+        assert torch.equal(part.index, log_p.topk(top_k).indices)
+        torch.testing.assert_close(
+            part.tail, 1 - log_p.topk(top_k).values.exp().sum(-1), rtol=1e-3, atol=1e-6
+        )
+        likeliest_losses(student.clone(), part, targets, kl, ce, temperature=1.0, kl_weight=1.0, writes=False)
+        errors.append((whole - kl).abs().mean().item())
+    assert errors[1] < 0.002 < 0.03 < whole.mean()
+    assert errors[1] < errors[0]
+
+
+def test_a_vocabulary_beyond_16_bits_keeps_its_indices() -> None:
+    log_p = torch.full((1, 70_000), -20.0)
+    log_p[0, 69_999] = 0.0
+    rows = stored(log_p.log_softmax(-1), 1, half=True)(0, 1)
+    assert rows.index is not None
+    assert rows.index.tolist() == [[69_999]]
+    assert (bytes_per_token(96, 49_152, half=True), bytes_per_token(96, 70_000, half=True)) == (388, 580)
+
+
+def test_without_a_tail_the_entries_are_renormalised() -> None:
+    log_p = torch.randn(5, 50).log_softmax(-1)
+    rows = stored(log_p, 4, half=False, tail=False)(0, 5)
+    torch.testing.assert_close(rows.log_p.exp().sum(-1), torch.ones(5))
+    assert rows.tail is not None
+    assert not rows.tail.any()
+
+
+def test_stored_loss_is_near_the_live_one_and_repeats_exactly(tmp_path: Path) -> None:
+    def objective(store: TeacherCache | None) -> tuple[TeacherLogitsObjective, Counted]:
+        teacher = build_model(spec(), seed=1).eval().requires_grad_(False)
+        student = build_model(student_spec(4, 8, 8), seed=2)
+        with torch.no_grad():  # as peaked as trained models
+            for parameter in (*teacher.parameters(), *student.parameters()):
+                parameter.mul_(6)
+        counted = Counted(teacher)
+        return TeacherLogitsObjective(student, teacher, cache=store, top_k=24, half=True), counted
+
+    def store(**more: object) -> TeacherCache:
+        return TeacherCache.at(tmp_path / "store", {"teacher": "a", "block_size": 8, **more}, "path")
+
+    live, _ = objective(None)
+    first, counted = objective(store())
+    expected = live.step(batch(0, 1, 2), backward)
+    made = first.step(batch(0, 1, 2), backward)
+    assert abs(float(made["kl"] - expected["kl"])) < 0.002 < 0.1 < float(expected["kl"])
+    assert counted.sequences == 3
+    again, counted = objective(store())
+    read = again.step(batch(0, 1, 2), backward)
+    assert counted.sequences == 0, "another run reads what the first stored"
+    assert torch.equal(read["loss"], made["loss"]), "what is computed is what is read"
+    mixed, counted = objective(store())
+    (tmp_path / "store" / "000000" / "1.targets").unlink()
+    assert torch.equal(mixed.step(batch(0, 1, 2), backward)["loss"], made["loss"])
+    assert counted.sequences == 1
+
+
+def test_a_store_of_something_else_is_refused_naming_both(tmp_path: Path) -> None:
+    TeacherCache.at(tmp_path / "store", {"teacher": "a" * 64, "top_k": 8}, "teacher_logits.path")
+    with pytest.raises(ConfigError, match=r'teacher: stored "aaaa.*, this run "bbbb.*name another folder'):
+        TeacherCache.at(tmp_path / "store", {"teacher": "b" * 64, "top_k": 8}, "teacher_logits.path")
+    with pytest.raises(ConfigError, match="top_k: stored 8, this run 9"):
+        TeacherCache.at(tmp_path / "store", {"teacher": "a" * 64, "top_k": 9}, "teacher_logits.path")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(ConfigError, match="holds other files"):
+        TeacherCache.at(tmp_path / "other", {"teacher": "a"}, "teacher_logits.path")
