@@ -69,7 +69,7 @@ class TeacherCache:
         store.folder, store._readers = folder, None
         return store
 
-    def stored(self, sample: int) -> bool:
+    def has_sample(self, sample: int) -> bool:
         """Whether a file of this sample exists."""
         return self._path(sample).is_file()
 

@@ -224,7 +224,7 @@ def _check_store(
         start=session.stream_start(run),
         samples=samples,
     )
-    missing = sum(not store.stored(window) for window in windows)
+    missing = sum(not store.has_sample(window) for window in windows)
     size, free = missing * _sample_bytes(session, phase, decided), shutil.disk_usage(store.folder).free
     if size > free:
         raise ConfigError(
