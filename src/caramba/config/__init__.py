@@ -17,9 +17,12 @@ _HOMES = {
     "cost": ("AttentionWork", "Cost", "Width", "WidthError", "expect_width", "layer_cost"),
     "extension": (
         "CallbackConfig",
+        "DataSourceConfig",
         "LossConfig",
         "MetricLoggerConfig",
         "OptimizerConfig",
+        "OwnBenchmarkConfig",
+        "OwnCheckConfig",
         "ScheduleConfig",
     ),
     "kvcache": ("KVCacheKind",),

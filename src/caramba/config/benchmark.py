@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config, Later
+from caramba.config.extension import OrExtension, OwnBenchmarkConfig
 from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.ladder import LadderConfig
 from caramba.config.layer import Positive
@@ -284,6 +285,7 @@ BenchmarkKind = Annotated[
     | RecallBenchmarkConfig
     | PendingBenchmarkConfig,
     Field(discriminator="type"),
+    OrExtension(OwnBenchmarkConfig),
 ]
 
 

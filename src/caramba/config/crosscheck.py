@@ -275,10 +275,10 @@ def check_vocabulary(manifest: Manifest) -> None:
         if not group.runs and not group.benchmarks and manifest.model.teacher is None:
             continue  # nothing reads the data
         data = group.data
-        needed = BYTE_VOCABULARY if data.type == "stdlib" and data.tokenizer == "byte" else data.vocab_size
+        needed = BYTE_VOCABULARY if data.type != "tokens" and data.tokenizer == "byte" else data.vocab_size
         if needed is None:
             continue
-        is_exact = data.type == "stdlib" and data.tokenizer == "bpe"
+        is_exact = data.type != "tokens" and data.tokenizer == "bpe"
         if needed > vocab or (is_exact and needed != vocab):
             raise ConfigError(
                 f"model.embedder.vocab_size={vocab} does not fit the data of group {group.name!r}: vocab_size={needed} "

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config
+from caramba.config.extension import DataSource
 from caramba.config.layer import Positive
 
 
@@ -22,9 +23,13 @@ class DataConfig(Config):
     first token predicted from the document before.
     """
 
-    type: Literal["stdlib", "tokens"] = Field(
+    type: Literal["stdlib", "tokens", "source"] = Field(
         default="stdlib",
-        description="stdlib: the source of Python's standard library; tokens: prepared tokens from path",
+        description="stdlib: the source of Python's standard library; tokens: prepared tokens from path; source: texts "
+        "of a plugin",
+    )
+    source: DataSource | None = Field(
+        default=None, description="texts of a plugin for type=source, {type: NAME}; unset: none"
     )
     name: str | None = Field(default=None, description="name in reports; unset: by type and path")
     tokenizer: Literal["bpe", "byte", "model", "auto"] = Field(
@@ -66,7 +71,15 @@ class DataConfig(Config):
             raise ValueError(
                 "data.path is set exactly when data.type is tokens; write data=tokens data.path=FILE"
             )
-        foreign = {"tokens": ("max_bytes",), "stdlib": ("val_path", "tokenizer_hash")}[self.type]
+        if (self.type == "source") != (self.source is not None):
+            raise ValueError(
+                "data.source is set exactly when data.type is source; write data.type=source 'data.source={type: NAME}'"
+            )
+        foreign = {
+            "tokens": ("max_bytes",),
+            "stdlib": ("val_path", "tokenizer_hash"),
+            "source": ("val_path", "tokenizer_hash", "max_bytes"),
+        }[self.type]
         for name in foreign:
             if getattr(self, name) is not None:
                 raise ValueError(
@@ -83,7 +96,7 @@ class DataConfig(Config):
             )
         if self.val_path is not None and self.val_frac != type(self).model_fields["val_frac"].default:
             raise ValueError(f"val_frac={self.val_frac} and val_path are both set; keep one")
-        if self.type == "stdlib" and self.tokenizer in ("bpe", "auto") and (self.vocab_size or 0) < 257:
+        if self.type != "tokens" and self.tokenizer in ("bpe", "auto") and (self.vocab_size or 0) < 257:
             raise ValueError(
                 f"a byte-level BPE needs vocab_size of at least 257 (256 bytes and the end mark), got {self.vocab_size}"
             )

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, TypeAdapter, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from caramba.config.base import nearest
 from caramba.config.narrowing import is_mapping
@@ -79,12 +86,48 @@ class ScheduleConfig(ExtensionConfig):
     methods = {"__init__": ("config",), "__call__": ("step", "steps")}
 
 
+class DataSourceConfig(ExtensionConfig):
+    """Texts of your own, at `data.source` with `data.type=source`; `texts` yields documents of `train` and `val`.
+
+    They are tokenised once into a token folder, again when keys or source change.
+    """
+
+    kind = "data source"
+    key = "data.source"
+    methods = {"__init__": ("config",), "texts": ("split",)}
+
+
+class OwnBenchmarkConfig(ExtensionConfig):
+    """A benchmark of your own, as `config` of a benchmark: numbers by name, for each model.
+
+    `windows(block_size)` returns held-out windows of input and target ids, as a torch data set.
+    """
+
+    kind = "benchmark"
+    key = "benchmark.benchmarks[].config"
+    methods = {"__init__": ("config",), "__call__": ("model", "windows", "tokenizer")}
+
+
+class OwnCheckConfig(ExtensionConfig):
+    """A check of your own, in `verify.checks`: numbers by name, held against the bounds `max` and `min`."""
+
+    kind = "check"
+    key = "verify.checks"
+    methods = {"__init__": ("config",), "__call__": ("teacher", "student", "windows")}
+    max: dict[str, float] = Field(default={}, description="largest value that passes, by name")
+    min: dict[str, float] = Field(default={}, description="least value that passes, by name")
+    fail_fast: bool = Field(default=False, description="whether a value beyond its bound ends the run")
+
+
 KINDS: tuple[type[ExtensionConfig], ...] = (
     CallbackConfig,
     MetricLoggerConfig,
     LossConfig,
     OptimizerConfig,
     ScheduleConfig,
+    DataSourceConfig,
+    OwnBenchmarkConfig,
+    OwnCheckConfig,
 )
 
 
@@ -158,6 +201,42 @@ class NameOrExtension:
         return {"anyOf": [self.adapter.json_schema(), MAPPING]}
 
 
+class OrExtension:
+    """Marks a union of built-in kinds that an extension may take the place of, by its `type`."""
+
+    def __init__(self, kind: type[ExtensionConfig]) -> None:
+        self.kind = kind
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            self._validate,
+            handler(source),
+            serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [handler(schema["schema"]), MAPPING]}  # type: ignore[typeddict-item]
+
+    def _validate(self, value: Any, built_in: Callable[[Any], Any]) -> Any:
+        if isinstance(value, self.kind):
+            return value
+        found = NodeConfig.registry.get(str(value.get("type"))) if is_mapping(value) else None
+        if found is not None and issubclass(found, ExtensionConfig):
+            return parse_extension(self.kind, value)
+        return built_in(value)
+
+
+def _dump(value: Any, info: core_schema.SerializationInfo) -> dict[str, Any]:
+    return value.model_dump(
+        mode=info.mode,
+        exclude_none=info.exclude_none,
+        exclude_unset=info.exclude_unset,
+        exclude_defaults=info.exclude_defaults,
+    )
+
+
 def name_of(value: Any) -> str:
     """Return the name of a built-in choice, or the type of an extension in its place."""
     return value if isinstance(value, str) else str(value.type)
@@ -166,3 +245,4 @@ def name_of(value: Any) -> str:
 Callback = Annotated[Any, BeforeValidator(extension_of(CallbackConfig)), WithJsonSchema(MAPPING)]
 MetricLogger = Annotated[Any, BeforeValidator(extension_of(MetricLoggerConfig)), WithJsonSchema(MAPPING)]
 Loss = Annotated[Any, BeforeValidator(extension_of(LossConfig)), WithJsonSchema(MAPPING)]
+DataSource = Annotated[Any, BeforeValidator(extension_of(DataSourceConfig)), WithJsonSchema(MAPPING)]

@@ -97,7 +97,7 @@ def _with_tokenizer(
             one.
     """
     asked, found = data.get("tokenizer"), dict(data)
-    if data.get("type", "stdlib") != "stdlib" or asked not in ("auto", "model"):
+    if data.get("type", "stdlib") == "tokens" or asked not in ("auto", "model"):
         return found
     folder = _tokenizer_folder(model)
     if asked == "auto" and (folder is None or ("data", "vocab_size") in given):

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.benchmark import NOBODYS_CHOICE
+from caramba.config.extension import OrExtension, OwnCheckConfig
 from caramba.config.kvcache import CacheKind, KVCacheKind
 from caramba.config.layer import Positive
 from caramba.errors import quote
@@ -234,4 +235,5 @@ class KVCacheVerifyConfig(Config):
 VerifyConfig = Annotated[
     CompareVerifyConfig | FidelityVerifyConfig | EvalVerifyConfig | KVCacheVerifyConfig,
     Field(discriminator="type"),
+    OrExtension(OwnCheckConfig),
 ]

@@ -17,9 +17,9 @@ from caramba.config.data import DataConfig
 from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
 from caramba.data.library import train_bpe
 from caramba.data.shards import shard_name
+from caramba.data.source import open_source, source_identity
 from caramba.data.stdlib import (
     SPLIT_RULE,
-    Documents,
     collect_documents,
     stdlib_identity,
     stdlib_root,
@@ -129,39 +129,42 @@ def open_corpus(config: DataConfig, *, progress: Progress | None = None) -> Corp
     Raises:
         DataError: a file is missing, damaged, of another tokenizer, or of the wrong type.
     """
-    if config.type == "stdlib":
-        return _open_stdlib(config, progress)
+    if config.type != "tokens":
+        return _open_texts(config, progress)
     path = Path(config.path or "").expanduser()
     if path.is_dir():
         return _open_folder(config, path, progress)
     return _open_file(config, path, progress)
 
 
-# --- stdlib
+# --- texts that are encoded here: the standard library, or those of a plugin
 
 
-def _open_stdlib(config: DataConfig, progress: Progress | None) -> Corpus:
+def _open_texts(config: DataConfig, progress: Progress | None) -> Corpus:
     if config.tokenizer == "byte" and config.vocab_size not in (None, 257):
         raise DataError(
             f"data.vocab_size={config.vocab_size}: data.tokenizer=byte has 257 entries; leave vocab_size out"
         )
-    folder = _stdlib_folder(config)
+    folder = _texts_folder(config)
     if not folder.is_dir():
-        build_stdlib(config, folder, progress)
+        (build_stdlib if config.source is None else build_source)(config, folder, progress)
     opened = open_token_folder(folder)
-    return _from_folder(opened, config.name or "stdlib", None, config)
+    name = "stdlib" if config.source is None else config.source.type
+    return _from_folder(opened, config.name or name, None, config)
 
 
 def is_built(config: DataConfig) -> bool:
     """Whether the tokens that `config` describes are files already, so that opening them encodes no text."""
-    return config.type != "stdlib" or _stdlib_folder(config).is_dir()
+    return config.type == "tokens" or _texts_folder(config).is_dir()
 
 
-def _stdlib_folder(config: DataConfig) -> Path:
-    return home() / "data" / f"stdlib-{_stdlib_key(config, stdlib_identity())}"
+def _texts_folder(config: DataConfig) -> Path:
+    if config.source is None:
+        return home() / "data" / f"stdlib-{_texts_key(config, stdlib_identity())}"
+    return home() / "data" / f"source-{_texts_key(config, source_identity(config.source))}"
 
 
-def _stdlib_key(config: DataConfig, identity: dict[str, str]) -> str:
+def _texts_key(config: DataConfig, identity: dict[str, str]) -> str:
     """Hash everything that changes the content, so that an open folder never needs a look at the corpus."""
     facts: dict[str, Any] = {
         **identity,
@@ -183,14 +186,7 @@ def build_stdlib(config: DataConfig, folder: Path, progress: Progress | None = N
     identity = stdlib_identity()
     say(f"reading the standard library under {identity['root']}")
     documents = collect_documents(stdlib_root(), config.val_frac, config.max_bytes)
-    if config.tokenizer == "byte":
-        tokenizer: Tokenizer = ByteTokenizer()
-    elif config.tokenizer_path is not None:
-        tokenizer = load_tokenizer(config.tokenizer_path)
-        say(f"tokenizer of {config.tokenizer_path}: {tokenizer.vocab_size} entries")
-    else:
-        say(f"training a byte-level BPE of {config.vocab_size} entries")
-        tokenizer = train_bpe(_bpe_sample(documents), config.vocab_size or 0)
+    tokenizer = _make_tokenizer(config, lambda: documents.texts("train"), say)
     source = {
         "corpus": "stdlib",
         "python": identity["python"],
@@ -206,10 +202,33 @@ def build_stdlib(config: DataConfig, folder: Path, progress: Progress | None = N
     write_token_folder(folder, splits, tokenizer, source, progress=progress)
 
 
-def _bpe_sample(documents: Documents) -> Iterator[str]:
-    """The first files of the shuffled train split, so the tokenizer has seen nothing that is held out."""
+def build_source(config: DataConfig, folder: Path, progress: Progress | None = None) -> None:
+    """Write the token folder of the texts of a plugin that `config` (type source) names."""
+    say = progress or (lambda _: None)
+    assert config.source is not None
+    say(f"reading {config.source.type}")
+    texts = open_source(config.source)
+    tokenizer = _make_tokenizer(config, lambda: texts("train"), say)
+    splits = {split: texts(split) for split in ("train", "val")}
+    source = {"corpus": "source", **source_identity(config.source)}
+    write_token_folder(folder, splits, tokenizer, source, progress=progress)
+
+
+def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterator[str]], say: Progress) -> Tokenizer:
+    if config.tokenizer == "byte":
+        return ByteTokenizer()
+    if config.tokenizer_path is not None:
+        found = load_tokenizer(config.tokenizer_path)
+        say(f"tokenizer of {config.tokenizer_path}: {found.vocab_size} entries")
+        return found
+    say(f"training a byte-level BPE of {config.vocab_size} entries")
+    return train_bpe(_bpe_sample(texts()), config.vocab_size or 0)
+
+
+def _bpe_sample(texts: Iterator[str]) -> Iterator[str]:
+    """The first texts of the train split, so the tokenizer has seen nothing that is held out."""
     characters = 0
-    for text in documents.texts("train"):
+    for text in texts:
         if characters >= _BPE_SAMPLE_CHARACTERS:
             return
         characters += len(text)

@@ -19,12 +19,14 @@ from caramba.config.benchmark import (
     RecallBenchmarkConfig,
     WeightsBenchmarkConfig,
 )
+from caramba.config.extension import OwnBenchmarkConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.evaluation.accuracy import accuracy
 from caramba.evaluation.ladder import inference_ladder
 from caramba.evaluation.latency import latency
 from caramba.evaluation.memory import memory
+from caramba.evaluation.own import own_benchmark
 from caramba.evaluation.perplexity import perplexity
 from caramba.evaluation.recall import recall
 from caramba.evaluation.subject import Subjects
@@ -69,6 +71,8 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
         return inference_ladder(config, subjects, bench.id)
     if isinstance(config, RecallBenchmarkConfig):
         return recall(config, subjects, bench.id)
+    if isinstance(config, OwnBenchmarkConfig):
+        return own_benchmark(config, subjects, bench.id)
     raise ConfigError(
         f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory, accuracy, "
         "weights, inference_ladder or recall"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from caramba.config.extension import OwnCheckConfig
 from caramba.config.model import ModelSpec
 from caramba.config.verify import CompareVerifyConfig, EvalVerifyConfig, FidelityVerifyConfig, VerifyConfig
 from caramba.data import TokenDataset, Tokenizer, load_tokenizer
@@ -15,6 +17,7 @@ from caramba.evaluation.compare import compare
 from caramba.evaluation.eval_case_runner import STUDENT, TEACHER, EncodedCase, ask, encode_cases
 from caramba.evaluation.fidelity import fidelity
 from caramba.evaluation.kvcache import kvcache
+from caramba.evaluation.own import own_check
 from caramba.model import Model
 from caramba.result import Case, Verdict
 
@@ -52,6 +55,8 @@ def verify(
         elif isinstance(config, EvalVerifyConfig):
             chosen, encoded = prepare_verification(config, tokenizer, (teacher.spec, student.spec))
             checks, cases = ask(config, encoded, {TEACHER: teacher, STUDENT: student}, chosen)
+        elif isinstance(config, OwnCheckConfig):
+            checks = own_check(config, teacher, student, partial(windows, "val"))
         else:
             checks = kvcache(teacher, student, config)
         for item in checks:

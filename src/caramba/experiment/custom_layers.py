@@ -40,6 +40,10 @@ def check_builds(manifest: Manifest) -> None:
 def _extensions(manifest: Manifest) -> Iterator[ExtensionConfig]:
     yield from (*manifest.callbacks, *manifest.logger.extra)
     for group in manifest.groups_to_run():
+        checks = [check for run in group.runs for check in run.verify]
+        for extension in (group.data.source, *(bench.config for bench in group.benchmarks), *checks):
+            if isinstance(extension, ExtensionConfig):
+                yield extension
         for phase in (run.train for run in group.runs if run.train is not None):
             for extension in (phase.loss, phase.optimizer, phase.scheduler):
                 if isinstance(extension, ExtensionConfig):
