@@ -64,8 +64,16 @@ _HOMES = {
         "TopologyConfig",
     ),
     "train": ("PhaseConfig",),
-    "eval_cases": ("ChoiceLogprobCase", "EvalThresholds", "EvalVerifyConfig", "IntGreedyCase"),
-    "verify": ("CompareVerifyConfig", "FidelityVerifyConfig", "KVCacheVerifyConfig", "VerifyConfig"),
+    "verify": (
+        "ChoiceLogprobCase",
+        "CompareVerifyConfig",
+        "EvalThresholds",
+        "EvalVerifyConfig",
+        "FidelityVerifyConfig",
+        "IntGreedyCase",
+        "KVCacheVerifyConfig",
+        "VerifyConfig",
+    ),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -109,7 +109,7 @@ class OwnBenchmarkConfig(ExtensionConfig):
 
 
 class OwnCheckConfig(ExtensionConfig):
-    """A check of your own, in `verify.checks`: numbers by name, held against the bounds `max` and `min`."""
+    """A check of your own, in `verify.checks`: numbers by name, compared with the bounds `max` and `min`."""
 
     kind = "check"
     key = "verify.checks"
