@@ -20,6 +20,7 @@ PARSED = {
     "status": [],
     "collect": [],
     "compare": [],
+    "studio": [],
     "export": [],
     "eval": [],
     "generate": [],

@@ -164,6 +164,16 @@ COMMANDS: dict[str, Command] = {
             **COMMON,
         },
     ),
+    "studio": Command(
+        "[FOLDER] [--out FILE] [--serve] [--port N]",
+        "one page for all runs and sweeps of a folder: table, curves, differences, swept keys, frontiers",
+        {
+            "--out": "File to write; default studio.html in the folder.",
+            "--serve": "Serve the page on this machine, with new data while runs train.",
+            "--port": "TCP port of --serve; 0 takes a free one; default 8765.",
+            **COMMON,
+        },
+    ),
     "export": Command(
         (
             "RUN|DIR --out DIR [--format hf|deepseek|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "

@@ -1,0 +1,196 @@
+"""What the studio shows of one run, read from its files; what cannot be read is listed, and the rest is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from caramba.artifacts.across_runs.gather import read_labels, read_metrics
+from caramba.artifacts.dispersion import is_standard_error
+from caramba.artifacts.studio.curve import Curve, read_phases
+from caramba.runs.events import EVENTS
+from caramba.runs.jobs import JOB
+from caramba.runs.manifest import MANIFEST, OVERRIDES, read_overrides
+from caramba.runs.sources import SOURCES, plugin_sources
+from caramba.runs.state import FAILED, RESULT, RunState, run_state
+
+T = TypeVar("T")
+MOST_TEXT = 300
+"""Characters of one value of a manifest; longer ones are cut, and their hash is kept so that they still differ."""
+_LAST = {"loss": "loss", "running_loss": "loss", "val_loss": "held_out"}
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What a damaged file, or one of an older schema, raises while it is read."""
+
+
+@dataclass
+class RunRecord:
+    """A run as the page has it.
+
+    `metrics` are (value, unit, dispersion, whether that is a standard error, n) by key; `config` has a line
+    `KEY<tab>JSON` for each leaf of the manifest; `phases` are (name, planned steps, tokens of a step,
+    whether it trains a control); `last` are (phase, step, value) of `loss` and `held_out`.
+    """
+
+    name: str
+    words: dict[str, str] = field(default_factory=lambda: {})
+    metrics: dict[str, list[Any]] = field(default_factory=lambda: {})
+    config: str = ""
+    phases: list[list[Any]] = field(default_factory=lambda: [])
+    last: dict[str, list[Any]] = field(default_factory=lambda: {})
+    manifest_sha256: str = ""
+    git: str = ""
+    proxy: str = ""
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=lambda: [])
+    state: dict[str, Any] = field(default_factory=lambda: {})
+
+    def to_json(self) -> str:
+        # ASCII, so that names that are not UTF-8 pass.
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRecord:
+        return cls(**json.loads(text))
+
+
+def read_state(run: Path) -> RunState:
+    """Return the state of a run; one whose files cannot be read has failed, with the reason."""
+    try:
+        return run_state(run)
+    except UNREADABLE as error:
+        updated = (run / MANIFEST).stat().st_mtime
+        return RunState(run, FAILED, None, 0, None, updated, updated, f"cannot be read: {error}")
+
+
+def stamp(run: Path) -> str:
+    """Return what changes when a file that a record is made of does: sizes and times."""
+    files = (EVENTS, RESULT, MANIFEST, OVERRIDES, SOURCES, JOB, "env.json", "artifacts/report.json")
+    paths = [run / name for name in files]
+    for group in sorted(run.glob("groups/*")):
+        paths += [group / EVENTS, group / "artifacts/report.json"]
+    return " ".join(_stamp(path) for path in paths)
+
+
+def _stamp(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return "-"
+    return f"{found.st_mtime_ns}:{found.st_size}"
+
+
+def read_record(run: Path) -> tuple[RunRecord, list[Curve]]:
+    """Read everything that the page shows of a run, and its curves. Its state is that of now."""
+    record = RunRecord(f"{run.parent.name}/{run.name}")
+    record.state = asdict(read_state(run)) | {"run": ""}
+
+    def read(what: str, reader: Callable[[], T], default: T) -> T:
+        try:
+            return reader()
+        except UNREADABLE as error:
+            record.problems.append(f"{what}: cannot be read: {type(error).__name__}: {error}"[:MOST_TEXT])
+            return default
+
+    manifest: dict[str, Any] = read(MANIFEST, lambda: _read_dict(run / MANIFEST), {})
+    record.config = read(MANIFEST, lambda: "\n".join(flatten(manifest)) if manifest else "", "")
+    record.manifest_sha256 = read(
+        MANIFEST, lambda: hashlib.sha256((run / MANIFEST).read_bytes()).hexdigest(), ""
+    )
+    words = read(OVERRIDES, lambda: split_words(read_overrides(run)), {})
+    record.words = words | read(SOURCES, lambda: plugin_sources(run), {})
+    measured = read("artifacts/report.json", lambda: read_metrics(run), {})
+    record.metrics = {
+        key: [
+            item.value,
+            item.unit,
+            item.std if item.standard_error is None else item.standard_error,
+            item.standard_error is not None or is_standard_error(key),
+            item.n,
+        ]
+        for key, item in measured.items()
+    }
+    record.proxy = read("artifacts/report.json", lambda: read_labels(run).get("proxy", ""), "")
+    record.git = read("env.json", lambda: _git(run), "")
+    curves: list[Curve] = []
+    for folder in (run, *sorted(run.glob("groups/*"))):
+        prefix = "" if folder == run else f"{folder.name}/"
+        found = read(f"{prefix}{EVENTS}", lambda folder=folder: read_phases(folder), [])
+        for phase in found:
+            plan = read(MANIFEST, lambda phase=phase: plan_of(manifest, phase.name), Plan())
+            record.phases.append([f"{prefix}{phase.name}", plan.steps, plan.tokens, plan.is_control])
+            record.seconds += phase.seconds
+            named = [curve.rename_phase(f"{prefix}{phase.name}") for curve in phase.curves]
+            for curve in named:
+                if (kind := _LAST.get(curve.key)) is not None and not plan.is_control:
+                    record.last[kind] = [curve.phase, curve.steps[-1], curve.values[-1]]
+            curves += named
+            if phase.n_not_finite:
+                record.problems.append(f"{prefix}{phase.name}: {phase.n_not_finite:,} values are not finite")
+    record.problems = list(dict.fromkeys(record.problems))
+    return record, curves
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a manifest plans of a phase: steps, tokens of a step, and whether it trains a control."""
+
+    steps: int | None = None
+    tokens: int | None = None
+    is_control: bool = False
+
+
+def plan_of(manifest: dict[str, Any], phase: str) -> Plan:
+    """Return the plan of a phase from a plain manifest, an empty one where it has none."""
+    groups = cast("list[dict[str, Any]]", manifest.get("groups") or [])
+    for item in [item for group in groups for item in cast("list[dict[str, Any]]", group.get("runs") or [])]:
+        train = cast("dict[str, Any]", item.get("train") or {})
+        if item.get("id") == phase and train:
+            sizes = (train["batch_size"], train["block_size"], train.get("gradient_accumulation_steps") or 1)
+            is_known = all(isinstance(size, int) for size in sizes)
+            tokens = sizes[0] * sizes[1] * sizes[2] if is_known else None
+            return Plan(train.get("steps"), tokens, bool(train.get("control")))
+    return Plan()
+
+
+def split_words(overrides: tuple[str, ...]) -> dict[str, str]:
+    """Return overrides by key; a deleted key is none."""
+    pairs = (word.lstrip("+").partition("=") for word in overrides if not word.startswith("~"))
+    return {key: value for key, equals, value in pairs if equals}
+
+
+def flatten(value: Any, path: str = "") -> Iterator[str]:
+    """Yield `KEY<tab>JSON` for each leaf; items of a list are named by their `id` or `name` where they have one."""
+    if isinstance(value, dict) and value:
+        for key, item in cast("dict[str, Any]", value).items():
+            yield from flatten(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in cast("list[Any]", value)):
+        for index, item in enumerate(cast("list[Any]", value)):
+            named = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
+            name = named.get("id") or named.get("name") or index
+            yield from flatten(item, f"{path}[{name}]")
+    else:
+        text = json.dumps(value)
+        if len(text) > MOST_TEXT:
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            text = f"{text[:MOST_TEXT]}\u2026 ({len(text):,} characters, SHA-256 {digest})"
+        yield f"{path}\t{text}".replace("\n", " ")
+
+
+def _git(run: Path) -> str:
+    plain = _read_dict(run / "env.json") if (run / "env.json").is_file() else {}
+    commit = plain.get("git_commit") or plain.get("commit")
+    if not commit:
+        return ""
+    is_clean = plain.get("git_is_clean")
+    return f"{commit}" + ("" if is_clean is None else ", clean" if is_clean else ", with changes")
+
+
+def _read_dict(file: Path) -> dict[str, Any]:
+    plain = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(plain, dict):
+        raise ValueError(f"holds {type(plain).__name__}, expected an object")
+    return cast("dict[str, Any]", plain)
