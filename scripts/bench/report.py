@@ -200,6 +200,7 @@ SECTIONS = {
     "blockwise_cost": sections_upcycle.blockwise_cost,
     "sweep_overhead": sections_sweeps.sweep_overhead,
     "collect_runs": sections_sweeps.collect_runs,
+    "studio": sections_sweeps.studio,
     "scaling": sections_scaling.scaling,
     "tensor_parallel_step": sections_scaling.tensor_parallel_step,
     "training": sections_training.training,
@@ -221,7 +222,7 @@ GROUPS = {
         *("attention_backends", "decode", "documents", "host_cost", "kernels", "linear_cross_entropy"),
         *("optimizer_steps", "row_linear", "step_kernels"),
     ),
-    "Commands and data": ("launch_times", "substrate", "prepare", "collect_runs", "sweep_overhead"),
+    "Commands and data": ("launch_times", "substrate", "prepare", "collect_runs", "studio", "sweep_overhead"),
 }
 ELSEWHERE = ("smollm2", "paired_tests")  # docs/results.md and docs/evidence.md show them
 

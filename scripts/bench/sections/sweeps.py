@@ -40,3 +40,28 @@ def collect_runs(data: dict[str, Any]) -> list[str]:
         "",
         f"Whole processes, medians; load average after: {data['load_after']:.1f}.",
     ]
+
+
+def studio(data: dict[str, Any]) -> list[str]:
+    """One page of many runs."""
+    found = data["result"]
+    rows = [
+        f"| `caramba {name}` | {times['wall']:.2f} | {times['cpu']:.2f} |"
+        for name, times in (
+            ("studio, first call", found["first_call_s"]),
+            *found["median_s"].items(),
+        )
+    ]
+    view = found["first_view_ms"]
+    return [
+        f"## One page of {found['runs']:,} runs of {found['points']:,} points",
+        "",
+        "| command | wall, s | CPU, s |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"First view in Chromium: **{view['painted_ms'] / 1000:.2f} s** from the start of the navigation until it is"
+        f" painted (required: 1.0 s), {view['laid_out_ms'] / 1000:.2f} s until it is laid out. The page has"
+        f" {found['page_bytes'] / 1e6:.1f} MB, {found['page_bytes_without_data'] / 1e6:.2f} MB without its data"
+        f" (required: 1 MB). Medians; load average after: {data['load_after']:.1f}.",
+    ]

@@ -17,7 +17,8 @@ function renderHead() {
   const states = ["finished", "running", "failed", "interrupted", "waiting"].filter(count).map((state) => `${count(state)} ${state}`);
   $("title").textContent = data.title;
   const sweeps = data.sweeps.length ? `, ${data.sweeps.length} ${data.sweeps.length === 1 ? "sweep" : "sweeps"}` : "";
-  $("facts").textContent = `${data.runs.length.toLocaleString("en-US")} runs (${states.join(", ") || "none"})${sweeps}; ${data.folder}; ${data.made}`;
+  $("facts").textContent = `${data.runs.length.toLocaleString("en-US")} runs (${states.join(", ") || "none"})${sweeps}; ${data.made}`;
+  $("title").title = data.folder;
   $("tabs").replaceChildren(...TABS.map(([id, text]) => el("button", { role: "tab", "aria-selected": String(view.tab === id),
     "aria-controls": `view-${id}`, onclick: () => { view.tab = id; update(); } }, text)));
 }
