@@ -15,6 +15,7 @@ from caramba.config.benchmark import LatencyBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.evaluation.subject import Subjects
 from caramba.infer import decode_step, prefill
+from caramba.lower.lowering import lower
 from caramba.model import Model
 from caramba.result import Metric
 from caramba.runtime import synchronize
@@ -52,21 +53,22 @@ def time_generation(
     kind: KVCacheKind = KVCacheKind.FP32,
 ) -> Timing:
     """Generate greedily from prompt [B, T]: the first token comes out of prefill, the others of decode steps."""
-    ctx = model.new_context(prompt.shape[0], prompt.shape[1] + new_tokens, kind, static=True)
-    synchronize(device)
-    start = time.perf_counter()
-    logits = prefill(model, prompt, ctx)
-    synchronize(device)
-    prefilled = time.perf_counter()
-    token = logits.argmax(dim=-1, keepdim=True)
-    synchronize(device)
-    first = time.perf_counter()
-    steps = []
-    for _ in range(new_tokens - 1):
-        before = time.perf_counter()
-        token = decode_step(model, token, ctx).argmax(dim=-1, keepdim=True)
+    with lower(model, device, "decode"):
+        ctx = model.new_context(prompt.shape[0], prompt.shape[1] + new_tokens, kind, static=True)
         synchronize(device)
-        steps.append(1000.0 * (time.perf_counter() - before))
+        start = time.perf_counter()
+        logits = prefill(model, prompt, ctx)
+        synchronize(device)
+        prefilled = time.perf_counter()
+        token = logits.argmax(dim=-1, keepdim=True)
+        synchronize(device)
+        first = time.perf_counter()
+        steps = []
+        for _ in range(new_tokens - 1):
+            before = time.perf_counter()
+            token = decode_step(model, token, ctx).argmax(dim=-1, keepdim=True)
+            synchronize(device)
+            steps.append(1000.0 * (time.perf_counter() - before))
     return Timing(1000.0 * (prefilled - start), 1000.0 * (first - start), tuple(steps))
 
 

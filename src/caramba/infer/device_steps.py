@@ -18,7 +18,7 @@ from caramba.config.generate import Compiled, GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.layer import AttentionLayer
-from caramba.layer.fused_small_batch import are_unmodified
+from caramba.lower.norm_linear import are_unmodified
 from caramba.model import Model
 from caramba.ops import has_kernel, implementation
 from caramba.ops.backend import REFERENCE

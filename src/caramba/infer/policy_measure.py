@@ -22,6 +22,7 @@ from caramba.infer.device_steps import EagerDecoder, choose_steps
 from caramba.infer.needle import find_needles, make_needles
 from caramba.infer.row import GenerationRow
 from caramba.infer.step import StepState
+from caramba.lower.lowering import lower
 from caramba.metrics import agreement
 from caramba.model import Model
 from caramba.model.custom_layers import cached_layers
@@ -136,21 +137,22 @@ def time_decode(
     n_before = length - steps - WARM_UP_STEPS
     text = np.resize(np.asarray(tokens[:n_before]).astype(np.int64), n_before)
     rows = torch.from_numpy(text).to(device).expand(batch_size, -1)
-    ctx = model.new_context(batch_size, length, kind, static=True)
-    config = GenerateConfig(
-        max_new_tokens=WARM_UP_STEPS + steps, temperature=0.0, compiled="graph" if is_captured else False
-    )
-    drawn = GenerationRow.of([[0]] * batch_size, config, (), None, None)
-    state = StepState.of(drawn, config, model.spec.embedder.vocab_size, device)
-    stepper, _, _ = choose_steps(EagerDecoder(model, state, ctx, config))
-    logits = prefill(model, rows, ctx, PREFILL_CHUNK)
-    stepper.resume()
-    seconds = []
-    for _ in range(WARM_UP_STEPS + steps):
-        token = stepper.choose(logits)
-        synchronize(device)
-        began = time.perf_counter()
-        logits = stepper.forward(token)
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[WARM_UP_STEPS:])
+    with lower(model, device, "decode"):
+        ctx = model.new_context(batch_size, length, kind, static=True)
+        config = GenerateConfig(
+            max_new_tokens=WARM_UP_STEPS + steps, temperature=0.0, compiled="graph" if is_captured else False
+        )
+        drawn = GenerationRow.of([[0]] * batch_size, config, (), None, None)
+        state = StepState.of(drawn, config, model.spec.embedder.vocab_size, device)
+        stepper, _, _ = choose_steps(EagerDecoder(model, state, ctx, config))
+        logits = prefill(model, rows, ctx, PREFILL_CHUNK)
+        stepper.resume()
+        seconds = []
+        for _ in range(WARM_UP_STEPS + steps):
+            token = stepper.choose(logits)
+            synchronize(device)
+            began = time.perf_counter()
+            logits = stepper.forward(token)
+            synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[WARM_UP_STEPS:])

@@ -12,6 +12,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.decode import decode_step, prefill
 from caramba.layer import unplanned_attention
+from caramba.lower.lowering import lower
 from caramba.model import Model
 
 KINDS = {
@@ -107,13 +108,16 @@ def greedy_until(
     new: list[int] = []
     if max_new_tokens < 1:
         return new
-    context = model.new_context(1, len(prompt) + max_new_tokens, KINDS[weight.dtype])
-    logits = prefill(model, torch.tensor([list(prompt)], dtype=torch.int64, device=weight.device), context)
-    while True:
-        token = int(logits.argmax(-1))
-        if token == eos_id:
-            return new
-        new.append(token)
-        if len(new) == max_new_tokens or (is_done is not None and is_done(new)):
-            return new
-        logits = decode_step(model, torch.tensor([token], device=weight.device), context)
+    with lower(model, weight.device, "decode"):
+        context = model.new_context(1, len(prompt) + max_new_tokens, KINDS[weight.dtype])
+        logits = prefill(
+            model, torch.tensor([list(prompt)], dtype=torch.int64, device=weight.device), context
+        )
+        while True:
+            token = int(logits.argmax(-1))
+            if token == eos_id:
+                return new
+            new.append(token)
+            if len(new) == max_new_tokens or (is_done is not None and is_done(new)):
+                return new
+            logits = decode_step(model, torch.tensor([token], device=weight.device), context)

@@ -16,12 +16,10 @@ from caramba.layer.cache_rounding import CacheRounding
 from caramba.layer.cache_view import CacheView
 from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
-from caramba.layer.fused_small_batch import are_unmodified, linear_residual
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
-from caramba.layer.small_batch import has_hooks, has_separate_norm
 from caramba.layer.standard import StandardProjection
 from caramba.ops import fused_decode_available
 from caramba.ops.dba_decode import kernel_takes
@@ -102,20 +100,6 @@ class AttentionLayer(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         return self.out(self.read(x, ctx))
-
-    def is_unmodified(self, x: Tensor) -> bool:
-        """True if `fused_residual` supports small batch x: its linears are not replaced, quantised or hooked."""
-        readers = self.projection.readers()
-        return (
-            readers is not None
-            and are_unmodified((*readers, self.out), x.dtype)
-            and not has_hooks(self.projection)
-            and (not has_separate_norm(x) or getattr(self.projection, "fused_linear", None) is not None)
-        )
-
-    def fused_residual(self, x: Tensor, norm: RMSNorm, ctx: Context | DeviceContext) -> Tensor:
-        """Return x + forward(norm(x), ctx) of a small batch, with norm and sum fused into the linears."""
-        return linear_residual(self.out, self.read(x, ctx, norm), x)
 
     def read(
         self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None, norm: RMSNorm | None = None

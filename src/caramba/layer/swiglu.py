@@ -12,10 +12,7 @@ from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_fusible_swiglu
 from caramba.layer.fused_linear import FusedLinear, can_use_fused, fused_prefill_product
-from caramba.layer.fused_small_batch import are_unmodified, linear_residual, norm_linear
 from caramba.layer.products import fused_product, products
-from caramba.layer.rms_norm import RMSNorm
-from caramba.layer.small_batch import has_separate_norm
 from caramba.ops import has_kernel, is_fused
 from caramba.ops.swiglu import swiglu
 
@@ -52,16 +49,3 @@ class SwiGLULayer(nn.Module):
         fused_linear = self.fused_linear
         gate, up = fused_linear(x) if can_use_fused(fused_linear, x) else products(x, (self.gate, self.up))
         return self.down(swiglu(gate, up) if is_fused("swiglu", gate) else F.silu(gate) * up)
-
-    def is_unmodified(self, x: Tensor) -> bool:
-        """True if `fused_residual` supports small batch x: its linears are not replaced, quantised or hooked."""
-        is_one = self.fused_linear is not None or not has_separate_norm(x)
-        return is_one and are_unmodified((self.gate, self.up, self.down), x.dtype)
-
-    def fused_residual(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return x + forward(norm(x)) of few rows: of fused weights two products and nothing else."""
-        if self.fused_linear is not None:
-            return linear_residual(self.down, norm_linear(self.fused_linear, x, norm, gated=True), x)
-        return linear_residual(
-            self.down, swiglu(norm_linear(self.gate, x, norm), norm_linear(self.up, x, norm)), x
-        )

@@ -12,6 +12,7 @@ from torch import nn
 from caramba.kernels import uses_reference
 from caramba.lower.cpu_decode import cpu_decode
 from caramba.lower.fuse_linears import fuse_linears
+from caramba.lower.norm_linear import fuse_norm_linear
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -26,6 +27,7 @@ class Pass(NamedTuple):
 
 PASSES = (
     Pass("fuse_linears", ("prefill", "decode"), fuse_linears),
+    Pass("norm_linear", ("decode",), fuse_norm_linear),
     Pass("cpu_decode", ("decode",), cpu_decode),
 )
 """In the order in which they run: later ones build on earlier ones."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.unit.layer.test_small_batch import Ops
+from tests.unit.lower.test_norm_linear import Ops
 from tests.unit.model.model_specs import VOCAB, biased, transformer
 from torch import Tensor, nn
 

@@ -40,7 +40,7 @@ def test_an_inner_lowering_leaves_the_outer_one_in_place() -> None:
     model = lively("gqa_scaled")
     with lower(model, "cpu", "decode"):
         with lower(model, "cpu", "decode") as inner:
-            assert inner.replaced == {"fuse_linears": 0, "cpu_decode": 0}
+            assert inner.replaced == dict.fromkeys((one.name for one in PASSES), 0)
         assert isinstance(model.topology, CpuDecode)
     assert not isinstance(model.topology, CpuDecode)
 

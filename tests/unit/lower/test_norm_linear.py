@@ -22,9 +22,11 @@ from caramba.layer.fused_linear import FusedLinear
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.lower.lowering import lower
+from caramba.lower.norm_linear import SmallBatchResidual
 from caramba.lower.quantize import quantise_weights
 from caramba.lower.quantize.int4 import quantize_int4
 from caramba.model import Model, build_model
+from caramba.model.topology import ResidualTopology
 from caramba.ops import backend
 from caramba.ops.packed_int4 import dequantize_int4
 
@@ -348,3 +350,28 @@ def test_generated_tokens_are_those_of_the_layers(kernels: None) -> None:
         (want,) = generator.generate(prompt)
     assert got.tokens == want.tokens
     torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(want.logprobs), rtol=1e-4, atol=1e-4)
+
+
+def test_pass_replaces_every_block_and_restores_it(kernels: None) -> None:
+    model = lively("gqa_scaled")
+    names, blocks = list(model.state_dict()), [m for m in model.modules() if type(m) is ResidualTopology]
+    with lower(model, "cpu", "decode") as lowered:
+        assert lowered.replaced["norm_linear"] == len(blocks) >= 2
+        assert all(isinstance(block, SmallBatchResidual) for block in blocks)
+        assert list(model.state_dict()) == names
+        with lower(model, "cpu", "decode") as inner:
+            assert inner.replaced["norm_linear"] == 0
+    assert all(type(block) is ResidualTopology and "fused_dtypes" not in vars(block) for block in blocks)
+
+
+def test_pass_without_the_kernel_replaces_nothing() -> None:
+    with lower(lively("gqa_scaled"), "cpu", "decode") as lowered:
+        assert lowered.replaced["norm_linear"] == 0
+
+
+def test_plain_model_with_the_kernel_runs_its_layers(kernels: None) -> None:
+    """Only lowering fuses: the textbook forward has one path."""
+    model, tokens = lively("gqa_scaled"), torch.tensor([[3]])
+    with Ops() as ops, torch.inference_mode():
+        model.topology(model.embedder(tokens), model.new_context(1, 2, KVCacheKind.FP32))
+    assert ops.ran["small_batch_linear"] == 0
