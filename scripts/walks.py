@@ -83,16 +83,21 @@ def training() -> dict[str, Any]:
 
 
 def start_decoding() -> Callable[[], object]:
-    """Build model=tiny, decode a first token, which fills caches of its own, and return what decodes the next."""
+    """Build and lower model=tiny as a generation does, decode a first token, return what decodes the next.
+
+    The first token fills caches of its own.
+    """
     import torch
     import yaml
 
     from caramba.config.model import ModelConfig
     from caramba.infer.decode import decode_step, prefill
+    from caramba.lower.lowering import lower
     from caramba.model import build_model
 
     config = ModelConfig.model_validate(yaml.safe_load((ROOT / "conf/model/tiny.yaml").read_text()))
     model = build_model(config, seed=0).eval()
+    lower(model, "cpu", "decode")
     ctx = model.new_context(1, 16, static=True)
     step = prefill(model, torch.arange(4)[None], ctx).argmax(-1)
     step = decode_step(model, step, ctx).argmax(-1)

@@ -22,8 +22,6 @@ from caramba.ops.backend import (
     fused_decode_available,
     get_backend_info,
 )
-from caramba.runs.files import home
-from caramba.runtime.tuned import decode_choices, tuning_path
 
 __all__ = [
     "METAL_AVAILABLE",
@@ -123,6 +121,8 @@ def find_launcher(op: Op, backend: str) -> Callable[..., Any]:
 
 def _find_nvrtc() -> None:
     """Tell the kernels in CUDA C++ where to keep what they compile; say once where they have no compiler."""
+    from caramba.runs.files import home
+
     nvrtc = importlib.import_module("caramba.kernels.cuda.nvrtc")
     nvrtc.keep_in(home() / "cubins")
     version: str | None = nvrtc.version()
@@ -141,11 +141,14 @@ def _adopt_tuned(device: torch.device) -> None:
     Raises:
         ConfigError: entries that this version's kernel does not know.
     """
+    from caramba.runtime import tuned
+
     table = importlib.import_module("caramba.kernels.triton.dba_decode_table")
     try:
-        table.load_tuned(decode_choices(device))
+        table.load_tuned(tuned.decode_choices(device))
         importlib.import_module("caramba.kernels.triton.dba_decode").forget_plans()
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{tuning_path()}: decode choices are not of this version ({error}); delete it, or run caramba tune again"
+            f"{tuned.tuning_path()}: decode choices are not of this version ({error}); "
+            "delete it, or run caramba tune again"
         ) from None

@@ -14,9 +14,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.cache_rounding import CacheRounding
 from caramba.layer.cache_view import CacheView
-from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
-from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
@@ -33,6 +31,8 @@ def build_projection(config: AttentionLayerConfig) -> Projection:
         ConfigError: tied queries and keys of unequal head counts.
     """
     if config.is_latent:
+        from caramba.layer.latent import LatentProjection  # loads the ops of its own
+
         return LatentProjection(config)
     if config.mode is not AttentionMode.DECOUPLED:
         return StandardProjection(config)
@@ -42,6 +42,8 @@ def build_projection(config: AttentionLayerConfig) -> Projection:
             f"AttentionLayer: tie_qk needs a key/value head per head, got n_kv_heads={dims.n_kv_heads} "
             f"and n_heads={dims.n_heads}; set n_kv_heads: {dims.n_heads} or tie_qk: false"
         )
+    from caramba.layer.decoupled import DecoupledProjection
+
     return DecoupledProjection(config)
 
 

@@ -13,6 +13,7 @@ from caramba.kernels import uses_reference
 from caramba.lower.cpu_decode import cpu_decode
 from caramba.lower.fuse_linears import fuse_linears
 from caramba.lower.norm_linear import fuse_norm_linear
+from caramba.lower.small_batch_head import small_batch_head
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -28,6 +29,7 @@ class Pass(NamedTuple):
 PASSES = (
     Pass("fuse_linears", ("prefill", "decode"), fuse_linears),
     Pass("norm_linear", ("decode",), fuse_norm_linear),
+    Pass("small_batch_head", ("decode",), small_batch_head),
     Pass("cpu_decode", ("decode",), cpu_decode),
 )
 """In the order in which they run: later ones build on earlier ones."""

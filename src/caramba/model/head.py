@@ -6,8 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.config.model import ModelSpec
-from caramba.layer.small_batch import has_kernel_weight, is_small_batch
-from caramba.ops.small_batch_linear import small_batch_linear
 
 
 class Head(nn.Linear):
@@ -17,7 +15,7 @@ class Head(nn.Linear):
     """
 
     def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
-        return logits_of(input, self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias)
 
 
 class TiedHead(nn.Module):
@@ -30,18 +28,7 @@ class TiedHead(nn.Module):
     """
 
     def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
-        return logits_of(input, token_weight)
-
-
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return W h + b: of few rows by the kernel for them, where there is one. Shape: [..., M] to [..., V]."""
-    if (
-        is_small_batch(hidden)
-        and has_kernel_weight(hidden, weight)
-        and (bias is None or bias.dtype == hidden.dtype)
-    ):
-        return small_batch_linear(hidden, weight, bias)
-    return F.linear(hidden, weight, bias)
+        return F.linear(input, token_weight)
 
 
 def build_head(spec: ModelSpec) -> Head | TiedHead:

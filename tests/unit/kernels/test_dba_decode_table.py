@@ -24,6 +24,7 @@ from caramba import kernels
 from caramba.config.kvcache import BLOCKS
 from caramba.errors import ConfigError
 from caramba.ops.decode_arguments import MAX_SPLITS
+from caramba.runtime import tuned
 
 SHAPE = DecodeShape("sm90", ("q4_0", "q8_0"), (128, 64, 128), rows=32, lanes=8, tokens=32768)
 
@@ -298,7 +299,7 @@ def test_a_tuned_table_of_another_version_is_refused(
     choice: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = replace(SHAPE, arch="sm1").key  # which no table has
-    monkeypatch.setattr(kernels, "decode_choices", lambda device: {key: choice})
+    monkeypatch.setattr(tuned, "decode_choices", lambda device: {key: choice})
     with pytest.raises(ConfigError, match=rf"tuned.json: .*{text}.*run caramba tune again"):
         kernels._adopt_tuned(torch.device("cpu"))
     assert key not in table.measured()

@@ -50,6 +50,9 @@ def logits(model: Model, batch: int = 2, *, joined: bool = True) -> tuple[Tensor
     return torch.cat(rows, dim=1), ops.ran
 
 
+NORM_OPS = ("mul", "sum", "div_", "add_", "rsqrt_", "mul", "mul_")
+
+
 def stepping(model: Model) -> list[Topology]:
     return [module for module in model.modules() if isinstance(module, CpuDecode)]
 
@@ -62,7 +65,9 @@ def test_a_step_gives_the_logits_of_the_layers_by_fewer_ops(name: str) -> None:
         want, by_layers = logits(model, batch, joined=False)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # the cache holds float32
         assert ran["addmm"] > by_layers["addmm"]  # sums behind products are theirs
-        assert sum(ran.values()) <= sum(by_layers.values())
+        # `rms_norm` calls these ops itself, out of the mode's sight.
+        hidden = (len(NORM_OPS) - 1) * by_layers["rms_norm"]
+        assert sum(ran.values()) <= sum(by_layers.values()) + hidden
 
 
 def test_in_float32_too_and_the_whole_topology_is_one_step() -> None:
