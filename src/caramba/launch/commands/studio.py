@@ -11,7 +11,6 @@ from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import Arguments
 from caramba.runs.files import write_whole
 
-USAGE = "[FOLDER] [--out FILE] [--serve] [--port N]"
 FILE = "studio.html"
 # Fewer runs are read before a person wonders.
 _SAID_FROM = 200
@@ -23,31 +22,31 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the folder is not there, or has neither a run nor a sweep.
     """
-    parser = Arguments("studio", USAGE)
+    parser = Arguments("studio")
     parser.add_argument("folder", nargs="?", default="runs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--port", type=int, default=8765)
-    words = parser.parse_args(argv)
-    folder = Path(words.folder).expanduser()
+    args = parser.parse_args(argv)
+    folder = Path(args.folder).expanduser()
     if not folder.is_dir() and (Path("runs") / folder).is_dir():
         folder = Path("runs") / folder
     if not folder.is_dir():
         raise ConfigError(
-            f"studio: {words.folder}: no such folder; give one with runs, or start one with caramba launch"
+            f"studio: {args.folder}: no such folder; give one with runs, or start one with caramba launch"
         )
-    if words.serve:
-        if words.out is not None:
+    if args.serve:
+        if args.out is not None:
             raise ConfigError("studio: --serve writes no file; leave out --out, or --serve")
-        return serve(folder, words.port)
+        return serve(folder, args.port)
     found = find(folder)
     if not found.runs:
         raise ConfigError(
             f"studio: no runs under {folder.absolute()} (a run is a directory with manifest.json); start one with "
             "caramba launch"
         )
-    out = (words.out or found.folder / FILE).absolute()
-    write_whole(out, build_page(build_data(found, None if words.quiet else _report, out.parent)))
+    out = (args.out or found.folder / FILE).absolute()
+    write_whole(out, build_page(build_data(found, None if args.quiet else _report, out.parent)))
     print(f"wrote {out}: {len(found.runs):,} {'run' if len(found.runs) == 1 else 'runs'}")
     return 0
 
