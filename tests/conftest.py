@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from caramba.console import logger
-from caramba.runs.starting import imports_without_gc
+from caramba.runs.exit_codes import imports_without_gc
 
 # Tensors of the tests are tiny: more threads would wait for each other. Read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -28,7 +28,7 @@ from caramba.data.folder import open_token_folder
 from caramba.errors import CarambaError
 from caramba.experiment.ledger import Ledger
 from caramba.model import find_checkpoint
-from caramba.runs.checksums import RECORD
+from caramba.runs.files import RECORD
 from caramba.runs.stages import read_finished_stages
 
 sys.path.insert(0, str(Path(__file__).parent))

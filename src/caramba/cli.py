@@ -12,8 +12,7 @@ from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.launch.commands.help import command_help
 from caramba.launch.commands.table import COMMANDS, LATER
-from caramba.runs.exit_codes import run_command
-from caramba.runs.starting import imports_without_gc
+from caramba.runs.exit_codes import imports_without_gc, run_command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING
 
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, Preempted
-from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, exit_process, run_command, status_of
+from caramba.runs.exit_codes import (
+    INTERRUPTED,
+    PREEMPTED,
+    exit_process,
+    imports_without_gc,
+    run_command,
+    status_of,
+)
 from caramba.runs.ranks import adopt_slurm_ranks, end_with_agent, rank
 from caramba.runs.shell import show_path
 from caramba.runs.signals import stop_on_signals
-from caramba.runs.starting import imports_without_gc
 
 if TYPE_CHECKING:
     from caramba.config.manifest import Manifest

@@ -12,7 +12,7 @@ _HOMES = {
         "MemoryBenchmarkConfig",
         "PerplexityBenchmarkConfig",
     ),
-    "crosscheck": ("cross_check",),
+    "crosscheck": ("cross_check", "refuse_unbuilt"),
     "data": ("DataConfig",),
     "cost": ("AttentionWork", "Cost", "Width", "WidthError", "expect_width", "layer_cost"),
     "extension": (
@@ -26,7 +26,6 @@ _HOMES = {
         "ScheduleConfig",
     ),
     "kvcache": ("KVCacheKind",),
-    "not_implemented": ("refuse_unbuilt",),
     "layer": (
         "AttentionLayerConfig",
         "AttentionMode",

@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from caramba.config.attention_dims import (
+    FUSED_WIDEST,
+    PART_NARROWEST,
+    PART_WIDEST,
+    AttentionDims,
+    AttentionMode,
+    align_width,
+)
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
-from caramba.config.kvcache import CacheFormat, Streams
+from caramba.config.kvcache import CacheFormat
 from caramba.config.layer_base import Dimension, LayerConfig, Probability, Shapes
 from caramba.config.names import member
 from caramba.config.rope import RopeScalingConfig
-
-FUSED_WIDEST = 256
-"""Widest keys and values that flash and cuDNN take; the kernel that keeps keys in two parts takes wider ones."""
-PART_NARROWEST, PART_WIDEST = 16, {"sem": 128, "geo": 256, "value": 128}
-"""What that kernel takes of each part, powers of two."""
-
-
-class AttentionMode(StrEnum):
-    """How queries, keys and values are projected and what is cached."""
-
-    STANDARD = "standard"
-    GQA = "gqa"
-    DECOUPLED = "decoupled"
-    BOTTLENECK = "bottleneck"
-
-
-@dataclass(frozen=True)
-class AttentionDims:
-    """Widths of one attention layer, derived once from its config.
-
-    Per head: `qk` (query and key), `v`; cached streams as (name, heads, width per head), all in elements.
-    `first_streams` are stored besides, of the first `first_tokens` tokens of a sequence alone.
-    """
-
-    n_heads: int
-    n_kv_heads: int
-    qk: int
-    v: int
-    rope: int
-    streams: Streams
-    first_tokens: int = 0
-    first_streams: Streams = ()
-
-    @property
-    def cached(self) -> int:
-        """Elements that the cache stores per token, all streams and heads together."""
-        return sum(heads * width for _, heads, width in self.streams)
-
-
-def align_width(width: int) -> int:
-    """Return the next multiple of 8, the widths that fused backends take."""
-    return -(-width // 8) * 8
 
 
 def _mode(value: Any) -> Any:

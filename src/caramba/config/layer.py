@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from caramba.config.attention import AttentionDims, AttentionLayerConfig, AttentionMode
+from caramba.config.attention import AttentionLayerConfig
+from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
 from caramba.config.layer_base import Dimension, LayerConfig, Positive, Probability, Shapes
 from caramba.config.memory_bank import MemoryBankLayerConfig

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.attention import AttentionLayerConfig, AttentionMode
+from caramba.config.attention import AttentionLayerConfig
+from caramba.config.attention_dims import AttentionMode
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
 from caramba.config.layer_base import Dimension, Shapes
 from caramba.config.narrowing import is_mapping

@@ -7,7 +7,8 @@ from functools import reduce
 from math import gcd
 from typing import Any
 
-from caramba.config.attention import AttentionLayerConfig, AttentionMode
+from caramba.config.attention import AttentionLayerConfig
+from caramba.config.attention_dims import AttentionMode
 from caramba.config.manifest import GroupConfig
 from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig

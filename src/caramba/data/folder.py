@@ -23,8 +23,7 @@ from caramba.data.stream import Tokens, TokenStream
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition
 from caramba.errors import DataError, quote
-from caramba.runs.checksums import RECORD, check_folder, has_record, record_files
-from caramba.runs.files import whole_file, write_json
+from caramba.runs.files import RECORD, check_folder, has_record, record_files, whole_file, write_json
 
 SCHEMA = 2
 Progress = Callable[[str], None]

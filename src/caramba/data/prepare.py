@@ -21,8 +21,7 @@ from caramba.data.sources import Source
 from caramba.data.tokenizer import Tokenizer
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
-from caramba.runs.checksums import RECORD, record_files
-from caramba.runs.files import whole_file, write_json
+from caramba.runs.files import RECORD, record_files, whole_file, write_json
 
 SPLIT_RULE = (
     "val if the first 7 bytes of sha256('split:' + text), as a fraction of 2**56, are below val_frac: equal documents"

@@ -13,8 +13,7 @@ import numpy as np
 
 from caramba.data.npy import NpyWriter, open_npy
 from caramba.errors import DataError
-from caramba.runs.checksums import check_folder
-from caramba.runs.files import home, whole_file, write_json
+from caramba.runs.files import check_folder, home, whole_file, write_json
 
 Progress = Callable[[str], None]
 _CHUNK_BYTES = 4 << 20

@@ -10,7 +10,7 @@ from caramba.data.library import LibraryTokenizer
 from caramba.data.tiktoken_file import tiktoken_definition
 from caramba.data.tokenizer import EOS, ByteTokenizer, Tokenizer
 from caramba.errors import DataError
-from caramba.runs.checksums import check_file
+from caramba.runs.files import check_file
 
 # The end marks of tokenizers in wide use, for a tokenizer.json with no file next to it that names its own.
 MAX_VOCABULARY = 1 << 24

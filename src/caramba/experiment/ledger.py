@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 
 from caramba.errors import CheckpointError
 from caramba.result import BenchmarkResult, PhaseResult, TransplantReport, Verdict, to_plain
-from caramba.runs.checksums import check_file
-from caramba.runs.files import write_json
+from caramba.runs.files import check_file, write_json
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from caramba.cache import Context
-from caramba.config.attention import AttentionDims
+from caramba.config.attention_dims import AttentionDims
 from caramba.config.kvcache import KVCacheKind
 from caramba.export.hf_config import CarambaConfig
 from caramba.model.model import Model

@@ -12,7 +12,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 from torch import Tensor
 
-from caramba.config.attention import AttentionDims
+from caramba.config.attention_dims import AttentionDims
 from caramba.config.model import ModelSpec
 from caramba.config.node import NodeConfig
 from caramba.errors import ConfigError

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.config.attention import align_width
+from caramba.config.attention_dims import align_width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.projection import angles_at, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate

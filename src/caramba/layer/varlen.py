@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from caramba.config.attention import align_width
+from caramba.config.attention_dims import align_width
 from caramba.errors import KernelUnavailable
 
 WIDEST = 256

@@ -16,8 +16,7 @@ from caramba.data.checkpoint.hf_names import DERIVED_SUFFIXES, EMBEDDING, HEAD, 
 from caramba.errors import CheckpointError
 from caramba.model.build import build_model
 from caramba.model.model import Model
-from caramba.runs.checksums import check_file
-from caramba.runs.files import write_json
+from caramba.runs.files import check_file, write_json
 
 LOADED = "loaded.json"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import gc
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +18,24 @@ from caramba.console import logger, visible
 from caramba.errors import BatchReduced, CarambaError, Preempted
 from caramba.runs.files import home
 from caramba.runs.ranks import is_rank
+
+
+@contextlib.contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Import in this block what brings torch: nothing looks for garbage meanwhile, and never among what it loaded.
+
+    Where torch is loaded already the block changes nothing: by then there may be garbage, which is to be collected.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 MISTAKE = 2
 PREEMPTED = 75

@@ -5,13 +5,290 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from caramba.runs.atomic import atomic_file, home
-from caramba.runs.checksums import recorded
+from caramba.errors import CarambaError, CheckpointError
+
+
+def home() -> Path:
+    """Return the folder of caches, which can be deleted at any time: `CARAMBA_HOME`, else `./.caramba`."""
+    return Path(os.environ.get("CARAMBA_HOME", ".caramba")).absolute()
+
+
+@contextlib.contextmanager
+def atomic_file(
+    path: Path, around: Callable[[Path, Path], AbstractContextManager[None]] | None = None
+) -> Iterator[Path]:
+    """Yield a temporary path next to `path`; on success it is synced and renamed over `path`, on failure removed.
+
+    Args:
+        around: makes a context of (path, temporary path) for the rename.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        with contextlib.nullcontext() if around is None else around(path, temporary):
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Write `content` to `path` whole."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+RECORD = "checksums.json"
+_IN_RUN = ("checkpoints", "stages")
+_MAX_RECORD_BYTES = 64 << 20
+_MAX_DEPTH = 6  # checkpoints/PHASE.state.pt/STEP/model/FILE
+# Smaller files are hashed in less time than the cache of hashes is read.
+_CACHED_FROM_BYTES = 4 << 20
+_MAX_CACHED = 4096
+_hashes: dict[str, str] = {}
+"""SHA-256 of files that this process wrote or hashed, by `_stamp`."""
+_records: dict[str, dict[str, list[dict[str, Any]]]] = {}
+"""Records that this process read, by `_stamp`."""
+
+
+def find_root(file: Path) -> Path | None:
+    """Return the folder whose record covers `file`: its run, its group of a run, or its token folder."""
+    file = Path(os.path.abspath(file))
+    for place in list(file.parents)[:_MAX_DEPTH]:
+        if place.name in _IN_RUN and _is_run(place.parent):
+            return place.parent
+    return file.parent if (file.parent / RECORD).is_file() else None
+
+
+def _is_run(folder: Path) -> bool:
+    is_group = folder.parent.name == "groups"
+    return ((folder.parents[1] if is_group else folder) / "manifest.json").is_file()
+
+
+@contextlib.contextmanager
+def recorded(path: Path, written: Path) -> Iterator[None]:
+    """Record the sum of `written` around its rename to `path`, where `path` is an artifact of a run.
+
+    The record has both versions during the rename: a process that is killed then leaves a file that is still accepted.
+    """
+    root = find_root(path)
+    if root is None or path.name == RECORD or root == Path(os.path.abspath(path)).parent:
+        yield
+        return
+    entry = {"bytes": written.stat().st_size, "sha256": _sha256(written)}
+    name = _name(root, path)
+    _update(root, name, [*read_record(root).get(name, []), entry])
+    yield
+    _remember(path, entry["sha256"])
+    _update(root, name, [entry])
+
+
+def record_files(root: Path, files: Iterable[Path], known: Mapping[str, str] | None = None) -> None:
+    """Record `files` in the folder `root`, and keep what its record has of others.
+
+    Args:
+        known: SHA-256 by name within `root`, of files that need no other reading.
+    """
+    found = dict(read_record(root))
+    named = {_name(root, file): file for file in files}
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing frees the interpreter
+        digests = pool.map(lambda item: (known or {}).get(item[0]) or _sha256(item[1]), named.items())
+        for (name, file), digest in zip(named.items(), digests, strict=True):
+            found[name] = [{"bytes": file.stat().st_size, "sha256": digest}]
+            _remember(file, digest)
+    _write(root, found)
+
+
+def check_file(file: Path, error: type[CarambaError] = CheckpointError) -> None:
+    """Check the size and SHA-256 of a file against the record; one that is not on record is not checked.
+
+    Raises:
+        CarambaError: of type `error`; the file is missing or differs, or the record is damaged.
+    """
+    root = find_root(file)
+    if root is not None:
+        _check(root, _name(root, file), error)
+
+
+def check_folder(root: Path, error: type[CarambaError] = CheckpointError) -> None:
+    """Check every file on the record of a folder; one without a record is not checked.
+
+    Raises:
+        CarambaError: of type `error`; a file is missing or differs, or the record is damaged.
+    """
+    for name in read_record(root, error):
+        _check(root, name, error)
+
+
+def check_tree(folder: Path, error: type[CarambaError] = CheckpointError) -> None:
+    """Check every file on record below `folder`, which is part of a run.
+
+    Raises:
+        CarambaError: of type `error`; a file is missing or differs, or the record is damaged.
+    """
+    root = find_root(folder / RECORD)
+    if root is None:
+        return
+    prefix = _name(root, folder) + "/"
+    for name in read_record(root, error):
+        if name.startswith(prefix):
+            _check(root, name, error)
+
+
+def has_record(root: Path) -> bool:
+    """Whether a folder has a record of sums."""
+    return (root / RECORD).is_file()
+
+
+def read_record(
+    root: Path, error: type[CarambaError] = CheckpointError
+) -> Mapping[str, list[dict[str, Any]]]:
+    """Return the accepted versions (bytes, sha256) of each file by its name within `root`; empty without a record.
+
+    Raises:
+        CarambaError: of type `error`; the record is damaged.
+    """
+    file = root / RECORD
+    if not file.is_file():
+        return {}
+    stamp = _stamp(file)
+    if stamp not in _records:
+        reason = f"{file.stat().st_size} bytes, expected at most {_MAX_RECORD_BYTES}"
+        plain = None
+        if file.stat().st_size <= _MAX_RECORD_BYTES:
+            content = file.read_bytes()
+            try:
+                plain = json.loads(content)
+                reason = "its own SHA-256 differs"
+                files = plain["files"]
+                # The text itself is compared, so that no byte of the record can differ.
+                plain = files if _text(files).encode() == content else None
+            except (ValueError, KeyError, TypeError, RecursionError) as found:
+                plain, reason = None, type(found).__name__
+        if plain is None:
+            raise error(
+                f"{file}: damaged ({reason}), expected what was written; restore it, or delete it to open the folder "
+                "unchecked"
+            )
+        _records.clear()
+        _records[stamp] = plain
+    return _records[stamp]
+
+
+def _check(root: Path, name: str, error: type[CarambaError]) -> None:
+    versions = read_record(root, error).get(name)
+    if versions is None:
+        return
+    file = Path(os.path.normpath(root / name))
+    if not file.is_file():
+        raise error(f"{file}: missing, expected {versions[-1]['bytes']} bytes by {root / RECORD}; restore it")
+    size = file.stat().st_size
+    sizes = sorted({version["bytes"] for version in versions})
+    if size not in sizes:
+        kind = "truncated" if size < sizes[0] else "corrupt"
+        raise error(
+            f"{file}: the file is {kind}: {size} bytes, expected {sizes[-1]}; restore it or write it again"
+        )
+    digest = _cached_sha256(file)
+    if digest not in [version["sha256"] for version in versions]:
+        raise error(
+            f"{file}: corrupt or replaced: SHA-256 {digest[:12]}, expected {versions[-1]['sha256'][:12]}; restore it "
+            f"or write it again (recorded in {RECORD})"
+        )
+
+
+def _update(root: Path, name: str, versions: list[dict[str, Any]]) -> None:
+    kept = {key: value for key, value in read_record(root).items() if (root / key).exists()}
+    _write(root, {**kept, name: versions})
+
+
+def _write(root: Path, files: Mapping[str, Any]) -> None:
+    write_atomic(root / RECORD, _text(files))
+
+
+def _text(files: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+
+
+def _name(root: Path, file: Path) -> str:
+    return Path(os.path.relpath(os.path.abspath(file), os.path.abspath(root))).as_posix()
+
+
+# --- hashes of files that have not changed since
+
+
+def _stamp(file: Path) -> str:
+    """Return what changes with the content: ctime as well as mtime, which a copy or a tool may set back."""
+    facts = file.stat()
+    return f"{facts.st_dev}-{facts.st_ino}-{facts.st_size}-{facts.st_mtime_ns}-{facts.st_ctime_ns}"
+
+
+def _cached_sha256(file: Path) -> str:
+    stamp = _stamp(file)
+    if stamp not in _hashes and file.stat().st_size >= _CACHED_FROM_BYTES:
+        _hashes.update(_stored_hashes())
+    if stamp not in _hashes:
+        _remember(file, _sha256(file))
+    return _hashes[_stamp(file)]
+
+
+def _remember(file: Path, digest: str) -> None:
+    _hashes[_stamp(file)] = digest
+    if file.stat().st_size < _CACHED_FROM_BYTES:
+        return
+    stored = {**_stored_hashes(), _stamp(file): digest}
+    # The cache saves time alone: where it cannot be written, files are hashed at each start.
+    with contextlib.suppress(OSError):
+        write_atomic(_cache_file(), json.dumps(dict(list(stored.items())[-_MAX_CACHED:]), indent=2) + "\n")
+
+
+def _stored_hashes() -> dict[str, str]:
+    """Return the cache of earlier processes, which may be deleted or damaged: the files are hashed again then."""
+    try:
+        stored = json.loads(_cache_file().read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {str(key): str(value) for key, value in stored.items()} if isinstance(stored, dict) else {}
+
+
+def _cache_file() -> Path:
+    return home() / RECORD
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
 
 __all__ = ["home", "remove_parts", "sha256_of", "whole_file", "write_json", "write_whole"]
 

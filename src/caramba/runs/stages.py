@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caramba.errors import CheckpointError
-from caramba.runs.checksums import check_file
+from caramba.runs.files import check_file
 
 STAGES = "stages"
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from caramba.runtime.agreement import Agreement
     from caramba.runtime.determinism import (
         apply_determinism,
         random_states,
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     )
     from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
     from caramba.runtime.distributed import (
+        Agreement,
         all_agree,
         data_share,
         gather_objects,
@@ -113,10 +113,10 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "agreement": ("Agreement",),
         "determinism": ("apply_determinism", "random_states", "restore_random_states", "seed_process"),
         "device": ("check_gpu", "choose_device", "device_facts", "synchronize"),
         "distributed": (
+            "Agreement",
             "all_agree",
             "data_share",
             "gather_objects",

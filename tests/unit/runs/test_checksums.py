@@ -17,7 +17,7 @@ from caramba.data.tokenizer import ByteTokenizer
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.experiment.ledger import Ledger, StageRecord
 from caramba.result import PhaseResult
-from caramba.runs import checksums
+from caramba.runs import files
 from caramba.runs.stages import read_finished_stages
 
 WEIGHTS = {"w": torch.arange(12.0).reshape(3, 4)}
@@ -121,14 +121,14 @@ def test_a_flip_with_the_old_time_put_back_is_refused(run):
 
 
 def test_runs_and_folders_without_a_record_open(run, tokens):
-    (run / checksums.RECORD).unlink()
+    (run / files.RECORD).unlink()
     read_run(run)
     meta = json.loads((tokens / "meta.json").read_text())
     del meta["checksums"]
     (tokens / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(DataError, match=r"meta\.json"):
         open_token_folder(tokens)
-    (tokens / checksums.RECORD).unlink()
+    (tokens / files.RECORD).unlink()
     open_token_folder(tokens)
 
 
@@ -141,7 +141,7 @@ def test_a_writer_killed_at_its_rename_leaves_a_readable_run(run, monkeypatch):
         raise KeyboardInterrupt
 
     for at in ("before", "after"):
-        target = "caramba.runs.atomic.os.replace" if at == "before" else "caramba.runs.atomic._sync_folder"
+        target = "caramba.runs.files.os.replace" if at == "before" else "caramba.runs.files._sync_folder"
         with monkeypatch.context() as patch:
             # The record itself is renamed by the same function, so only the artifact's rename is cut short.
             if at == "before":
@@ -153,17 +153,17 @@ def test_a_writer_killed_at_its_rename_leaves_a_readable_run(run, monkeypatch):
         expected = WEIGHTS["w"] if at == "before" else torch.zeros(3, 4)
         assert torch.equal(load_tensors(file)["w"], expected)
     save_tensors(file, WEIGHTS)
-    assert len(checksums.read_record(run)["checkpoints/global.safetensors"]) == 1
+    assert len(files.read_record(run)["checkpoints/global.safetensors"]) == 1
 
 
 def test_large_files_are_hashed_once_for_all_processes(run, monkeypatch):
     file = run / "checkpoints" / "large.safetensors"
     save_tensors(file, {"w": torch.zeros(1_200_000)})
-    monkeypatch.setattr(checksums, "_hashes", {})  # another process
-    monkeypatch.setattr(checksums, "_sha256", lambda file: pytest.fail(f"{file} was hashed again"))
+    monkeypatch.setattr(files, "_hashes", {})  # another process
+    monkeypatch.setattr(files, "_sha256", lambda file: pytest.fail(f"{file} was hashed again"))
     load_tensors(file)
-    checksums._cache_file().write_text("{")  # a damaged cache costs time alone
-    monkeypatch.setattr(checksums, "_hashes", {})
+    files._cache_file().write_text("{")  # a damaged cache costs time alone
+    monkeypatch.setattr(files, "_hashes", {})
     with pytest.raises(pytest.fail.Exception, match="hashed again"):
         load_tensors(file)
 
@@ -182,7 +182,7 @@ def test_a_flat_array_with_a_bit_flipped_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["../tokens.npy", "/etc/passwd", "..", "a/b.npy", ""])
 def test_a_shard_outside_its_folder_is_refused(tokens, name):
-    (tokens / checksums.RECORD).unlink()
+    (tokens / files.RECORD).unlink()
     meta = json.loads((tokens / "meta.json").read_text())
     del meta["checksums"]
     meta["splits"]["train"]["shards"][0]["file"] = name

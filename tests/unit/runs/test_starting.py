@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from caramba.runs.starting import imports_without_gc
+from caramba.runs.exit_codes import imports_without_gc
 
 CODE = """
 import gc
-from caramba.runs.starting import imports_without_gc
+from caramba.runs.exit_codes import imports_without_gc
 try:
     with imports_without_gc():
         assert not gc.isenabled()

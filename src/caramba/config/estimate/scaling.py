@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from caramba.config.attention import AttentionLayerConfig, AttentionMode
+from caramba.config.attention import AttentionLayerConfig
+from caramba.config.attention_dims import AttentionMode
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.node import NodeConfig

@@ -13,8 +13,7 @@ import torch
 from caramba.data.checkpoint.tensors import load_tensors, read_metadata, save_tensors
 from caramba.data.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
-from caramba.runs.checksums import check_tree
-from caramba.runs.files import write_json
+from caramba.runs.files import check_tree, write_json
 
 TORCH_SUFFIX = ".ckpt"
 DCP_METADATA, DCP_LABELS = ".metadata", "caramba.json"

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from caramba.data.checkpoint.formats import DCP_LABELS, reason_of
 from caramba.data.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
-from caramba.runs.checksums import check_tree, find_root, record_files
-from caramba.runs.files import write_json
+from caramba.runs.files import check_tree, find_root, record_files, write_json
 
 MODEL, OPTIMIZER, LOOP = "model", "optimizer", "loop.pt"
 

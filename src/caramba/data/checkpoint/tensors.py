@@ -14,8 +14,7 @@ import torch
 from caramba.config.json_file import parse_object
 from caramba.data.checkpoint.refusal import refuse_pickle
 from caramba.errors import CheckpointError
-from caramba.runs.checksums import check_file
-from caramba.runs.files import whole_file
+from caramba.runs.files import check_file, whole_file
 
 _MAX_DIMENSIONS = 64
 _MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors

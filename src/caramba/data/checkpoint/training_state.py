@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from caramba.errors import CheckpointError
-from caramba.runs.checksums import check_file
-from caramba.runs.files import whole_file
+from caramba.runs.files import check_file, whole_file
 
 _SCALARS = (str, int, float, bool, type(None), bytes, torch.dtype, torch.device, torch.Size)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
