@@ -47,15 +47,34 @@ class Table:
     rows: list[list[Cell]]
 
 
+def _windows(result: RunResult) -> str:
+    """Return the sentence that says on which windows perplexity was measured, as short ones hide what is far back."""
+    sizes = {
+        row["block_size"]
+        for bench in result.benchmarks
+        if bench.type == "perplexity"
+        for row in bench.rows
+        if "block_size" in row
+    }
+    shown = " and ".join(f"{size:,}" for size in sorted(sizes))
+    return f" Perplexity in windows of {shown} tokens." if sizes else ""
+
+
 def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
     """Return the tables that have rows, in the order in which they are read."""
     note = f" Proxy teacher: {result.labels['proxy']}." if "proxy" in result.labels else ""
-    where = _conditions(metrics)
+    where, windows = _conditions(metrics), _windows(result)
     same = " on the same held-out windows."
     held_out = " from the same teacher" + same
     listed = [
-        ("comparison", "Teacher and student of ", f".{where}", COMPARISON_HEAD, _comparison(metrics)),
-        ("stages", "Held-out perplexity of ", " by stage.", STAGE_HEAD, _stages(metrics)),
+        (
+            "comparison",
+            "Teacher and student of ",
+            f".{where}{windows}",
+            COMPARISON_HEAD,
+            _comparison(metrics),
+        ),
+        ("stages", "Held-out perplexity of ", f" by stage.{windows}", STAGE_HEAD, _stages(metrics)),
         ("controls", "Controls of ", held_out, CONTROL_HEAD, _controls(result, metrics)),
         (
             "weights",

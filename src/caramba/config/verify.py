@@ -194,6 +194,11 @@ class FidelityVerifyConfig(Config):
     split: Literal["auto", "train", "val"] = Field(
         default="auto", description="data to measure on: train, val, or auto (val if there is one)"
     )
+    texts: tuple[Text, ...] = Field(
+        default=(),
+        description="other texts to measure on too: python (source of the standard library), spaced (the held-out text "
+        "with spaces around punctuation), a token folder or file, or a UTF-8 text file",
+    )
     max_delta_nll: float | None = Field(
         default=None,
         description="largest rise of the loss over the teacher, in nats per token; unset: no bound",

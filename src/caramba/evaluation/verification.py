@@ -51,7 +51,7 @@ def verify(
             checks = compare(teacher, student, windows("val", config.block_size), config, device)
         elif isinstance(config, FidelityVerifyConfig):
             split = "val" if config.split == "auto" else config.split
-            checks = fidelity(teacher, student, windows(split, config.block_size), config, device)
+            checks = fidelity(teacher, student, windows(split, config.block_size), config, device, tokenizer)
         elif isinstance(config, EvalVerifyConfig):
             chosen, encoded = prepare_verification(config, tokenizer, (teacher.spec, student.spec))
             checks, cases = ask(config, encoded, {TEACHER: teacher, STUDENT: student}, chosen)

@@ -18,14 +18,14 @@ from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs, check_surgery, keeps_copied, makes_student
 from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
-from caramba.config.verify import EvalVerifyConfig
+from caramba.config.verify import EvalVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.data.checkpoint import fingerprint
 from caramba.data.group_text import check_tokenizer, open_text, reads_text
 from caramba.distill import Batch
 from caramba.errors import ConfigError
-from caramba.evaluation import Subjects, check_accuracy, prepare_verification, run_suite
+from caramba.evaluation import Subjects, check_accuracy, check_other_texts, prepare_verification, run_suite
 from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.sources import labels_as
@@ -151,12 +151,14 @@ class Session:
         )
 
     def _check_questions(self) -> None:
-        """Refuse, before anything trains, cases of verify eval that could not be asked after it."""
+        """Refuse, before anything trains, cases of verify eval that could not be asked after it, and missing texts."""
         specs: list[ModelSpec] = [self.manifest.model]
         if self.teacher is not None:
             specs.append(self.teacher.spec)
         for run in self.group.runs:
             for config in run.verify:
+                if isinstance(config, FidelityVerifyConfig):
+                    check_other_texts(config.texts, self.corpus.tokenizer)
                 if isinstance(config, EvalVerifyConfig):
                     prepare_verification(config, self.corpus.tokenizer, specs)
 
