@@ -1,4 +1,4 @@
-"""Texts unlike those of the run, on which a student is held against its teacher too."""
+"""Texts unlike those of the run, on which a student is compared with its teacher too."""
 
 from __future__ import annotations
 
