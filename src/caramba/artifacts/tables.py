@@ -48,7 +48,7 @@ class Table:
 
 
 def _windows(result: RunResult) -> str:
-    """Return the sentence that reports on which windows perplexity was measured, as short ones hide what is far back."""
+    """Name the windows of the perplexity benchmarks: short ones hide what is far back."""
     sizes = {
         row["block_size"]
         for bench in result.benchmarks
