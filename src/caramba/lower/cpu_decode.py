@@ -25,6 +25,7 @@ from caramba.layer.small_batch import has_hooks
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.fuse_linears import is_unmodified_linear
+from caramba.lower.replaced import Replaced
 from caramba.model.topology import NestedTopology, ResidualTopology, StackedTopology, Topology
 from caramba.ops import has_kernel
 from caramba.ops.upcast import WIDE
@@ -58,8 +59,8 @@ LOWERED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def cpu_decode(model: nn.Module, *, is_compiled: bool) -> list[Callable[[], None]]:
-    """Lower the outermost topologies that have a step; return what undoes it, one function for each.
+def cpu_decode(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
+    """Lower the outermost topologies that have a step; return them.
 
     A module with hooks or a forward of its own is not lowered, nor what contains it. None is where forwards are
     compiled.
@@ -68,11 +69,11 @@ def cpu_decode(model: nn.Module, *, is_compiled: bool) -> list[Callable[[], None
         return []
     found = None if has_hooks(model) or type(model) not in LOWERED else decode_step(model)
     if found is None:
-        return [undo for child in model.children() for undo in cpu_decode(child, is_compiled=False)]
+        return [one for child in model.children() for one in cpu_decode(child, is_compiled=False)]
     plain = type(model)
     model.__class__ = LOWERED[plain]
     model.__dict__["step"] = found
-    return [lambda: _restore(model, plain)]
+    return [Replaced(model, lambda: _restore(model, plain))]
 
 
 def _restore(model: nn.Module, plain: type[nn.Module]) -> None:

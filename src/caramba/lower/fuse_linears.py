@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from caramba.layer.fused_linear import FusedLinear, HasFusibleLinears, has_fusible_linears, uses_fused_linears
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.small_batch import has_hooks
+from caramba.lower.replaced import Replaced
 from caramba.ops import has_kernel
 
 
-def fuse_linears(model: nn.Module, *, is_compiled: bool) -> list[Callable[[], None]]:
-    """Fuse linear layers that share an input; return what undoes it, one function for each module.
+def fuse_linears(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
+    """Fuse linear layers that share an input; return the modules that own them.
 
     Weights and biases move once into one allocation, and each parameter becomes a view of it: no copy is kept, names
     and values do not change, and an optimiser still updates the parameters in place. CUDA graphs captured under one
@@ -26,14 +27,15 @@ def fuse_linears(model: nn.Module, *, is_compiled: bool) -> list[Callable[[], No
     Replaced, sharded, hooked or mismatched layers are not fused. `is_compiled` is True for compiled forwards, which
     use the fused GEMM on CUDA too; eager CUDA forwards use it only through the small-batch kernel.
     """
-    undo: list[Callable[[], None]] = []
-    for owner in model.modules():
+    replaced: list[Replaced] = []
+    for module in model.modules():
+        owner = module
         if has_fusible_linears(owner) and owner.fused_linear is None:
             layers = [owner.get_submodule(name) for name in owner.fusible_linears]
             owner.fused_linear = _fuse(layers, is_compiled)
             if owner.fused_linear is not None:
-                undo.append(lambda owner=owner: _unfuse(owner))
-    return undo
+                replaced.append(Replaced(module, lambda owner=owner: _unfuse(owner)))
+    return replaced
 
 
 def _unfuse(owner: HasFusibleLinears) -> None:

@@ -13,17 +13,18 @@ from caramba.kernels import uses_reference
 from caramba.lower.cpu_decode import cpu_decode
 from caramba.lower.fuse_linears import fuse_linears
 from caramba.lower.norm_linear import fuse_norm_linear
+from caramba.lower.replaced import Replaced, refuse_hooks
 from caramba.lower.small_batch_head import small_batch_head
 
 Mode = Literal["train", "prefill", "decode"]
 
 
 class Pass(NamedTuple):
-    """A rewrite of a model: returns one function for each module that it replaced, which undoes that."""
+    """A rewrite of a model: returns the modules that it replaced."""
 
     name: str
     modes: tuple[Mode, ...]
-    apply: Callable[..., list[Callable[[], None]]]
+    apply: Callable[..., list[Replaced]]
 
 
 PASSES = (
@@ -45,18 +46,26 @@ class LoweredModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.replaced: dict[str, int] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._replaced: list[Replaced] = []
+        self._allow_hooks: Callable[[], None] | None = None
 
     def run(self, one: Pass, *, is_compiled: bool) -> None:
         """Apply a pass."""
-        undo = one.apply(self.model, is_compiled=is_compiled)
-        self._undo += undo
-        self.replaced[one.name] = len(undo)
+        found = one.apply(self.model, is_compiled=is_compiled)
+        self._replaced += found
+        self.replaced[one.name] = len(found)
+
+    def refuse_hooks(self) -> None:
+        """Raise at new hooks inside what passes replaced, until `restore`."""
+        self._allow_hooks = refuse_hooks(self._replaced)
 
     def restore(self) -> None:
         """Give the plain model back. Calling it again changes nothing."""
-        while self._undo:
-            self._undo.pop()()
+        if self._allow_hooks is not None:
+            self._allow_hooks()
+            self._allow_hooks = None
+        while self._replaced:
+            self._replaced.pop().restore()
 
     def __enter__(self) -> LoweredModel:
         return self
@@ -73,8 +82,8 @@ def lower(
     """Install the fast paths of a mode on a device; parameters and their names stay, and no weight is copied.
 
     What has hooks, a forward of its own, an adapter, or a quantised or sharded weight that a pass does not support runs
-    as it is. While the model is lowered no weight or layer may be replaced or hooked: restore it first. Under
-    `kernels: reference` nothing is lowered.
+    as it is. While the model is lowered no weight or layer may be replaced: restore it first. A new forward hook
+    inside of what is lowered raises. Under `kernels: reference` nothing is lowered.
     """
     lowered = LoweredModel(model)
     if uses_reference(device):
@@ -83,6 +92,7 @@ def lower(
         for one in PASSES:
             if mode in one.modes:
                 lowered.run(one, is_compiled=is_compiled)
+        lowered.refuse_hooks()
     except BaseException:
         lowered.restore()
         raise

@@ -6,7 +6,7 @@ such a step is that of reading the weights, and of the kernels between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, has_hooks, has_separate_norm, is_small_batch
 from caramba.layer.swiglu import SwiGLULayer
+from caramba.lower.replaced import Replaced
 from caramba.model.topology import ResidualTopology
 from caramba.ops import has_kernel
 from caramba.ops.packed_int4 import WORDS
@@ -88,8 +89,8 @@ class SmallBatchSwiGLU(SmallBatchResidual):
         return linear_residual(layer.down, hidden, x)
 
 
-def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Callable[[], None]]:
-    """Lower residual blocks whose norm and layer are unmodified; return what undoes it, one function for each.
+def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
+    """Lower residual blocks whose norm and layer are unmodified; return them.
 
     A block stays plain if its norm, layer or a linear of it has hooks, an adapter, or weights that are sharded or of
     a format without a kernel, and on devices without the kernel.
@@ -105,8 +106,8 @@ def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Callable[[]
 
 def lower_block(
     block: ResidualTopology, kind: type[SmallBatchResidual], dtypes: tuple[torch.dtype, ...]
-) -> Callable[[], None]:
-    """Give a block its class and return what restores it."""
+) -> Replaced:
+    """Give a block its class."""
     block.__class__ = kind
     block.__dict__["fused_dtypes"] = dtypes
 
@@ -114,7 +115,7 @@ def lower_block(
         block.__class__ = ResidualTopology
         del block.__dict__["fused_dtypes"]
 
-    return restore
+    return Replaced(block, restore)
 
 
 def match_block(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from caramba.layer.small_batch import has_kernel_weight, is_small_batch
+from caramba.lower.replaced import Replaced
 from caramba.model.head import Head, TiedHead
 from caramba.ops import has_kernel
 from caramba.ops.small_batch_linear import small_batch_linear
@@ -35,8 +34,8 @@ class SmallBatchTiedHead(TiedHead):
 LOWERED: dict[type[nn.Module], type[nn.Module]] = {Head: SmallBatchHead, TiedHead: SmallBatchTiedHead}
 
 
-def small_batch_head(model: nn.Module, *, is_compiled: bool) -> list[Callable[[], None]]:
-    """Lower plain heads on a device with the kernel; return what undoes it, one function for each."""
+def small_batch_head(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
+    """Lower plain heads on a device with the kernel; return them."""
     weight = next(model.parameters(), None)
     if weight is None or not has_kernel("small_batch_linear", weight):
         return []
@@ -44,7 +43,7 @@ def small_batch_head(model: nn.Module, *, is_compiled: bool) -> list[Callable[[]
     return [_lower(head) for head in model.modules() if type(head) in LOWERED]
 
 
-def _lower(head: nn.Module) -> Callable[[], None]:
+def _lower(head: nn.Module) -> Replaced:
     plain = type(head)
     head.__class__ = LOWERED[plain]
-    return lambda: setattr(head, "__class__", plain)
+    return Replaced(head, lambda: setattr(head, "__class__", plain))

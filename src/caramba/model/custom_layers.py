@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,6 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.memory_bank import MemoryBankLayer
 from caramba.model.topology.base import applications
 from caramba.model.topology.build import own_config
 
@@ -54,8 +53,9 @@ def new_cache(layer: nn.Module, *args: Any, **options: Any) -> LayerCache:
     config = own_config(layer)
     if config is not None:
         return CustomLayerCache.of(config.cached_streams(), *args, **options)
-    if isinstance(layer, MemoryBankLayer):
-        return layer.new_cache(*args, **options)
+    make: Callable[..., LayerCache] | None = getattr(layer, "new_cache", None)
+    if make is not None:  # a layer that stores more than keys and values
+        return make(*args, **options)
     assert isinstance(layer, AttentionLayer)
     return new_layer_cache(layer.dims, *args, **options)
 

@@ -8,6 +8,7 @@ from tests.unit.lower.test_cpu_decode import lively, logits
 from torch import nn
 
 from caramba import kernels
+from caramba.errors import ConfigError
 from caramba.lower.cpu_decode import CpuDecode
 from caramba.lower.lowering import PASSES, lower
 from caramba.model import Model
@@ -93,3 +94,19 @@ def test_a_pass_that_fails_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MemoryError):
         lower(model, "cpu", "decode")
     assert not isinstance(model.topology, CpuDecode)
+
+
+def test_a_hook_inside_a_lowered_model_is_refused_until_it_is_restored() -> None:
+    model = lively("gqa_scaled")
+    layer = model.attention_layers()[0][1]
+    with lower(model, "cpu", "decode"):
+        for register in (layer.register_forward_hook, layer.out.register_forward_pre_hook):
+            with pytest.raises(ConfigError, match=r"lower: got a forward hook .*before generation begins"):
+                register(lambda *_: None)
+        with lower(model, "cpu", "decode"):
+            pass  # an inner lowering ends no refusal
+        with pytest.raises(ConfigError, match="forward hook"):
+            layer.register_forward_hook(lambda *_: None)
+        model.topology.register_forward_hook(lambda *_: None).remove()  # what is lowered runs its own
+    layer.register_forward_hook(lambda *_: None).remove()
+    assert not any("register_forward_hook" in module.__dict__ for module in model.modules())
