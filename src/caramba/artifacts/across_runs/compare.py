@@ -20,7 +20,8 @@ from caramba.runs.sources import plugin_sources
 # The normal quantile of a two-sided 95% interval.
 Z_95 = 1.959964
 _CURVES = ("running_loss", "loss", "val_loss")
-_COLOURS = ("#0072B2", "#D55E00")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -83,25 +84,27 @@ def curves_of(run: Path) -> dict[str, list[tuple[int, float]]]:
     return {phase: sorted(points.items()) for phase, points in found.items()}
 
 
-def draw_curves(first: Path, second: Path) -> bytes | None:
-    """Return a PNG with both runs' losses in one panel per phase; None when neither trained."""
-    curves = [curves_of(run) for run in (first, second)]
+def draw_curves(runs: Sequence[Path]) -> bytes | None:
+    """Return a PNG with the losses of all runs in one panel per phase; None when none trained."""
+    curves = [curves_of(run) for run in runs]
     phases = list(dict.fromkeys(phase for found in curves for phase in found))
     if not phases:
         return None
-    labels = [_label(run, other) for run, other in ((first, second), (second, first))]
+    is_one_experiment = len({run.parent.name for run in runs}) == 1
+    labels = [run.name if is_one_experiment else f"{run.parent.name}/{run.name}" for run in runs]
     with styled():
         columns = min(3, len(phases))
-        figure = new_figure(4.6 * columns + 0.4, 3.6 * -(-len(phases) // columns))
+        # One legend is below all panels: of many runs it would hide the curves of any.
+        figure = new_figure(4.6 * columns + 0.4, 3.6 * -(-len(phases) // columns) + 0.2 * len(runs))
         panels: Any = figure.subplots(-(-len(phases) // columns), columns, squeeze=False).flat
         for axes, phase in zip(panels, phases, strict=False):
-            for found, label, colour, dashes in zip(curves, labels, _COLOURS, ("-", "--"), strict=True):
+            for index, (found, label) in enumerate(zip(curves, labels, strict=True)):
                 points = found.get(phase, [])
                 axes.plot(
                     [step for step, _ in points],
                     [loss for _, loss in points],
-                    dashes,
-                    color=colour,
+                    _DASHES[index // len(_COLOURS) % len(_DASHES)] if len(runs) > 2 else _DASHES[index],
+                    color=_COLOURS[index % len(_COLOURS)],
                     label=label,
                 )
             axes.set_title(phase)
@@ -109,9 +112,6 @@ def draw_curves(first: Path, second: Path) -> bytes | None:
             axes.set_ylabel("loss")
         for axes in list(panels)[len(phases) :]:
             axes.set_visible(False)
-        figure.axes[0].legend()
+        handles, names = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower left")
         return to_png(figure, {})
-
-
-def _label(run: Path, other: Path) -> str:
-    return run.name if run.parent.name == other.parent.name else f"{run.parent.name}/{run.name}"

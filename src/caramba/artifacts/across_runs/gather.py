@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from caramba.artifacts.across_runs.leaves import read_leaves
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.manifest import read_overrides
@@ -15,6 +16,9 @@ from caramba.runs.sources import plugin_sources
 from caramba.runs.state import FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
 
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What a damaged file, or one of an older schema, raises while it is read."""
+DAMAGED = "damaged"
 # How a run is carried out is no part of what it computes.
 _NOT_SWEPT = ("launcher", "cluster", "resume", "manifest")
 
@@ -35,7 +39,7 @@ class Row:
     """One run, or a sweep point without one yet, with its command-line overrides and metrics.
 
     `proxy` is the origin of its teacher, if that was trained here; `sources` are the overrides with the source of its
-    plugins.
+    plugins. The state is DAMAGED where a file cannot be read; `problem` has the reason.
     """
 
     run: Path | None
@@ -44,6 +48,7 @@ class Row:
     metrics: dict[str, Measured] = field(default_factory=dict[str, Measured])
     proxy: str = ""
     sources: frozenset[str] = frozenset()
+    problem: str = ""
 
     @property
     def name(self) -> str:
@@ -105,13 +110,18 @@ def _gathered(text: str) -> Gathered:
         raise ConfigError(
             f"{text}: neither a sweep nor a run is there; give a sweep, runs/NAME, or a folder of runs"
         )
-    return Gathered(
-        folder.absolute(), folder.absolute().name, [read_row(run, _words_of(run)) for run in runs]
-    )
+    return Gathered(folder.absolute(), folder.absolute().name, [_row_of(run) for run in runs])
 
 
 def read_row(run: Path, words: dict[str, str]) -> Row:
     """Read one run; its metrics are those of report.json once it has finished."""
+    try:
+        return _read_row(run, words)
+    except UNREADABLE as error:
+        return Row(run, DAMAGED, words, problem=f"{type(error).__name__}: {error}")
+
+
+def _read_row(run: Path, words: dict[str, str]) -> Row:
     state = run_state(run).state
     sources = plugin_sources(run)
     words = words | sources
@@ -157,6 +167,29 @@ def swept_keys(rows: Iterable[Row]) -> list[str]:
     ]
 
 
+def with_manifest_keys(rows: Sequence[Row], keys: Iterable[str]) -> list[Row]:
+    """Return rows with the values of `keys` that no command line has, from the manifests.
+
+    A key is that of a leaf, as `model.embedder.d_model` or `groups[quick].runs[global].train.lr`, or the end of keys
+    that have one value in the manifest.
+    """
+    typed = {key for row in rows for key in row.words}
+    sought = [key for key in keys if key not in typed]
+    if not sought:
+        return list(rows)
+    found: list[Row] = []
+    for row in rows:
+        leaves = read_leaves(row.run) if row.run is not None else {}
+        values: dict[str, str] = {}
+        for key in sought:
+            ends = [leaf for leaf in leaves if leaf.endswith(f".{key}")]
+            leaf = key if key in leaves else ends[0] if len({leaves[end] for end in ends}) == 1 else None
+            if leaf is not None:
+                values[key] = leaves[leaf].strip('"')
+        found.append(replace(row, words=row.words | values))
+    return found
+
+
 def is_seed(key: str) -> bool:
     """Whether a key is a seed: runs that differ in it alone are repetitions."""
     return key == "seed" or key.endswith(".seed")
@@ -187,10 +220,10 @@ def _measured(report: dict[str, Any]) -> dict[str, Measured]:
 
 def _of_sweep(folder: Path) -> Gathered:
     sweep = read_sweep(folder)
-    shared = _words(word for word in sweep.overrides)
+    shared = split_words(sweep.overrides)
     rows: list[Row] = []
     for point in sweep.points:
-        words = {**shared, **_words(point.overrides)}
+        words = {**shared, **split_words(point.overrides)}
         run = sweep.run_of(point)
         if run is None:
             rows.append(Row(None, point.state if point.state != FINISHED else WAITING, words))
@@ -209,10 +242,15 @@ def _runs_below(folder: Path) -> list[Path]:
     return list_runs(folder)
 
 
-def _words_of(run: Path) -> dict[str, str]:
-    return _words(read_overrides(run))
+def _row_of(run: Path) -> Row:
+    try:
+        words = split_words(read_overrides(run))
+    except UNREADABLE as error:
+        return Row(run, DAMAGED, {}, problem=f"{type(error).__name__}: {error}")
+    return read_row(run, words)
 
 
-def _words(overrides: Iterable[str]) -> dict[str, str]:
+def split_words(overrides: Iterable[str]) -> dict[str, str]:
+    """Return overrides by key; a deleted key is none."""
     pairs = (word.lstrip("+").partition("=") for word in overrides if not word.startswith("~"))
     return {key: value for key, equals, value in pairs if equals}

@@ -28,7 +28,9 @@ def compare_models(
     Raises:
         ConfigError: a file that is not one of `caramba eval`.
     """
-    ours, theirs = (_chosen(path, model, texts) for path, model in zip((first, second), models, strict=True))
+    ours, theirs = (
+        read_main_items(path, model, texts) for path, model in zip((first, second), models, strict=True)
+    )
     return compare_items(ours, theirs)
 
 
@@ -74,7 +76,8 @@ def read_items(path: Path, model: str) -> Iterator[tuple[Key, TaskItems]]:
                 yield (f"{prefix}{task}", metric), items
 
 
-def _chosen(path: Path, model: str, texts: Sequence[str]) -> dict[Key, TaskItems]:
+def read_main_items(path: Path, model: str, texts: Sequence[str]) -> dict[Key, TaskItems]:
+    """Return the items of each task's main metric, with `texts` those whose `task.metric` has one of them."""
     found = dict(read_items(path, model))
     if texts:
         return {key: items for key, items in found.items() if any(text in ".".join(key) for text in texts)}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from caramba.artifacts.across_runs.gather import read_labels, read_metrics
+from caramba.artifacts.across_runs.gather import UNREADABLE, read_labels, read_metrics, split_words
+from caramba.artifacts.across_runs.leaves import MOST_TEXT, flatten
 from caramba.artifacts.dispersion import is_standard_error
 from caramba.artifacts.studio.curve import Curve, read_phases
 from caramba.runs.events import EVENTS
@@ -19,11 +20,7 @@ from caramba.runs.sources import SOURCES, plugin_sources
 from caramba.runs.state import FAILED, RESULT, RunState, run_state
 
 T = TypeVar("T")
-MOST_TEXT = 300
-"""Characters of one value of a manifest; longer ones are cut, and their hash is kept so that they still differ."""
 _LAST = {"loss": "loss", "running_loss": "loss", "val_loss": "held_out"}
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What a damaged file, or one of an older schema, raises while it is read."""
 
 
 @dataclass
@@ -154,30 +151,6 @@ def plan_of(manifest: dict[str, Any], phase: str) -> Plan:
             tokens = sizes[0] * sizes[1] * sizes[2] if is_known else None
             return Plan(train.get("steps"), tokens, bool(train.get("control")))
     return Plan()
-
-
-def split_words(overrides: tuple[str, ...]) -> dict[str, str]:
-    """Return overrides by key; a deleted key is none."""
-    pairs = (word.lstrip("+").partition("=") for word in overrides if not word.startswith("~"))
-    return {key: value for key, equals, value in pairs if equals}
-
-
-def flatten(value: Any, path: str = "") -> Iterator[str]:
-    """Yield `KEY<tab>JSON` for each leaf; items of a list are named by their `id` or `name` where they have one."""
-    if isinstance(value, dict) and value:
-        for key, item in cast("dict[str, Any]", value).items():
-            yield from flatten(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in cast("list[Any]", value)):
-        for index, item in enumerate(cast("list[Any]", value)):
-            named = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
-            name = named.get("id") or named.get("name") or index
-            yield from flatten(item, f"{path}[{name}]")
-    else:
-        text = json.dumps(value)
-        if len(text) > MOST_TEXT:
-            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-            text = f"{text[:MOST_TEXT]}\u2026 ({len(text):,} characters, SHA-256 {digest})"
-        yield f"{path}\t{text}".replace("\n", " ")
 
 
 def _git(run: Path) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
-from caramba.artifacts.across_runs.gather import Gathered, gather, swept_keys
+from caramba.artifacts.across_runs.gather import Gathered, gather, swept_keys, with_manifest_keys
 from caramba.artifacts.across_runs.plot import draw_sweep
 from caramba.artifacts.across_runs.summary import (
     Group,
@@ -39,8 +41,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     found = gather(args.sweep)
-    keys = choose_keys(found.rows, [key for key in args.by.split(",") if key])
+    asked = [key for key in args.by.split(",") if key]
+    found = replace(found, rows=with_manifest_keys(found.rows, asked))
+    keys = choose_keys(found.rows, asked)
     print(_headline(found))
+    for row in found.rows:
+        if row.problem:
+            print(f"collect: {row.run}: omitted: {row.problem}", file=sys.stderr)
     if not found.finished:
         if args.csv or args.tex or args.plot or args.metric:
             raise ConfigError(

@@ -1,10 +1,13 @@
-"""`caramba compare A B`: what differs between two runs, in the manifest, in numbers, item by item and over time.
+"""`caramba compare A B…`: what differs between runs, in the manifest, in numbers, item by item and over time.
 
-A and B are runs, or JSON files of `caramba eval`, of which only the items are compared.
+They are runs, or JSON files of `caramba eval`, of which two can be compared, and only
+their items.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from caramba.artifacts.across_runs.columns import align_columns
@@ -14,7 +17,14 @@ from caramba.artifacts.across_runs.compare import (
     manifest_differences,
     metric_differences,
 )
-from caramba.artifacts.across_runs.gather import read_labels
+from caramba.artifacts.across_runs.gather import read_labels, read_metrics
+from caramba.artifacts.across_runs.many import (
+    column_letter,
+    compare_with_first,
+    format_differing,
+    format_metrics,
+    format_paired,
+)
 from caramba.artifacts.across_runs.paired import compare_models, format_comparisons
 from caramba.artifacts.tables import number
 from caramba.errors import ConfigError
@@ -28,7 +38,7 @@ _MOST = 40
 
 
 def main(argv: list[str]) -> int:
-    """Print the differences and write the curves as a PNG.
+    """Print the differences and write the curves as a PNG. Of more than two runs, each is tested against the first.
 
     Raises:
         ConfigError: a run that is not there, the same run twice, or a metric that they do not share.
@@ -36,11 +46,14 @@ def main(argv: list[str]) -> int:
     parser = Arguments("compare")
     parser.add_argument("first")
     parser.add_argument("second")
+    parser.add_argument("others", nargs="*")
     parser.add_argument("--metric", action="append", default=[])
     parser.add_argument("--models", default="student,student")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     models = _models(args.models)
+    if args.others:
+        return _compare_many([args.first, args.second, *args.others], models, args)
     files = [Path(text) for text in (args.first, args.second) if Path(text).suffix == ".json"]
     if files and not any(file.name == MANIFEST for file in files):
         comparisons = compare_models(_source(args.first), _source(args.second), models, args.metric)
@@ -79,11 +92,57 @@ def main(argv: list[str]) -> int:
     comparisons = compare_models(first, second, models, args.metric)
     if comparisons:
         print(f"\n{format_comparisons(comparisons)}")
-    figure = draw_curves(first, second)
+    figure = draw_curves((first, second))
     if figure is None:
         print("\nneither run has trained yet, so there are no curves")
         return 0
     out = args.out or Path(f"compare-{first.name}-{second.name}.png")
+    write_whole(out.absolute(), figure)
+    print(f"\nwrote {out}")
+    return 0
+
+
+def _compare_many(names: Sequence[str], models: tuple[str, str], args: argparse.Namespace) -> int:
+    """Print what differs between more than two runs.
+
+    Raises:
+        ConfigError: a run that is not there or is named twice, or an option that is about two runs.
+    """
+    if models[0] != models[1]:
+        raise ConfigError(
+            f"compare: --models {args.models} names two models for {len(names)} runs; name one model twice, as "
+            "student,student, or give two runs"
+        )
+    if any(name.endswith(".json") and Path(name).name != MANIFEST for name in names):
+        raise ConfigError("compare: files of caramba eval are compared two at a time; give two, or runs")
+    runs = [resolve_run(name) for name in names]
+    for index, run in enumerate(runs):
+        if run in runs[:index]:
+            raise ConfigError(
+                f"compare: {names[index]} is {runs[index].name}, which is named twice; name each once"
+            )
+    for index, run in enumerate(runs):
+        state = run_state(run)
+        print(f"{column_letter(index)}  {state.name}  {state.state}")
+    print(f"\n{format_differing(runs)}")
+    metrics = format_metrics([read_metrics(run) for run in runs], args.metric, _MOST)
+    if args.metric and not metrics:
+        raise ConfigError(
+            f"compare: --metric {' '.join(args.metric)}: no metric with that in its key is in two reports"
+        )
+    print(
+        f"\n{metrics}"
+        if metrics
+        else "\nno metrics in two of them: a run has its report once it has finished"
+    )
+    paired = compare_with_first(runs, models[0], args.metric)
+    if paired:
+        print(f"\n{format_paired(paired)}")
+    figure = draw_curves(runs)
+    if figure is None:
+        print("\nnone of them has trained yet, so there are no curves")
+        return 0
+    out = args.out or Path(f"compare-{runs[0].name}-and-{len(runs) - 1}-more.png")
     write_whole(out.absolute(), figure)
     print(f"\nwrote {out}")
     return 0

@@ -142,7 +142,7 @@ COMMANDS: dict[str, Command] = {
         "mean, standard deviation and n over seeds of a sweep's runs, as a table, CSV, LaTeX and a plot",
         {
             "--metric": "Metric key to report; may be repeated; default the main metrics.",
-            "--by": "Keys to group by, separated by commas; default every key that differs, except the seed.",
+            "--by": "Keys to group by, also of manifests; default every key that differs, except the seed.",
             "--best": "Whether the min or the max of a metric is best; default by the name of the metric.",
             "--csv": "Write runs.csv and summary.csv.",
             "--tex": "Write table.tex.",
@@ -152,9 +152,9 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "compare": Command(
-        "RUN_A RUN_B [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]",
+        "RUN_A RUN_B... [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]",
         (
-            "two runs, or files of caramba eval: what differs in their manifests, their metrics with intervals, paired "
+            "two or more runs, or two files of caramba eval: what differs in their manifests, their metrics, paired "
             "tests on the items that both have, and their curves in one figure"
         ),
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 import struct
 from pathlib import Path
 
@@ -275,3 +276,62 @@ def test_standard_errors_of_reports_new_and_old():
     assert standard_error("controls.a.kl", None, 4, 0.5) == 0.5
     assert standard_error("perplexity.student.nll", 0.5, 4) == 0.5, "a report of before"
     assert standard_error("latency.student.tok_s", 0.5, 4) == 0.25
+
+
+def test_more_than_two_runs_compare_by_what_differs(called, sweep, tmp_path):
+    runs = gather(str(sweep)).finished
+    paths = [row.run for row in runs[:4]]
+    out = called("compare", *paths, "--out", tmp_path / "many.png").out
+    assert "manifests: 3 keys differ" in out
+    head = next(line for line in out.splitlines() if line.split() == ["A", "B", "C", "D"])
+    widths = next(line for line in out.splitlines() if line.strip().startswith("model.embedder.d_model"))
+    assert widths.split()[1:] == [row.words["model.d_model"] for row in runs[:4]]
+    assert head
+    values = next(line for line in out.splitlines() if line.strip().startswith(PERPLEXITY))
+    assert values.split()[1:] == [
+        text for row in runs[:4] for text in (number(row.metrics[PERPLEXITY].value), "±", "0.5000")
+    ]
+    assert "ratio" not in out
+    assert (tmp_path / "many.png").read_bytes()[:4] == b"\x89PNG"
+    only = called("compare", *paths, "--metric", "tok_s", "--out", tmp_path / "many.png").out
+    assert "latency.student.tok_s" in only
+    assert PERPLEXITY not in only
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--models", "teacher,student"], "names two models for 3 runs"),
+        (["--metric", "absent"], "no metric with that in its key is in two reports"),
+        (["x.json"], "files of caramba eval are compared two at a time"),
+        (["again"], "which is named twice"),
+    ],
+)
+def test_mistakes_of_many_runs_are_named(called, sweep, extra, message):
+    paths = [row.run for row in gather(str(sweep)).finished[:3]]
+    words = [paths[0] if word == "again" else word for word in extra]
+    assert message in called("compare", *paths, *words, status=2).err
+
+
+def test_collect_groups_by_any_key_of_the_manifest(called, sweep):
+    out = called("collect", sweep, "--by", "model.embedder.d_model").out
+    assert out.splitlines()[2].split()[:2] == ["8", "32"]
+    end = called("collect", sweep, "--by", "embedder.vocab_size").out
+    assert end.splitlines()[2].split()[0] == "300"
+    assert (
+        "a key of the manifests needs one value in each"
+        in called("collect", sweep, "--by", "absent", status=2).err
+    )
+
+
+def test_collect_omits_damaged_runs_and_names_them(called, sweep, tmp_path):
+    root = tmp_path / "damaged"
+    runs = [row.run for row in gather(str(sweep)).finished[:3]]
+    for run in runs:
+        shutil.copytree(run, root / run.name)
+    (root / runs[0].name / "artifacts" / "report.json").write_text('{"metr')
+    (root / runs[1].name / "overrides.txt").write_bytes(b"\xff\xfe=1")
+    found = called("collect", root)
+    assert "1 of 3 runs finished (2 damaged)" in found.out
+    for run in runs[:2]:
+        assert f"collect: {root / run.name}: omitted: " in found.err
