@@ -54,8 +54,8 @@ def choose_keys(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
     for key in asked:
         if key not in known:
             raise ConfigError(
-                f"collect: --by {key}: no run sets it{nearest(key, known) or ';'} set: {', '.join(known) or 'nothing'}; "
-                "a key of the manifests needs one value in each"
+                f"collect: --by {key}: no run sets it{nearest(key, known) or ';'} set: {', '.join(known) or 'nothing'}"
+                "; a key of the manifests needs one value in each"
             )
     return list(asked)
 
