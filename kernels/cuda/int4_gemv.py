@@ -19,7 +19,7 @@ NORMS = {"none": 0, "plain": 1, "same": 2, "wide": 3}
 """What a row is normalised by: nothing, its own size, that and a weight of its dtype or of float32."""
 
 
-class Product(NamedTuple):
+class Int4Shape(NamedTuple):
     """What a config is chosen by: rows of the result, width, rows of x as `most_rows` has them, gated or not."""
 
     n_out: int
@@ -28,7 +28,7 @@ class Product(NamedTuple):
     is_gated: bool
 
 
-class TileConfig(NamedTuple):
+class Int4Tile(NamedTuple):
     """Tiles of 16 weight rows per block, warps that split the width, and groups that each warp prefetches."""
 
     tiles: int
@@ -55,7 +55,7 @@ def norm_kind(x: Tensor, norm: Tensor | None, eps: float | None) -> str:
     return "wide" if norm.dtype == torch.float32 else "same"
 
 
-def heuristic_tile(product: Product) -> TileConfig:
+def heuristic_tile(product: Int4Shape) -> Int4Tile:
     """Return the config of a product that nobody has measured.
 
     Two tiles share what a block does for x, where there are tiles enough for eight blocks on each multiprocessor. Warps
@@ -74,21 +74,21 @@ def heuristic_tile(product: Product) -> TileConfig:
     ahead = 2
     if product.rows <= 8:
         ahead = 4 if n_tiles // tiles > BLOCKS_AT_ONCE * PROCESSORS else 1
-    return TileConfig(tiles, warps, min(-(-n_groups // warps), ahead))
+    return Int4Tile(tiles, warps, min(-(-n_groups // warps), ahead))
 
 
-def shared_bytes(product: Product, config: TileConfig, *, is_normed: bool) -> int:
+def shared_bytes(product: Int4Shape, config: Int4Tile, *, is_normed: bool) -> int:
     """Return the bytes of shared memory of a block: a normalised row, and the sums of its warps."""
     return (2 * product.width if is_normed else 0) + config.warps * config.tiles * 16 * product.rows * 4
 
 
-def n_blocks(product: Product, config: TileConfig) -> int:
+def n_blocks(product: Int4Shape, config: Int4Tile) -> int:
     """Return how many blocks there are, each of some rows of the result."""
     return -(-product.n_out // ((8 if product.is_gated else 16) * config.tiles))
 
 
 def macros(
-    product: Product, config: TileConfig, *, in_bf16: bool, norm: str, has_bias: bool, has_residual: bool
+    product: Int4Shape, config: Int4Tile, *, in_bf16: bool, norm: str, has_bias: bool, has_residual: bool
 ) -> dict[str, object]:
     """Return what the source is compiled with; `norm` is one of `NORMS`."""
     return {

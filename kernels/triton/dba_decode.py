@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from caramba.kernels.cuda.decode import is_ready
 from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.dba_decode_plan import Plan, arguments, decode_shape, num_sms, plan
+from caramba.kernels.triton.dba_decode_plan import DecodePlan, arguments, decode_shape, num_sms, plan
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, choose
 from caramba.kernels.triton.launch import ALIGNMENT, empty, misaligned_args, stream_of
 from caramba.kernels.triton.signature import LaunchCache
@@ -17,7 +17,7 @@ from torch import Tensor
 
 Op = Callable[..., tuple[Tensor, Tensor]]
 plans: LaunchCache[Any] = LaunchCache()
-"""What calls of a form run: a `Plan`, what another op makes of one, or an op in its place."""
+"""What calls of a form run: a `DecodePlan`, what another op makes of one, or an op in its place."""
 
 
 def dba_decode(
@@ -51,7 +51,7 @@ def dba_decode(
         if found is None:
             found = chosen(q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window, hint, n_splits)
         plans.add(rest, tensors, found)
-    if not isinstance(found, Plan):
+    if not isinstance(found, DecodePlan):
         return found(
             q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
         )
@@ -75,7 +75,7 @@ def chosen(
     window: int,
     hint: int,
     n_splits: int,
-) -> Plan:
+) -> DecodePlan:
     """Plan calls of this signature with the table's config."""
     shape = decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint)
     in_cuda = is_ready(q_sem.device) and (not v or k_sem[-1].shape[1] % 2 == 0)  # heads are read in pairs
@@ -102,7 +102,7 @@ def launch(
     return run(made, arguments(q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null))
 
 
-def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def run(plan: DecodePlan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Run the op as planned for `arguments` of this form."""
     q_sem = tensors[0]
     stream = stream_of(q_sem)
@@ -137,7 +137,7 @@ def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-def run_splits(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def run_splits(plan: DecodePlan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Let every split of a plan with a join attend, as `run` does.
 
     Return what they attended, and the logarithms to base 2 of their sums of exponentials, fp32, each row's splits side
@@ -151,13 +151,13 @@ def run_splits(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return views
 
 
-def _laid_out(plan: Plan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _laid_out(plan: DecodePlan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors as a plan's kernels read them."""
     if not plan.copied:
         return tensors
     return [x.contiguous() if i in plan.copied else x for i, x in enumerate(tensors)]
 
 
-def _views(plan: Plan, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _views(plan: DecodePlan, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return what the splits attended and their sums, as tensors: a kernel is compiled for their dtypes."""
     return parts[: plan.sums_from].view(dtype), parts[plan.sums_from :].view(torch.float32)

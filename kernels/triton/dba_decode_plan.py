@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """What calls of one form launch. Without a `join` there is one split, which writes the output itself.
 
     Tensors are named by their places in `arguments`: those to be made contiguous, what splits read and what their join
@@ -71,7 +71,7 @@ def arguments(
     n_packed: Tensor | None,
     null: list[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return all tensors of a call in the order of a `Plan`."""
+    """Return all tensors of a call in the order of a `DecodePlan`."""
     packed = () if n_packed is None else (n_packed,)
     return (q_sem, q_geo, seqlens, *packed, *k_sem, *k_geo, *v, *null)
 
@@ -111,7 +111,7 @@ def plan(
     n_packed: Tensor | None,
     null: list[Tensor],
     window: int,
-) -> Plan:
+) -> DecodePlan:
     """Plan calls of this signature with one config; without CUDA kernels, with the Triton config in its place."""
     if q_sem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
@@ -265,7 +265,7 @@ def plan(
     uneven += [place for place, row in zip(nulls, null, strict=True) if not row.is_contiguous()]
     # Numbers have no scales and are their own tail.
     parts_of = [(x[0], x[len(x) // 2], x[-1]) for x in (sem, geo, values)]
-    return Plan(
+    return DecodePlan(
         copied=tuple(uneven),
         read=(0, 1, *(x[i] for i in range(3) for x in parts_of), 2, 2 if n_packed is None else 3),
         joined=(0, 1, *((nulls[0], nulls[1], nulls[2 if v else 0]) if null else (0, 1, 0))),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import caramba.kernels.triton.dba_decode as decode
 import torch
 from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.dba_decode_plan import Plan, arguments
+from caramba.kernels.triton.dba_decode_plan import DecodePlan, arguments
 from caramba.kernels.triton.launch import Launch
 from caramba.kernels.triton.pdl import pdl_options
 from caramba.kernels.triton.per_head_linear import per_head_linear
@@ -209,7 +209,7 @@ def _up_rows(
 class UpPlan:
     """What calls of one form launch: splits, and what joins and maps them, None where two launches take less."""
 
-    plan: Plan
+    plan: DecodePlan
     finish: Launch | None
 
 
@@ -251,7 +251,7 @@ def dba_decode_up(
     return y
 
 
-def plan_up(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
+def plan_up(plan: DecodePlan, q: Tensor, up: Tensor) -> UpPlan:
     """Lay out calls of the form of these queries and maps behind splits that are laid out."""
     batch, heads, n_queries, rank = q.shape
     width, rows = up.shape[-1], batch * n_queries
@@ -300,7 +300,7 @@ def plan_up(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
     return UpPlan(plan, finish)
 
 
-def _of_many(plan: Plan, q: Tensor, up: Tensor) -> Launch | None:
+def _of_many(plan: DecodePlan, q: Tensor, up: Tensor) -> Launch | None:
     """Return what joins and maps many splits of one row in one launch, None where two take less."""
     heads, rank, width, n_splits = q.shape[1], q.shape[-1], up.shape[-1], plan.n_splits
     whole = 1 << (n_splits.bit_length() - 1)

@@ -88,7 +88,7 @@ def strides_of(*streams: Tensor) -> list[int]:
     return [stride for x in streams for stride in x.stride()[:3]]
 
 
-class TileConfig(NamedTuple):
+class AttentionTile(NamedTuple):
     """Queries and keys of a tile, warps, and tiles on their config at a time."""
 
     queries: int
@@ -108,28 +108,28 @@ class TileConfig(NamedTuple):
 
 # The first that a device's shared memory holds is taken; on an H200 they were the fastest of those tried, in this order.
 FORWARD = (
-    TileConfig(128, 64, 8, 3),
-    TileConfig(128, 64, 8, 2),
-    TileConfig(128, 32, 8, 2),
-    TileConfig(64, 32, 4, 2),
-    TileConfig(32, 32, 4, 2),
+    AttentionTile(128, 64, 8, 3),
+    AttentionTile(128, 64, 8, 2),
+    AttentionTile(128, 32, 8, 2),
+    AttentionTile(64, 32, 4, 2),
+    AttentionTile(32, 32, 4, 2),
 )
 KEYS = (
-    TileConfig(32, 128, 8, 3),
-    TileConfig(32, 128, 8, 2),
-    TileConfig(32, 64, 4, 2),
-    TileConfig(16, 64, 4, 2),
-    TileConfig(16, 32, 4, 2),
-    TileConfig(16, 16, 4, 1),
+    AttentionTile(32, 128, 8, 3),
+    AttentionTile(32, 128, 8, 2),
+    AttentionTile(32, 64, 4, 2),
+    AttentionTile(16, 64, 4, 2),
+    AttentionTile(16, 32, 4, 2),
+    AttentionTile(16, 16, 4, 1),
 )
 QUERIES = (
-    TileConfig(128, 64, 8, 2),
-    TileConfig(64, 32, 4, 2),
-    TileConfig(32, 32, 4, 2),
-    TileConfig(32, 16, 4, 2),
-    TileConfig(16, 16, 4, 1),
+    AttentionTile(128, 64, 8, 2),
+    AttentionTile(64, 32, 4, 2),
+    AttentionTile(32, 32, 4, 2),
+    AttentionTile(32, 16, 4, 2),
+    AttentionTile(16, 16, 4, 1),
 )
-INTERPRETED = TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(16, 32, 4, 1)
+INTERPRETED = AttentionTile(32, 16, 4, 1), AttentionTile(16, 32, 4, 1), AttentionTile(16, 32, 4, 1)
 """Small tiles for tests without a GPU, of which more are crossed."""
 
 
@@ -140,7 +140,9 @@ def shared_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-def fitting(configs: tuple[TileConfig, ...], resident: str, x: Tensor, widths: dict[str, int]) -> TileConfig:
+def fitting(
+    configs: tuple[AttentionTile, ...], resident: str, x: Tensor, widths: dict[str, int]
+) -> AttentionTile:
     """Return the first config whose tiles fit in shared memory.
 
     Tiles of `resident` (queries or keys) count once, the others once per stage.

@@ -33,7 +33,7 @@ CAPTURED = 2**20
 """Counters of a device's graphs, 4 MB: a step of 16 layers takes some 2,000."""
 
 
-class Tile(NamedTuple):
+class GemmTile(NamedTuple):
     """Tile config: weight rows per program, columns per tile, split-K warps and programs, warps and stages."""
 
     block_n: int
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Product(NamedTuple):
+class GemmShape(NamedTuple):
     """What a tile is chosen by: rows of the result, width, rows of x rounded up, gated or not, bits of a number of the
     weight."""
 
@@ -58,28 +58,30 @@ class Product(NamedTuple):
 class Kinds(NamedTuple):
     """Tiles for weights of many rows, of so few that each multiprocessor has 16 of them, and of some between."""
 
-    many: Tile
-    some: Tile
-    few: Tile
+    many: GemmTile
+    some: GemmTile
+    few: GemmTile
 
 
 MANY, MOST_ROWS = 8192, 65536
-WORD_TILES = Kinds(*[Tile(64, GROUP, 1, split, 4, 3) for split in (1, 8, 8)])
-MOST_WORD_TILE = Tile(128, GROUP, 1, 1, 4, 3)
-CODE_TILES = Kinds(Tile(32, 256, 4, 1, 4, 3), Tile(32, 256, 4, 1, 4, 4), Tile(16, 256, 4, 1, 4, 7))
+WORD_TILES = Kinds(*[GemmTile(64, GROUP, 1, split, 4, 3) for split in (1, 8, 8)])
+MOST_WORD_TILE = GemmTile(128, GROUP, 1, 1, 4, 3)
+CODE_TILES = Kinds(
+    GemmTile(32, 256, 4, 1, 4, 3), GemmTile(32, 256, 4, 1, 4, 4), GemmTile(16, 256, 4, 1, 4, 7)
+)
 """Tiles for codes of 4 bits, of a head's rows, and for codes of 8 bits by nine to sixteen rows, whose tiles of 16 bits take
 up to twice as long."""
 FASTEST = {
-    8: Kinds(Tile(64, 128, 1, 1, 4, 4), Tile(16, 256, 4, 1, 4, 6), Tile(16, 256, 4, 1, 4, 9)),
-    16: Kinds(Tile(128, 64, 1, 1, 4, 5), Tile(64, 128, 1, 2, 4, 5), Tile(16, 256, 4, 1, 4, 7)),
-    32: Kinds(Tile(64, 128, 1, 1, 4, 3), Tile(64, 64, 1, 2, 4, 8), Tile(64, 64, 1, 4, 4, 8)),
-    64: Kinds(Tile(64, 128, 1, 1, 4, 3), Tile(64, 128, 1, 2, 4, 6), Tile(64, 128, 1, 4, 4, 6)),
+    8: Kinds(GemmTile(64, 128, 1, 1, 4, 4), GemmTile(16, 256, 4, 1, 4, 6), GemmTile(16, 256, 4, 1, 4, 9)),
+    16: Kinds(GemmTile(128, 64, 1, 1, 4, 5), GemmTile(64, 128, 1, 2, 4, 5), GemmTile(16, 256, 4, 1, 4, 7)),
+    32: Kinds(GemmTile(64, 128, 1, 1, 4, 3), GemmTile(64, 64, 1, 2, 4, 8), GemmTile(64, 64, 1, 4, 4, 8)),
+    64: Kinds(GemmTile(64, 128, 1, 1, 4, 3), GemmTile(64, 128, 1, 2, 4, 6), GemmTile(64, 128, 1, 4, 4, 6)),
 }
 """Tiles by rows of x rounded up, of about 30 each that were timed on an H200 with the products of a 1B model
 (`scripts/bench/run.py row_linear --tiles`)."""
 BITS = {torch.int8: 8, torch.int16: 4}
 """Of a number of the weight, by the dtype of what holds its codes."""
-_tiles: dict[Product, Tile] = {}
+_tiles: dict[GemmShape, GemmTile] = {}
 
 
 @triton.jit
@@ -214,7 +216,7 @@ _captured: dict[int, list[Tensor]] = {}
 has free ones; the others stay allocated, as graphs hold only their addresses."""
 
 
-def heuristic_tile(product: Product) -> Tile:
+def heuristic_tile(product: GemmShape) -> GemmTile:
     """Return the tile of a product that nobody has measured: what a product of its kind was fastest by."""
     n_out, width, block_m, is_gated, bits = product
     n_rows = n_out * (2 if is_gated else 1)
@@ -227,7 +229,7 @@ def heuristic_tile(product: Product) -> Tile:
     return tile._replace(split=max(1, min(tile.split, width // (4 * tile.block_k))))
 
 
-def tile_of(product: Product) -> Tile:
+def tile_of(product: GemmShape) -> GemmTile:
     """Return the tile of a product as it was adopted, else a heuristic_tile one, which stays."""
     tile = _tiles.get(product)
     if tile is None:
@@ -235,14 +237,14 @@ def tile_of(product: Product) -> Tile:
     return tile
 
 
-def fitting(tile: Tile, block_m: int, shared_bytes: int, bits: int = 16) -> Tile:
+def fitting(tile: GemmTile, block_m: int, shared_bytes: int, bits: int = 16) -> GemmTile:
     """Return a tile with as many stages, two at least, as this much shared memory holds."""
     stage = (tile.block_n * bits // 8 + block_m * 2) * tile.block_k
     return tile._replace(stages=max(2, min(tile.stages, (shared_bytes - LEEWAY) // stage)))
 
 
 @functools.cache
-def _tile_on(device: torch.device, product: Product) -> Tile:
+def _tile_on(device: torch.device, product: GemmShape) -> GemmTile:
     """Return the tile of a product, with as many stages as a device holds."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     shared_bytes = SHARED_BYTES if properties is None else properties.shared_memory_per_block_optin
@@ -250,7 +252,7 @@ def _tile_on(device: torch.device, product: Product) -> Tile:
     return fitting(tile_of(product), product.block_m, shared_bytes, 4 if product.bits == 4 else 16)
 
 
-def load_tuned(entries: dict[Product, Tile]) -> None:
+def load_tuned(entries: dict[GemmShape, GemmTile]) -> None:
     """Use measured tiles; later launches choose again."""
     _tiles.update(entries)
     _tile_on.cache_clear()
@@ -302,7 +304,7 @@ def small_batch_gemm(
     rows = x.numel() // width
     block_m = block_of(rows)
     bits = BITS.get(weight.dtype, 16)
-    tile = _tile_on(x.device, Product(n_out, width, block_m, gated, bits))
+    tile = _tile_on(x.device, GemmShape(n_out, width, block_m, gated, bits))
     tiles = -(-n_out // (tile.block_n // 2 if gated else tile.block_n))
     parts = counts = None
     if tile.split > 1:

@@ -33,14 +33,14 @@ PER_THREAD = 256
 """Bytes of the weight that a thread asks for at once: 16 loads."""
 
 
-class Tile(NamedTuple):
+class GemvTile(NamedTuple):
     """Tile config: weight rows per program (of gate and up each if gated), and warps that share every row."""
 
     block_n: int
     warps: int
 
 
-class Product(NamedTuple):
+class GemvShape(NamedTuple):
     """What a tile is chosen by: rows of the result and of x, width, bytes of a number of the weight, gated or not."""
 
     n_out: int
@@ -50,7 +50,7 @@ class Product(NamedTuple):
     is_gated: bool
 
 
-_measured: dict[Product, Tile] = {}
+_measured: dict[GemvShape, GemvTile] = {}
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _kernel(
 _launches = Launches(_kernel)
 
 
-def heuristic_tile(product: Product) -> Tile:
+def heuristic_tile(product: GemvShape) -> GemvTile:
     """Return the tile of a product that nobody has measured.
 
     Warps share a row so that each keeps few numbers of x and many of the weight; tiles shrink until the device is full,
@@ -162,14 +162,14 @@ def heuristic_tile(product: Product) -> Tile:
     block_n = min(block_n, 32)
     while block_n > 1 and -(-n_out // block_n) < PROGRAMS:
         block_n //= 2
-    return Tile(1 << (block_n.bit_length() - 1), 1 << (warps.bit_length() - 1))
+    return GemvTile(1 << (block_n.bit_length() - 1), 1 << (warps.bit_length() - 1))
 
 
 def block_of(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tile_of(product: Product) -> Tile:
+def tile_of(product: GemvShape) -> GemvTile:
     """Return the measured tile of a product, else a heuristic_tile one."""
     if not _measured and TABLE.is_file():
         load_tuned([tuple(entry) for entry in json.loads(TABLE.read_text())["tiles"]])
@@ -177,8 +177,8 @@ def tile_of(product: Product) -> Tile:
 
 
 def load_tuned(entries: list[tuple[list, list]]) -> None:
-    """Use measured tiles: pairs of the fields of `Product` and of `Tile`. Later launches choose again."""
-    _measured.update({Product(*product): Tile(*tile) for product, tile in entries})
+    """Use measured tiles: pairs of the fields of `GemvShape` and of `GemvTile`. Later launches choose again."""
+    _measured.update({GemvShape(*product): GemvTile(*tile) for product, tile in entries})
     _launches.made.clear()
 
 
@@ -216,7 +216,7 @@ def small_batch_linear(
             raise ValueError(
                 f"small_batch_linear: got {x.dtype} and {weight.dtype}, expected 16 or 32 bits on a GPU"
             )
-        block_n, warps = tile_of(Product(n_out, width, rows, weight.element_size(), gated))
+        block_n, warps = tile_of(GemvShape(n_out, width, rows, weight.element_size(), gated))
         block_k = block_of(width)
         is_whole = block_k == width and n_out % block_n == 0
         early = supports_pdl(x.device)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from caramba.data.checkpoint import load_tensors, load_training_state, save_training_state
 from caramba.data.folder import open_token_folder
 from caramba.errors import CarambaError
-from caramba.experiment.ledger import Ledger
+from caramba.experiment.ledger import StageLedger
 from caramba.model import find_checkpoint
 from caramba.runs.files import RECORD
 from caramba.runs.stages import read_finished_stages
@@ -69,7 +69,7 @@ def artifacts(run: Path, tokens: Path) -> list[Path]:
 def read(run: Path, tokens: Path) -> dict[str, torch.Tensor]:
     """Read everything back as a resume does and return the weights."""
     read_finished_stages(run)
-    Ledger(run)
+    StageLedger(run)
     open_token_folder(tokens)
     load_training_state(run / "checkpoints" / "pretrain.state.pt")
     return load_tensors(find_checkpoint(run, role="student"))

@@ -19,7 +19,7 @@ from caramba.config.generate import SpeculativeConfig
 from caramba.data import ByteTokenizer
 from caramba.export.tokenizer import write_tokenizer
 from caramba.infer import SpeculativeGenerator
-from caramba.infer.arguments import Arguments, open_generator, sampling_config
+from caramba.infer.arguments import GenerationArguments, open_generator, sampling_config
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 from tests.unit.hf.folders import BASE
 
@@ -200,7 +200,7 @@ def test_the_words_of_speculation_reach_the_generator(folder: Path) -> None:
     values: dict[str, Any] = {"spec_method": "lookup", "spec_k": 3, "spec_disable_below_accept": 0.2}
     values |= {"hysteresis": 0.1, "window": 12, "retry_after": 20, "max_ngram": 3}
     for command in ("generate", "chat"):
-        parser = Arguments(command, "")
+        parser = GenerationArguments(command, "")
         given = [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
         words = parser.parse_args([str(folder), "--device", "cpu", *given])
         words.command = command

@@ -27,7 +27,7 @@ from caramba.cli import main
 from caramba.data.checkpoint import load_tensors, load_training_state
 from caramba.data.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError
-from caramba.experiment.ledger import Ledger
+from caramba.experiment.ledger import StageLedger
 from caramba.launch.freeze import freeze
 from caramba.model import build_model, load_pretrained
 from caramba.parallel.stages import TIED
@@ -300,7 +300,7 @@ def test_two_ranks_that_share_the_data_train_all_blocks_as_one_process(folders: 
     run, one = folders["blocks_data"], folders["blocks_one"]
     for phase in ("blockwise", "drift"):
         same(run, one, phase=phase)
-        blocks, alone = (Ledger(at)[phase].phase.details["blocks"] for at in (run, one))
+        blocks, alone = (StageLedger(at)[phase].phase.details["blocks"] for at in (run, one))
         assert {name: ended["steps"] for name, ended in blocks.items()} == dict.fromkeys(alone, 3)
 
 

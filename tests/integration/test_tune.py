@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.lower.tune import Candidate, measure_family
+from caramba.lower.tune import BackendCandidate, measure_family
 from caramba.lower.tune.attention import Inputs, Size
 from caramba.runtime.tuned import Family
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
@@ -61,7 +61,7 @@ def test_a_table_that_cannot_be_read_stops_a_run_before_it_trains(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
 def test_flex_attends_inside_documents_and_says_why_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = [Candidate("math", pads=True), Candidate("flex", pads=False)]
+    ways = [BackendCandidate("math", pads=True), BackendCandidate("flex", pads=False)]
     monkeypatch.setattr("caramba.lower.tune.attention.candidates", lambda *_: ways)
     cpu, size = torch.device("cpu"), Size(2, 4, 128, torch.float32)
     prefill = Family(72, 48, is_grouped=True, is_masked=True, trains=False)

@@ -32,7 +32,7 @@ from record import Record
 
 from caramba.artifacts.training_ladder import draw_training_ladder
 from caramba.config.ladder import RUNGS, top_of
-from caramba.experiment.ledger import Ledger
+from caramba.experiment.ledger import StageLedger
 from caramba.result import BenchmarkResult, RunResult
 from caramba.runtime import choose_device, device_facts
 
@@ -135,7 +135,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     """Return the rows that a run has on record, each with its seconds, and what failed."""
     found: list[dict[str, Any]] = []
     for folder in (run, *sorted(run.glob("groups/*"))):
-        for record in Ledger(folder).records():
+        for record in StageLedger(folder).records():
             for bench in record.benchmarks:
                 found += [{**row, "seconds": bench.seconds} for row in bench.rows]
                 if bench.error is not None:

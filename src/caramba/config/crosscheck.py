@@ -28,7 +28,7 @@ from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.narrowing import is_sequence, list_of
 from caramba.config.parallel_check import check_parallel
-from caramba.config.source import Path, Source, format_place, retrace, show_path
+from caramba.config.source import Path, SourceMap, format_place, retrace, show_path
 from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.topology import custom_layers
 from caramba.config.verify import (
@@ -152,7 +152,7 @@ def find_unbuilt(value: Any, path: Path = ()) -> Iterator[NotImplementedKey]:
 
 
 def refuse_unbuilt(
-    manifest: Manifest, *, source: Source | None = None, origins: Mapping[Path, Path] | None = None
+    manifest: Manifest, *, source: SourceMap | None = None, origins: Mapping[Path, Path] | None = None
 ) -> None:
     """Raise when a manifest asks for behaviour that does not exist yet.
 

@@ -29,7 +29,7 @@ RowName = Literal[
 
 
 @dataclass(frozen=True)
-class Rung:
+class LadderRow:
     """What a row adds to those before it: keys of the phase, and how it is called.
 
     `undone` are the keys that take it away again from a row that has it, where its default does not.
@@ -47,24 +47,26 @@ BASELINE: dict[str, Any] = {
     "cross_entropy": "dense",
 }
 FLOAT32 = {"dtype": "float32", "use_amp": False, "float8": "none", "stochastic_rounding": False}
-RUNGS: dict[RowName, Rung] = {
-    "baseline": Rung("float32, eager, nothing fused", BASELINE),
-    "tf32": Rung("+ TF32 products", {"tf32": True}, {"tf32": False}),
-    "bf16": Rung("+ bfloat16 autocast", {"dtype": "bfloat16", "use_amp": True}, FLOAT32),
-    "flash": Rung("+ best SDPA backend"),
-    "kernels": Rung("+ kernels of eager layers"),
-    "fused_adamw": Rung("+ fused AdamW", {"fused_optimizer": True}, {"fused_optimizer": False}),
-    "compile": Rung("+ compiled blocks", {"compile_model": True}, {"compile_model": False}),
-    "fused_ce": Rung("+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}),
-    "bf16_weights": Rung(
+RUNGS: dict[RowName, LadderRow] = {
+    "baseline": LadderRow("float32, eager, nothing fused", BASELINE),
+    "tf32": LadderRow("+ TF32 products", {"tf32": True}, {"tf32": False}),
+    "bf16": LadderRow("+ bfloat16 autocast", {"dtype": "bfloat16", "use_amp": True}, FLOAT32),
+    "flash": LadderRow("+ best SDPA backend"),
+    "kernels": LadderRow("+ kernels of eager layers"),
+    "fused_adamw": LadderRow("+ fused AdamW", {"fused_optimizer": True}, {"fused_optimizer": False}),
+    "compile": LadderRow("+ compiled blocks", {"compile_model": True}, {"compile_model": False}),
+    "fused_ce": LadderRow(
+        "+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}
+    ),
+    "bf16_weights": LadderRow(
         "+ bfloat16 weights, rounded at random",
         {"dtype": "bfloat16", "use_amp": False, "stochastic_rounding": True},
         {"use_amp": True, "stochastic_rounding": False},
     ),
-    "fp8": Rung("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
-    "selective": Rung("+ selective checkpointing", {"activation_checkpointing": "selective"}),
-    "full": Rung("+ full checkpointing", {"activation_checkpointing": "full"}),
-    "largest_batch": Rung("+ largest batch, of the fastest row above"),
+    "fp8": LadderRow("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
+    "selective": LadderRow("+ selective checkpointing", {"activation_checkpointing": "selective"}),
+    "full": LadderRow("+ full checkpointing", {"activation_checkpointing": "full"}),
+    "largest_batch": LadderRow("+ largest batch, of the fastest row above"),
 }
 FORMER_ORDER = [name for name in RUNGS if name != "bf16_weights"]
 FORMER_ORDER.insert(FORMER_ORDER.index("fp8") + 1, "bf16_weights")

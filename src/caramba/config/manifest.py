@@ -19,7 +19,7 @@ from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.parse import parse_as
 from caramba.config.plugins import Plugins, use_plugins
-from caramba.config.source import Path, Source
+from caramba.config.source import Path, SourceMap
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.config.verify import VerifyConfig
@@ -313,7 +313,11 @@ class Manifest(Config):
 
 
 def parse_manifest(
-    data: Any, *, source: Source | None = None, origins: Mapping[Path, Path] | None = None, typed: Any = None
+    data: Any,
+    *,
+    source: SourceMap | None = None,
+    origins: Mapping[Path, Path] | None = None,
+    typed: Any = None,
 ) -> Manifest:
     """Validate a lowered manifest, such as the content of manifest.json, with the types of its plugins.
 

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from caramba.config.base import SLUG, Config, refuse_executable
 from caramba.config.names import nearest
 from caramba.config.narrowing import is_mapping, is_sequence
-from caramba.config.source import Path, Source, format_place, retrace, show_path
+from caramba.config.source import Path, SourceMap, format_place, retrace, show_path
 from caramba.errors import ConfigError, clip, quote
 
 MOST_ERRORS = 10
@@ -31,7 +31,7 @@ def parse_as(
     schema: type[Schema],
     data: Any,
     *,
-    source: Source | None = None,
+    source: SourceMap | None = None,
     origins: Mapping[Path, Path] | None = None,
     typed: Any = None,
 ) -> Schema:
@@ -82,7 +82,7 @@ KNOCK_ON = ("too_short", "literal_error")
 
 
 def error_lines(
-    error: ValidationError, data: Any, source: Source | None, origins: Mapping[Path, Path], typed: Any
+    error: ValidationError, data: Any, source: SourceMap | None, origins: Mapping[Path, Path], typed: Any
 ) -> list[str]:
     """One line per distinct place, knock-on errors dropped, the branches of a union joined."""
     found: dict[Path, list[ErrorDetails]] = {}
@@ -105,7 +105,7 @@ def error_lines(
     return list(lines)
 
 
-def _place(path: Path, text: str, user: Path, source: Source | None, origins: Mapping[Path, Path]) -> str:
+def _place(path: Path, text: str, user: Path, source: SourceMap | None, origins: Mapping[Path, Path]) -> str:
     """Where a problem was written; for a rule between keys, one of those it names, a typed one first."""
     places = [
         format_place(retrace((*path, key), origins), source) for key in re.findall(r"\b([a-z_]+)=", text)

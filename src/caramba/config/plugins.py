@@ -18,7 +18,7 @@ from caramba.config.node import NodeConfig, type_of, types_kept
 from caramba.config.parse import parse_as
 from caramba.config.plugin_import import check_folder, holds, import_module, root_of
 from caramba.config.plugin_types import check_types, schemas_of
-from caramba.config.source import Path, Source, format_place
+from caramba.config.source import Path, SourceMap, format_place
 from caramba.errors import ConfigError, quote
 
 ENTRY_POINTS = "caramba.plugins"
@@ -108,7 +108,9 @@ class PluginSection(Config):
         return self
 
 
-def use_plugins(data: Any, *, source: Source | None = None, is_typed: bool = False) -> list[dict[str, Any]]:
+def use_plugins(
+    data: Any, *, source: SourceMap | None = None, is_typed: bool = False
+) -> list[dict[str, Any]]:
     """Import the plugins that a manifest as plain data names, and make their types those of the manifest.
 
     Types of other plugins, which an earlier manifest brought into this process, are unknown from now on. Nothing is

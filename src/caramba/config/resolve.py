@@ -8,7 +8,7 @@ from typing import Any
 
 from caramba.config.names import nearest
 from caramba.config.narrowing import is_list, is_mapping
-from caramba.config.source import Path, Source, format_place, is_index, show_path
+from caramba.config.source import Path, SourceMap, format_place, is_index, show_path
 from caramba.errors import ConfigError, quote
 
 MOST_FILE_BYTES = 8_000_000
@@ -179,7 +179,7 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _KEY = re.compile(r"^\.*[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$")
 
 
-def resolve(tree: dict[str, Any], source: Source | None = None) -> dict[str, Any]:
+def resolve(tree: dict[str, Any], source: SourceMap | None = None) -> dict[str, Any]:
     """Return `tree` with every `${a.b}` replaced by the value it names.
 
     `${a.b}` counts from the root, `${.b}` from the mapping that holds the value, `${..b}` from the one above. A bare
@@ -193,7 +193,7 @@ def resolve(tree: dict[str, Any], source: Source | None = None) -> dict[str, Any
 
 
 class _Resolver:
-    def __init__(self, tree: dict[str, Any], source: Source | None) -> None:
+    def __init__(self, tree: dict[str, Any], source: SourceMap | None) -> None:
         self.n_nodes = self.n_characters = self.depth = 0
         self.tree = tree
         self.source = source

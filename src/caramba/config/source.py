@@ -11,7 +11,7 @@ from caramba.errors import clip, hide_secrets, visible
 Path = tuple[str | int, ...]
 
 
-class Source(Protocol):
+class SourceMap(Protocol):
     """Knows where values came from: files with lines, or the command line."""
 
     def place(self, path: Path) -> str:
@@ -47,7 +47,7 @@ def is_index(part: str) -> bool:
     return len(part) < 10 and part.isascii() and part.isdigit()
 
 
-def format_place(path: Path, source: Source | None) -> str:
+def format_place(path: Path, source: SourceMap | None) -> str:
     """Return " (conf/model/tiny.yaml:14)", or an empty string when the place is unknown."""
     where = source.place(path) if source is not None else ""
     return f" ({where})" if where else ""

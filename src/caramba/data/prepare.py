@@ -17,7 +17,7 @@ from caramba.data.folder import document_batches, publish_folder, write_meta, wr
 from caramba.data.library import train_bpe
 from caramba.data.npy import NpyWriter, open_npy, token_dtype
 from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter
-from caramba.data.sources import Source
+from caramba.data.sources import DocumentSource
 from caramba.data.tokenizer import Tokenizer
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
@@ -34,7 +34,7 @@ Advance = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class PrepareOptions:
     """What to make: everything that the bytes of the result depend on, besides the source.
 
     Attributes:
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """What was made: facts per split, the tokenizer's name, and whether it was there already."""
 
     output: Path
@@ -63,8 +63,13 @@ class Prepared:
 
 
 def prepare(
-    source: Source, request: Request, output: Path, *, say: Callable[[str], None], advance: Advance
-) -> Prepared:
+    source: DocumentSource,
+    request: PrepareOptions,
+    output: Path,
+    *,
+    say: Callable[[str], None],
+    advance: Advance,
+) -> PreparedCorpus:
     """Write the documents of `source` to `output`: a token folder, or one flat array when its name ends in .npy.
 
     All is made in `.NAME.part` next to `output` and renamed at the end. A killed preparation resumes from its last
@@ -116,10 +121,10 @@ def prepare(
             write_meta(part, tokenizer, splits, {**facts, "split_rule": SPLIT_RULE, "not_utf8": skipped})
             publish_folder(part, output)
     kept = {split: value for split, value in splits.items() if value is not None}
-    return Prepared(output, kept, tokenizer.name)
+    return PreparedCorpus(output, kept, tokenizer.name)
 
 
-def _facts(source: Source, request: Request) -> dict[str, Any]:
+def _facts(source: DocumentSource, request: PrepareOptions) -> dict[str, Any]:
     """What the result depends on, as JSON; a tokenizer by its content, so that a moved file is the same."""
     named = None if request.tokenizer is None else load_tokenizer(request.tokenizer).hash
     return {
@@ -131,14 +136,14 @@ def _facts(source: Source, request: Request) -> dict[str, Any]:
     }
 
 
-def find_prepared(output: Path, facts: dict[str, Any], is_flat: bool) -> Prepared | None:
+def find_prepared(output: Path, facts: dict[str, Any], is_flat: bool) -> PreparedCorpus | None:
     if not output.exists():
         return None
     meta_path = output / "meta.json"
     if not is_flat and meta_path.is_file():
         meta = json.loads(meta_path.read_text(encoding="utf-8"))
         if {key: meta.get("source", {}).get(key) for key in facts} == facts:
-            return Prepared(output, meta["splits"], meta["tokenizer"]["name"], was_there=True)
+            return PreparedCorpus(output, meta["splits"], meta["tokenizer"]["name"], was_there=True)
     raise DataError(
         f"{output}: already exists, made from other text or with other settings; give another --output or delete it"
     )
@@ -163,7 +168,7 @@ def read_state(part: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
     return state
 
 
-def _make_tokenizer(source: Source, request: Request, say: Callable[[str], None]) -> Tokenizer:
+def _make_tokenizer(source: DocumentSource, request: PrepareOptions, say: Callable[[str], None]) -> Tokenizer:
     if request.tokenizer is not None:
         return load_tokenizer(request.tokenizer)
     assert request.bpe_size is not None
@@ -171,7 +176,7 @@ def _make_tokenizer(source: Source, request: Request, say: Callable[[str], None]
     return train_bpe(_sample(source, request.val_frac), request.bpe_size)
 
 
-def _sample(source: Source, val_frac: float) -> Iterator[str]:
+def _sample(source: DocumentSource, val_frac: float) -> Iterator[str]:
     """The first training documents: the tokenizer sees nothing that is held out."""
     characters = 0
     for text in source.documents(None):
@@ -184,8 +189,8 @@ def _sample(source: Source, val_frac: float) -> Iterator[str]:
 
 def _write_splits(
     part: Path,
-    source: Source,
-    request: Request,
+    source: DocumentSource,
+    request: PrepareOptions,
     tokenizer: Tokenizer,
     state: dict[str, Any],
     advance: Advance,
@@ -218,7 +223,9 @@ def _write_splits(
         return {split: writer.finish() for split, writer in writers.items()}
 
 
-def _add(batch: list[str], tokenizer: Tokenizer, writers: dict[str, SplitWriter], request: Request) -> bool:
+def _add(
+    batch: list[str], tokenizer: Tokenizer, writers: dict[str, SplitWriter], request: PrepareOptions
+) -> bool:
     """Append a batch; return whether it reached `most_tokens`, which may leave its last documents out."""
     for ids, text in zip(tokenizer.encode_documents(batch), batch, strict=True):
         if request.most_tokens and sum(w.tokens for w in writers.values()) >= request.most_tokens:

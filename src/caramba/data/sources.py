@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 20
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents in a fixed order.
 
     `identity` is JSON that differs when the documents may differ; `total_bytes` is None when it is not known.

@@ -20,7 +20,7 @@ _EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
-class Documents:
+class CorpusFiles:
     """The files of a corpus, split; texts are read when asked for, so the corpus is never whole in memory."""
 
     root: Path
@@ -50,7 +50,7 @@ def stdlib_identity() -> dict[str, str]:
     }
 
 
-def collect_documents(root: Path, val_frac: float, max_bytes: int | None = None) -> Documents:
+def collect_documents(root: Path, val_frac: float, max_bytes: int | None = None) -> CorpusFiles:
     """List the distinct UTF-8 .py files under `root` in a fixed shuffled order and split them by file.
 
     Order and split depend only on relative paths. A file that would cross `max_bytes` is left out. When chance
@@ -92,7 +92,7 @@ def collect_documents(root: Path, val_frac: float, max_bytes: int | None = None)
     elif len(held_out) == len(kept):
         held_out.remove(by_place[-1])
     train = tuple(name for name in kept if name not in held_out)
-    return Documents(root, train, tuple(n for n in kept if n in held_out), tuple(not_utf8), duplicates)
+    return CorpusFiles(root, train, tuple(n for n in kept if n in held_out), tuple(not_utf8), duplicates)
 
 
 def _python_files(root: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ from caramba.config.ladder import RUNGS, LadderConfig, RowName, fastest, row_key
 from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
 from caramba.experiment.ladder_largest import find_largest, largest_row
-from caramba.experiment.ladder_steps import Steps, Taken, spread, take_steps
+from caramba.experiment.ladder_steps import LadderSteps, Taken, spread, take_steps
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.session import Session
 from caramba.model import Model, build_model
@@ -165,8 +165,8 @@ class Ladder:
         steps = self._steps(names, without(top, name), self.config.warmup_steps + self.config.timed_steps)
         return self._words(LEFT_OUT + name) | {"of_row": top[-1]} | self._measured(steps, None)[0]
 
-    def _steps(self, names: Sequence[RowName], keys: dict[str, Any], n_steps: int) -> Steps:
-        return Steps(
+    def _steps(self, names: Sequence[RowName], keys: dict[str, Any], n_steps: int) -> LadderSteps:
+        return LadderSteps(
             keys,
             "flash" in names,
             "kernels" in names,
@@ -185,7 +185,7 @@ class Ladder:
             self._fresh = build_model(self.spec, seed=self.session.manifest.seed)
         return self._fresh
 
-    def _measured(self, steps: Steps, fresh: Model | None) -> tuple[Row, Taken]:
+    def _measured(self, steps: LadderSteps, fresh: Model | None) -> tuple[Row, Taken]:
         """Take a row's steps, with half the batch twice where memory runs out, and compare with the first row."""
         while True:
             try:
@@ -229,7 +229,7 @@ class Ladder:
         """The row that others are compared with."""
         return next((row for row in self.rows if row["skipped"] is None), None)
 
-    def _largest(self, name: RowName, steps: Steps, taken: Taken | None) -> Row:
+    def _largest(self, name: RowName, steps: LadderSteps, taken: Taken | None) -> Row:
         """Find the largest batch of a row, for its share of the seconds that are left, and how fast it is there."""
         if self.largest_left <= 0:
             return {

@@ -8,8 +8,8 @@ from typing import Any
 from caramba.config.ladder import LadderConfig
 from caramba.config.model import ModelSpec
 from caramba.errors import OutOfMemory
-from caramba.experiment.ladder_steps import Steps, Taken, take_steps
-from caramba.experiment.planning import Budget, Candidate, Ended, Trial, largest_batch
+from caramba.experiment.ladder_steps import LadderSteps, Taken, take_steps
+from caramba.experiment.planning import Budget, Ended, StepCandidate, Trial, largest_batch
 from caramba.experiment.session import Session
 from caramba.runtime import free_bytes, release_memory
 
@@ -32,7 +32,7 @@ def find_largest(
     session: Session,
     config: LadderConfig,
     spec: ModelSpec,
-    steps: Steps,
+    steps: LadderSteps,
     *,
     taken: Taken | None,
     first: int,
@@ -45,14 +45,14 @@ def find_largest(
         first: the batch to begin with, where the row before ended: each that a compiled row tries is compiled again.
     """
     budget = Budget(seconds)
-    candidate = Candidate(1, compile_model=bool(steps.keys.get("compile_model")))
+    candidate = StepCandidate(1, compile_model=bool(steps.keys.get("compile_model")))
     known = None
     if taken is not None and len(taken.seconds) > candidate.warm_up:
         known = Trial(
             dataclasses.replace(candidate, batch_size=steps.batch_size), taken.seconds, taken.peak_bytes
         )
 
-    def measure(candidate: Candidate) -> Trial:
+    def measure(candidate: StepCandidate) -> Trial:
         n_steps = candidate.warm_up + candidate.timed
         tried = dataclasses.replace(steps, batch_size=candidate.batch_size, accumulation=1, n_steps=n_steps)
         try:

@@ -33,7 +33,7 @@ PLAIN_ATTENTION = AttentionChoice(("math",), False, "the ladder's rows before fl
 
 
 @dataclass(frozen=True)
-class Steps:
+class LadderSteps:
     """How a row's steps are taken: the phase's keys, which surroundings are on, and how many sequences.
 
     `twin` is 0 but for runs that differ from a row's in rounding and in random numbers (dropout, stochastic rounding),
@@ -62,7 +62,7 @@ class Taken:
 
 
 def take_steps(
-    session: Session, config: LadderConfig, spec: ModelSpec, steps: Steps, *, fresh: Model | None
+    session: Session, config: LadderConfig, spec: ModelSpec, steps: LadderSteps, *, fresh: Model | None
 ) -> Taken:
     """Train a fresh model for a row's steps through `fit`, as any phase is trained.
 
@@ -141,7 +141,7 @@ def move_by_one_ulp(model: Model, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _surroundings(session: Session, steps: Steps) -> Iterator[None]:
+def _surroundings(session: Session, steps: LadderSteps) -> Iterator[None]:
     """Attend by plain products, and run no kernel of ours, until the ladder has come to them."""
     choice = session.attention if steps.is_flash else PLAIN_ATTENTION
     unattached: AbstractContextManager[Any] = (

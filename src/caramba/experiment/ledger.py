@@ -23,7 +23,7 @@ class StageRecord:
     transplant: TransplantReport | None = None
 
 
-class Ledger:
+class StageLedger:
     """Stage records of one run by stage id, in the order in which they finished."""
 
     def __init__(self, run_dir: Path) -> None:

@@ -28,7 +28,7 @@ from caramba.distill import (
     refuse_over_cap,
 )
 from caramba.errors import ConfigError
-from caramba.experiment.ledger import Ledger
+from caramba.experiment.ledger import StageLedger
 from caramba.experiment.session import Session
 from caramba.model import Model, build_model, model_hash, pair_attention
 from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
@@ -164,7 +164,7 @@ def check_lora_targets(session: Session) -> None:
         _lora(build_model(session.manifest.model, device="meta"), phase.lora)
 
 
-def check_precisions(manifest: Manifest, group: GroupConfig, ledger: Ledger) -> None:
+def check_precisions(manifest: Manifest, group: GroupConfig, ledger: StageLedger) -> None:
     """Refuse phases that ask for what their device lacks, before anything is read or trained.
 
     Raises:

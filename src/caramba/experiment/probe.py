@@ -23,9 +23,9 @@ from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.distill import Objective
 from caramba.errors import CarambaError
-from caramba.experiment.ledger import Ledger
+from caramba.experiment.ledger import StageLedger
 from caramba.experiment.objectives import build_objective
-from caramba.experiment.planning import Candidate, Trial, run_trial
+from caramba.experiment.planning import StepCandidate, Trial, run_trial
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model, build_with_random_weights
@@ -61,11 +61,11 @@ def main() -> None:
     apply_determinism(bool(request["manifest"].get("deterministic")))
     meters: dict[str, MemoryMeter] = {}
     for line in sys.stdin:
-        _answer(answers, request, Candidate(**json.loads(line)), meters)
+        _answer(answers, request, StepCandidate(**json.loads(line)), meters)
 
 
 def _answer(
-    answers: TextIO, request: dict[str, Any], candidate: Candidate, meters: dict[str, MemoryMeter]
+    answers: TextIO, request: dict[str, Any], candidate: StepCandidate, meters: dict[str, MemoryMeter]
 ) -> None:
     try:
         plain = {
@@ -83,7 +83,7 @@ def _answer(
     answers.flush()
 
 
-def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, MemoryMeter]) -> Trial:
+def _trial(request: dict[str, Any], candidate: StepCandidate, meters: dict[str, MemoryMeter]) -> Trial:
     manifest = parse_manifest(request["manifest"])
     group = next(item for item in manifest.groups if item.name == request["group"])
     run = next(item for item in group.runs if item.id == request["run"])
@@ -100,7 +100,7 @@ def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, Memo
         specs["student"] = specs["student"] or manifest.model
     device = choose_device(run.train.device or manifest.device)
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(manifest, group, Path(folder), device, None, Ledger(Path(folder)))
+        session = Session(manifest, group, Path(folder), device, None, StageLedger(Path(folder)))
 
         def objective_of(phase: PhaseConfig, decided: RuntimePlan) -> Objective:
             session.teacher = session.student = None

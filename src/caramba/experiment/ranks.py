@@ -20,7 +20,7 @@ from caramba.console import logger
 from caramba.data.group_text import open_text
 from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
 from caramba.errors import CarambaError, ConfigError, OutOfMemory
-from caramba.experiment.ledger import Ledger
+from caramba.experiment.ledger import StageLedger
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.resolve_plans import reduce_for_all_ranks
 from caramba.experiment.session import Session
@@ -243,7 +243,7 @@ def _session(manifest: Manifest, name: str, run_dir: Path) -> Session:
     several = len(manifest.groups_to_run()) > 1
     folder = run_dir / "groups" / name if several else run_dir
     return Session(
-        manifest, group, folder, torch.device("cpu"), open_text(manifest, group), Ledger(folder)
+        manifest, group, folder, torch.device("cpu"), open_text(manifest, group), StageLedger(folder)
     )  # rank 0 has made what this reads
 
 

@@ -15,7 +15,7 @@ from caramba.config.manifest import RunConfig
 from caramba.config.train import PhaseConfig, check_batch_is_given
 from caramba.console import logger
 from caramba.errors import BatchReduced, ConfigError, OutOfMemory
-from caramba.experiment.planning import Budget, Candidate, PlanningContext, Trial, TrialProcess, decide
+from caramba.experiment.planning import Budget, PlanningContext, StepCandidate, Trial, TrialProcess, decide
 from caramba.experiment.probe import MODULE, request_of, shapes_of
 from caramba.experiment.session import Session
 from caramba.runs.environment import sharing_workers
@@ -213,7 +213,7 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
     try:
         with TrialProcess(MODULE, request_of(session, run)) as process:
 
-            def measure(candidate: Candidate) -> Trial:
+            def measure(candidate: StepCandidate) -> Trial:
                 trial = process.measure(candidate, budget.left - ENDING_S)
                 if not trial.refusal:
                     trial = dataclasses.replace(

@@ -17,7 +17,7 @@ from caramba.experiment.chats import check_chats, run_chat
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.custom_layers import check_builds
 from caramba.experiment.ladder import climb_ladder
-from caramba.experiment.ledger import Ledger, StageRecord
+from caramba.experiment.ledger import StageLedger, StageRecord
 from caramba.experiment.objectives import (
     check_block_schedules,
     check_lora_targets,
@@ -84,7 +84,7 @@ def run_group(
     )
     append_event(folder, "group_started", group=group.name)
     check_builds(manifest)  # before the data is read, which may take long
-    check_precisions(manifest, group, Ledger(folder))
+    check_precisions(manifest, group, StageLedger(folder))
     session = Session.open(manifest, group, folder, ranks)
     check_split(session)
     resolve_plans(session)

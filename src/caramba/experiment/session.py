@@ -27,7 +27,7 @@ from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.evaluation import Subjects, check_accuracy, check_other_texts, prepare_verification, run_suite
 from caramba.experiment.attention_plan import attention_decisions
-from caramba.experiment.ledger import Ledger
+from caramba.experiment.ledger import StageLedger
 from caramba.experiment.sources import labels_as
 from caramba.layer import uses_split_keys_kernel
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
@@ -57,7 +57,7 @@ class Session:
     run_dir: Path
     device: torch.device
     text: Corpus | None
-    ledger: Ledger
+    ledger: StageLedger
     teacher: Model | None = None
     student: Model | None = None
     labels: dict[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Session:
             check_accuracy(group.benchmarks, text.tokenizer)
             if is_main_process():
                 check_source(run_dir, DATA, str(text.folder), text.content)
-        session = cls(manifest, group, run_dir, device, text, Ledger(run_dir), ranks=ranks)
+        session = cls(manifest, group, run_dir, device, text, StageLedger(run_dir), ranks=ranks)
         session._open_models()
         session._check_surgery()
         session._check_questions()

@@ -24,7 +24,7 @@ REGISTRATION = "caramba_op"
 
 
 @dataclass
-class Source:
+class ModuleSource:
     """A module's text and its top-level statements by the names that they bind."""
 
     module: str
@@ -33,7 +33,7 @@ class Source:
     imports: dict[str, tuple[ast.Import | ast.ImportFrom, ast.alias]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, module: str) -> Source:
+    def read(cls, module: str) -> ModuleSource:
         """Parse a module without running it.
 
         Raises:
@@ -140,7 +140,7 @@ class Bundle:
     def __init__(self, here: dict[str, str]) -> None:
         """`here` maps modules that stay files of their own to the names that the bundle imports them by."""
         self._here = here
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, ModuleSource] = {}
         self._given: dict[Place, tuple[str, tuple[Place, ...]]] = {}
         self._moved: dict[Place, Place] = {}
         self._names: dict[Place, str] = {}
@@ -200,7 +200,7 @@ class Bundle:
         self._emit(source, statement, {name: chosen})
         return chosen
 
-    def _emit(self, source: Source, statement: ast.stmt, renames: dict[str, str]) -> None:
+    def _emit(self, source: ModuleSource, statement: ast.stmt, renames: dict[str, str]) -> None:
         names = _Names()
         names.visit(statement)
         for node, alias in names.local_imports:
@@ -232,7 +232,7 @@ class Bundle:
             self._late.append(place)
         return self._name_of(place)
 
-    def _resolve(self, source: Source, name: str) -> Place | None:
+    def _resolve(self, source: ModuleSource, name: str) -> Place | None:
         """Say where a name of a module is defined; note the import of a foreign one; None for a builtin or local."""
         if name in source.definitions or (source.module, name) in self._given:
             return (source.module, name)
@@ -249,7 +249,7 @@ class Bundle:
         self._imports[name] = _import_text(*source.imports[name])
         return None
 
-    def _is_internal(self, source: Source, name: str) -> bool:
+    def _is_internal(self, source: ModuleSource, name: str) -> bool:
         statement, _ = source.imports[name]
         return isinstance(statement, ast.ImportFrom) and _is_ours(statement.module)
 
@@ -280,9 +280,9 @@ class Bundle:
             self._names[place] = chosen
         return self._names[place]
 
-    def _source(self, module: str) -> Source:
+    def _source(self, module: str) -> ModuleSource:
         if module not in self._sources:
-            self._sources[module] = Source.read(module)
+            self._sources[module] = ModuleSource.read(module)
         return self._sources[module]
 
 

@@ -109,7 +109,7 @@ class ModelArguments(argparse.ArgumentParser):
         )
 
 
-class Arguments(ModelArguments):
+class GenerationArguments(ModelArguments):
     """A command's parser, with the words of a generation."""
 
     def __init__(self, command: str, own: str) -> None:

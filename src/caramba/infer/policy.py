@@ -23,7 +23,7 @@ from caramba.infer.policy_measure import (
     measure_quality,
     time_decode,
 )
-from caramba.infer.policy_plan import Measured, PlanFile, numbers
+from caramba.infer.policy_plan import MeasuredFormat, PlanFile, numbers
 from caramba.kernels import get_backend_info
 from caramba.metrics import plain_tensors
 from caramba.model import Model, model_hash
@@ -35,7 +35,7 @@ COLUMNS = ("kind", "MB", "delta NLL", "PPL ratio", "KL", "needle KL", "recall", 
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FormatCandidate:
     """A format, the bytes of its tensors at the asked length, and what was measured of it."""
 
     kind: KVCacheKind
@@ -64,7 +64,7 @@ class CacheDecision:
 
     kind: KVCacheKind
     reason: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[FormatCandidate, ...]
     facts: dict[str, Any]
     is_measured_now: bool
     plan: str | None = None
@@ -157,7 +157,7 @@ class CachePolicy:
             "budget_mb": budget,
             "limits": _limits(self.config),
         }
-        known: dict[KVCacheKind, Measured] = {}
+        known: dict[KVCacheKind, MeasuredFormat] = {}
         plan, is_new = None, False
         if not reason:
             plan = self._plan_file(batch_size, n_tokens, length)
@@ -179,7 +179,7 @@ class CachePolicy:
                 plan.save(known, decision.record())
         return decision
 
-    def _is_known(self, one: Measured | None) -> bool:
+    def _is_known(self, one: MeasuredFormat | None) -> bool:
         """Whether nothing is left to measure of a format."""
         if one is None or one.quality is None:
             return False
@@ -191,7 +191,7 @@ class CachePolicy:
 
     def _measure(
         self,
-        known: dict[KVCacheKind, Measured],
+        known: dict[KVCacheKind, MeasuredFormat],
         kinds: list[KVCacheKind],
         batch_size: int,
         timed_at: int,
@@ -202,7 +202,7 @@ class CachePolicy:
         assert tokens is not None
         is_new = False
         for kind in kinds:
-            one = known.setdefault(kind, Measured())
+            one = known.setdefault(kind, MeasuredFormat())
             if one.quality is None:
                 one.quality = measure_quality(self.model, tokens, self.tokenizer, kind, length)
                 is_new = True
@@ -224,13 +224,13 @@ class CachePolicy:
         kind: KVCacheKind,
         size: int,
         fitting: list[KVCacheKind],
-        known: dict[KVCacheKind, Measured],
+        known: dict[KVCacheKind, MeasuredFormat],
         batch_size: int,
-    ) -> Candidate:
-        one, fits = known.get(kind, Measured()), kind in fitting
+    ) -> FormatCandidate:
+        one, fits = known.get(kind, MeasuredFormat()), kind in fitting
         failures = () if one.quality is None else one.quality.failures(self.config)
         timed = one.step_s if self.config.cache_auto_benchmark else None
-        return Candidate(kind, size, fits, one.quality, timed and batch_size / timed, failures)
+        return FormatCandidate(kind, size, fits, one.quality, timed and batch_size / timed, failures)
 
     def _bucket(self, n_tokens: int) -> int:
         """Return the length that is planned for: the next power of two, within what the model can read."""
@@ -285,7 +285,7 @@ class CachePolicy:
 
 
 def choose(
-    candidates: tuple[Candidate, ...], fallback: KVCacheKind, unmeasured: str, config: CacheKeys
+    candidates: tuple[FormatCandidate, ...], fallback: KVCacheKind, unmeasured: str, config: CacheKeys
 ) -> tuple[KVCacheKind, str]:
     """Return the format to use, and why.
 
@@ -314,7 +314,7 @@ def choose(
     return chosen.kind, f"{speed}, of {len(good)} that fit and pass the gates" + _of_needle(chosen)
 
 
-def _of_needle(chosen: Candidate) -> str:
+def _of_needle(chosen: FormatCandidate) -> str:
     assert chosen.quality is not None
     if chosen.quality.is_needle_informative:
         return ""
@@ -329,7 +329,7 @@ def _limits(config: CacheKeys) -> dict[str, float]:
     }
 
 
-def _row(one: Candidate, is_chosen: bool) -> tuple[Any, ...]:
+def _row(one: FormatCandidate, is_chosen: bool) -> tuple[Any, ...]:
     quality = one.quality
     name = f"{one.kind.value} *" if is_chosen else one.kind.value
     speed = "" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"

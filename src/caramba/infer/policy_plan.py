@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 @dataclass
-class Measured:
+class MeasuredFormat:
     """What is known of one format so far: its quality, and the seconds of a decode step."""
 
     quality: Quality | None = None
@@ -39,7 +39,7 @@ class PlanFile:
         default = home() / "runtime_plans" / f"cache-{self.key[:16]}.json"
         self.path = default if path is None else Path(path).expanduser()
 
-    def load(self) -> dict[KVCacheKind, Measured]:
+    def load(self) -> dict[KVCacheKind, MeasuredFormat]:
         """Return what was measured under these facts; nothing where the file is of others or not there.
 
         Raises:
@@ -79,7 +79,7 @@ class PlanFile:
                 "cache_plan_path"
             )
 
-    def save(self, kinds: dict[KVCacheKind, Measured], decision: dict[str, Any]) -> None:
+    def save(self, kinds: dict[KVCacheKind, MeasuredFormat], decision: dict[str, Any]) -> None:
         """Write what is known, and the last decision that was made from it, for people."""
         listed = {kind.value: numbers(asdict(item)) for kind, item in kinds.items()}
         write_json(
@@ -109,12 +109,12 @@ def numbers(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _measured(item: dict[str, Any]) -> Measured:
+def _measured(item: dict[str, Any]) -> MeasuredFormat:
     quality, step_s = item["quality"], item["step_s"]
     if step_s is not None and not step_s > 0:
         raise ValueError(f"step_s is {step_s}, expected seconds")
     if quality is None:
-        return Measured(None, step_s)
+        return MeasuredFormat(None, step_s)
     known = {field.name for field in fields(Quality)}
     if set(quality) != known:
         raise ValueError(f"quality has {sorted(quality)}, expected {sorted(known)}")
@@ -129,4 +129,4 @@ def _measured(item: dict[str, Any]) -> Measured:
             )
         else:
             values[name] = math.nan if value is None else float(value)
-    return Measured(Quality(**values), step_s)
+    return MeasuredFormat(Quality(**values), step_s)

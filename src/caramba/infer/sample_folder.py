@@ -18,7 +18,7 @@ from caramba.data.npy import token_dtype
 from caramba.data.prepare import (
     STATE,
     Advance,
-    Prepared,
+    PreparedCorpus,
     find_prepared,
     is_held_out,
     lock_part,
@@ -112,7 +112,7 @@ def sample_folder(
     *,
     advance: Advance,
     checkpoint_s: float = _CHECKPOINT_S,
-) -> tuple[Prepared, dict[str, int]]:
+) -> tuple[PreparedCorpus, dict[str, int]]:
     """Sample documents and write them as a token folder, without any other data.
 
     Rows continue after an end mark with another document until they have `length` tokens. All is made in `.NAME.part`
@@ -157,7 +157,7 @@ def sample_folder(
         write_meta(part, tokenizer, splits, {**facts, **more})
         publish_folder(part, output)
     kept = {split: value for split, value in splits.items() if value is not None}
-    return Prepared(output, kept, tokenizer.name), state["left_out"]
+    return PreparedCorpus(output, kept, tokenizer.name), state["left_out"]
 
 
 def _facts(tokenizer: Tokenizer, identity: dict[str, Any], request: SampleRequest) -> dict[str, Any]:

@@ -47,7 +47,7 @@ BAKED = (
 
 
 @dataclass
-class Prepared:
+class PooledSteps:
     """An empty context, the state of its rows, and the steps that run on both."""
 
     ctx: Context
@@ -62,7 +62,7 @@ class StepPool:
     next of that bucket gets it again, emptied, with what was captured or compiled for it."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], PooledSteps] = OrderedDict()
         self._brief: tuple[Any, ...] | None = None  # the key of the last call that was too short to capture
 
     def prepare(
@@ -73,7 +73,7 @@ class StepPool:
         kind: KVCacheKind,
         n_tokens: int,
         limit: int | None,
-    ) -> Prepared:
+    ) -> PooledSteps:
         """Return what a generation of `n_tokens` a row, prompt and new text, runs on; `limit` is the most there is."""
         device = model.embedder.token.weight.device
         is_quantised = kind not in EXACT_KINDS
@@ -141,15 +141,15 @@ def _made(
     capacity: int,
     width: int,
     reason: str | None = None,
-) -> Prepared:
+) -> PooledSteps:
     """Return what a generation runs on, eager for a `reason`."""
     device = model.embedder.token.weight.device
     ctx = model.new_context(len(rows), capacity, kind, static=True)
     state = StepState.of(rows, config, model.spec.embedder.vocab_size, device, width=width)
     host = EagerDecoder(model, state, ctx, config)
     if reason is not None:
-        return Prepared(ctx, state, host, "eager", reason)
-    return Prepared(ctx, state, *choose_steps(host))
+        return PooledSteps(ctx, state, host, "eager", reason)
+    return PooledSteps(ctx, state, *choose_steps(host))
 
 
 def identity_of(model: Model) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from caramba.config.hf import CONFIG, DERIVED, describe_hf, hf_name, is_hf_folder, read_hf_config
 from caramba.config.narrowing import is_mapping
-from caramba.config.source import Source, format_place
+from caramba.config.source import SourceMap, format_place
 from caramba.data.checkpoint.gguf_file import is_gguf, unpack_gguf
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder
 from caramba.errors import CheckpointError, ConfigError
@@ -27,7 +27,7 @@ _OF_RUNS = {
 }
 
 
-def derive_models(tree: dict[str, Any], source: Source | None) -> dict[str, Any]:
+def derive_models(tree: dict[str, Any], source: SourceMap | None) -> dict[str, Any]:
     """Return `tree` with embedder, topology and head of `model.path`, and the manifest of a teacher's folder.
 
     A teacher is described here when its folder or snapshot is on this machine; a hub id that is not waits for the
@@ -81,7 +81,7 @@ def _unpack(text: str) -> str:
 
 
 def _student(
-    model: dict[str, Any], teacher: dict[str, Any], name: str, source: Source | None
+    model: dict[str, Any], teacher: dict[str, Any], name: str, source: SourceMap | None
 ) -> dict[str, Any]:
     """Return `model` with the network of its teacher, its attention decoupled by `model.surgery`."""
     for key in DERIVED:

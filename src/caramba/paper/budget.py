@@ -49,7 +49,7 @@ class Reserved:
     cost_usd: float
 
 
-class Ledger:
+class BudgetLedger:
     """Reserves attempts and books what they used, against the limits of a draft. `price` is None where unknown."""
 
     def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None, way_on: str = WAY_ON) -> None:

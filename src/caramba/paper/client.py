@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
-from caramba.paper.budget import WAY_ON, Ledger, Price
+from caramba.paper.budget import WAY_ON, BudgetLedger, Price
 from caramba.paper.failure import at_server, read_failure
 from caramba.paper.untrusted import encodable
 from caramba.runs.deadline import run_with_timeout
@@ -38,7 +38,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ModelReply:
     """The model's answer: text, tool calls, or both. Tokens are None where the server did not count them."""
 
     text: str
@@ -119,9 +119,9 @@ class LanguageModel:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
-        ledger: Ledger,
+        ledger: BudgetLedger,
         record: Callable[..., None],
-    ) -> Reply:
+    ) -> ModelReply:
         """Return the model's reply; `record` gets every attempt before it is sent and after it failed.
 
         Raises:
@@ -231,7 +231,7 @@ def _without_blank_keys() -> Iterator[None]:
         os.environ.update(blank)
 
 
-def _read(answer: Any) -> Reply:
+def _read(answer: Any) -> ModelReply:
     """Return a response as a reply.
 
     Raises:
@@ -250,7 +250,7 @@ def _read(answer: Any) -> Reply:
     usage = getattr(answer, "usage", None)
     prompt, reply = getattr(usage, "prompt_tokens", 0), getattr(usage, "completion_tokens", 0)
     is_counted = isinstance(prompt, int) and isinstance(reply, int) and prompt > 0 and reply >= 0
-    return Reply(
+    return ModelReply(
         encodable(str(choice.message.content or "")),
         tuple(calls),
         encodable(str(choice.finish_reason or "")),

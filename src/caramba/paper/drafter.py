@@ -13,7 +13,7 @@ from typing import Any
 from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.paper.arguments import tool_schemas
-from caramba.paper.budget import Ledger, Spent
+from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, need_model
 from caramba.paper.compile import need_latex
 from caramba.paper.draft import load_draft
@@ -81,7 +81,7 @@ class PaperDrafter:
         with lock(paper.root, "draft"):
             session = _Session(self.config, evidence, paper, self._sleep, group or "")
             open_draft(session.draft, paper, self.config, evidence, group or "", update=update)
-            return session.run(model, Ledger(self.config.budget, session.draft.spent, price, way_on))
+            return session.run(model, BudgetLedger(self.config.budget, session.draft.spent, price, way_on))
 
 
 class _Session:
@@ -99,7 +99,7 @@ class _Session:
         self.group = group
         self.draft = load_draft(folder.draft_file)
 
-    def run(self, model: LanguageModel, ledger: Ledger) -> Drafted:
+    def run(self, model: LanguageModel, ledger: BudgetLedger) -> Drafted:
         """Continue an opened draft until a version is adopted."""
         self._save()
         self.folder.note("begun", run=self.evidence.run_id, model=self.config.model)

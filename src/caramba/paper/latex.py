@@ -78,7 +78,7 @@ class Token:
 
 
 @dataclass
-class Row:
+class FormulaRow:
     """A row of a formula; a script and what is above or below another are rows of their own."""
 
     is_script: bool
@@ -97,7 +97,7 @@ class Scanned:
 
     uses: list[Use] = field(default_factory=lambda: [])
     paragraphs: list[list[tuple[str, int]]] = field(default_factory=lambda: [[]])
-    rows: list[Row] = field(default_factory=lambda: [])
+    rows: list[FormulaRow] = field(default_factory=lambda: [])
     baseless: list[Finding] = field(default_factory=lambda: [])
 
     def uses_of(self, *commands: str) -> Iterable[Use]:
@@ -247,7 +247,7 @@ class _Reader:
             elif not isinstance(node, self.tex.LatexCommentNode):
                 yield node
 
-    def prose(self, nodes: list[Any], row: Row | None = None, *, in_table: bool = False) -> None:
+    def prose(self, nodes: list[Any], row: FormulaRow | None = None, *, in_table: bool = False) -> None:
         """Read running text; `row` is the formula that it is in."""
         for item in self._items(nodes):
             if isinstance(item, tuple):
@@ -266,7 +266,7 @@ class _Reader:
             else:
                 self._command(item, words.PROSE_COMMANDS, row, is_inner=False)
 
-    def _letter(self, letter: str, at: int, row: Row | None, *, in_table: bool) -> None:
+    def _letter(self, letter: str, at: int, row: FormulaRow | None, *, in_table: bool) -> None:
         line = self._at(at)
         if letter in "^_#":
             raise NotAllowed(rf"{letter} outside of mathematics; write \{letter} for the sign", line)
@@ -281,14 +281,14 @@ class _Reader:
                 Token("l" if letter.isalpha() else "n" if letter.isnumeric() else "s", letter, line)
             )
 
-    def _formula(self, nodes: list[Any], row: Row | None, *, is_inner: bool) -> None:
+    def _formula(self, nodes: list[Any], row: FormulaRow | None, *, is_inner: bool) -> None:
         r"""Read mathematics: a row of its own, or a part of the one whose \text it is in."""
         if row is None:
-            row = Row(is_script=False, is_inner=is_inner)
+            row = FormulaRow(is_script=False, is_inner=is_inner)
             self.found.rows.append(row)
         self.math(nodes, row)
 
-    def math(self, nodes: list[Any], row: Row) -> None:
+    def math(self, nodes: list[Any], row: FormulaRow) -> None:
         """Read mathematics into a row."""
         items = [item for item in self._items(nodes) if not (isinstance(item, tuple) and item[0].isspace())]
         at = 0
@@ -315,13 +315,13 @@ class _Reader:
             else:
                 self._math_letter(item[0], self._at(item[1]), row)
 
-    def _number(self, text: str, line: int, row: Row) -> None:
+    def _number(self, text: str, line: int, row: FormulaRow) -> None:
         number = text.rstrip(".,")
         row.tokens.append(Token("n", number, line))
         row.tokens += [Token("s", sign, line) for sign in text[len(number) :]]
         self._put(HOLE)
 
-    def _math_letter(self, letter: str, line: int, row: Row) -> None:
+    def _math_letter(self, letter: str, line: int, row: FormulaRow) -> None:
         if letter in "$#":
             raise NotAllowed(rf"{letter} in mathematics; write \{letter} for the sign", line)
         if letter == "&":
@@ -331,7 +331,7 @@ class _Reader:
             row.tokens += [Token("l", letter, line)] if letter.isalpha() else _signs(letter, line)
             self._put(letter)
 
-    def _math_node(self, node: Any, row: Row) -> None:
+    def _math_node(self, node: Any, row: FormulaRow) -> None:
         line = self._at(node.pos)
         if isinstance(node, self.tex.LatexGroupNode):
             before = len(row.tokens)
@@ -347,9 +347,9 @@ class _Reader:
         else:
             self._command(node, words.MATH_COMMANDS, row, is_inner=row.is_inner)
 
-    def _cells(self, parts: list[list[Any]], row: Row, *, is_inner: bool) -> None:
+    def _cells(self, parts: list[list[Any]], row: FormulaRow, *, is_inner: bool) -> None:
         """Read what is above and below another; in its row it counts as a number if it holds one."""
-        line, cells = self._line, [Row(row.is_script, is_inner) for _ in parts]
+        line, cells = self._line, [FormulaRow(row.is_script, is_inner) for _ in parts]
         self.found.rows += cells
         for cell, nodes in zip(cells, parts, strict=True):
             self._put(HOLE)
@@ -360,7 +360,7 @@ class _Reader:
         has_letter = any(token.kind == "l" for token in tokens)
         row.tokens.append(Token("c" if number else "l" if has_letter else " ", number or "", line))
 
-    def _script(self, nodes: list[Any], row: Row, line: int) -> None:
+    def _script(self, nodes: list[Any], row: FormulaRow, line: int) -> None:
         is_open = row.kinds[-1:] == ")" and row.kinds.count(")") > row.kinds.count("(")
         if is_open or not _BASE.search(row.kinds):
             self.found.baseless.append(Finding(_BASELESS, line))
@@ -368,7 +368,7 @@ class _Reader:
         name = first[0] if isinstance(first, tuple) else getattr(first, "macroname", "")
         if name in ("^", "_", *words.DELIMITED):
             raise NotAllowed("a sub- or superscript is missing behind ^ or _; write it in braces", line)
-        inner, kept = Row(is_script=True, is_inner=False), len(self.found.paragraphs[-1])
+        inner, kept = FormulaRow(is_script=True, is_inner=False), len(self.found.paragraphs[-1])
         self.found.rows.append(inner)
         self._put(HOLE)
         for node in nodes:
@@ -389,7 +389,7 @@ class _Reader:
         is_number = len(inner.tokens) == 1 and inner.tokens[0].kind in "nv"
         row.tokens.append(Token("^", inner.tokens[0].text if is_number else "", line))
 
-    def _delimiter(self, node: Any, bracket: Any, row: Row) -> None:
+    def _delimiter(self, node: Any, bracket: Any, row: FormulaRow) -> None:
         line = self._at(node.pos)
         is_command = isinstance(bracket, self.tex.LatexMacroNode)
         name = bracket.macroname if is_command else bracket[0] if isinstance(bracket, tuple) else ""
@@ -401,7 +401,7 @@ class _Reader:
             row.tokens += _signs(name, line)
             self._put(HOLE)
 
-    def _command(self, node: Any, allowed: dict[str, str], row: Row | None, *, is_inner: bool) -> None:
+    def _command(self, node: Any, allowed: dict[str, str], row: FormulaRow | None, *, is_inner: bool) -> None:
         name, line = _plain(node.macroname), self._at(node.pos)
         if name not in allowed:
             raise _unknown_command(name, line, allowed)
@@ -456,7 +456,7 @@ class _Reader:
             raise NotAllowed(rf"\{command} expects a plain name in braces, got {text[:40]!r}", line)
         return text.strip()
 
-    def _sign(self, name: str, line: int, row: Row) -> None:
+    def _sign(self, name: str, line: int, row: FormulaRow) -> None:
         """Take a command of mathematics without arguments."""
         if name in words.SPACES or name in words.UNPRINTED:
             row.tokens.append(Token(" ", "", line))
@@ -468,7 +468,7 @@ class _Reader:
             row.tokens += _signs(name, line)
             self._put(words.MATH_PRINTED.get(name, HOLE))
 
-    def _environment(self, node: Any, row: Row | None) -> None:
+    def _environment(self, node: Any, row: FormulaRow | None) -> None:
         name, line = node.environmentname, self._line
         if name in words.MATH_ENVIRONMENTS:
             self._formula(node.nodelist, row, is_inner=True)

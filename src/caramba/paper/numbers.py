@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from caramba.paper.latex import AUTHOR, HOLE, REFERENCE, VALUE, YEAR, Finding, Row
+from caramba.paper.latex import AUTHOR, HOLE, REFERENCE, VALUE, YEAR, Finding, FormulaRow
 
 Text = list[tuple[str, int]]
 
@@ -165,7 +165,7 @@ _GLUED = (
 _BETWEEN = frozenset((",", ";", ":", "cdot", "mid", "|", "ldots", "cdots", "dots"))
 
 
-def in_formula(row: Row) -> Iterator[tuple[Finding, bool]]:
+def in_formula(row: FormulaRow) -> Iterator[tuple[Finding, bool]]:
     """Yield the numbers of a row that are more than structure, and True for faults of values that meet others.
 
     Structure is an index or exponent of one digit, and 0, 1 or 2 in a displayed formula, a fraction or a root.
@@ -191,7 +191,7 @@ def in_formula(row: Row) -> Iterator[tuple[Finding, bool]]:
         script = token.text if token.kind == "^" else ""
 
 
-def _is_structure(number: str, row: Row) -> bool:
+def _is_structure(number: str, row: FormulaRow) -> bool:
     is_index = row.is_script and len(number) == 1 and number.isascii()
     return is_index or (row.is_inner and number in ("0", "1", "2"))
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     )
     from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
     from caramba.runtime.distributed import (
-        Agreement,
+        SignalAgreement,
         all_agree,
         data_share,
         gather_objects,
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
-    "Agreement",
     "AttentionChoice",
     "Decision",
     "EmbeddingGradRows",
@@ -65,6 +64,7 @@ __all__ = [
     "Precision",
     "Ranks",
     "RuntimePlan",
+    "SignalAgreement",
     "activations_on_host",
     "address_limit",
     "all_agree",
@@ -116,7 +116,7 @@ __getattr__ = lazy_exports(
         "determinism": ("apply_determinism", "random_states", "restore_random_states", "seed_process"),
         "device": ("check_gpu", "choose_device", "device_facts", "synchronize"),
         "distributed": (
-            "Agreement",
+            "SignalAgreement",
             "all_agree",
             "data_share",
             "gather_objects",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Agreement:
+class SignalAgreement:
     """The largest number that any rank has set, known to all ranks at the same step.
 
     Ranks receive a signal at different steps, and one that saved and exited on its own would leave the others waiting.

@@ -58,7 +58,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Row:
+class BackendTimings:
     """Milliseconds of one family by candidate, a backend's name, perhaps with `PADDED`; a refusal is None.
 
     `refused`: why, by candidate.
@@ -124,7 +124,7 @@ def write_table(
     path: Path,
     name: str,
     machine: dict[str, Any],
-    rows: Sequence[Row],
+    rows: Sequence[BackendTimings],
     decode: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """Put a device's attention rows, and choices of the decode kernel, into the table at `path`, written whole.
@@ -142,7 +142,7 @@ def write_table(
     write_json(path, {"format": FORMAT, "devices": devices})
 
 
-def attention_rows(entry: dict[str, Any]) -> list[Row]:
+def attention_rows(entry: dict[str, Any]) -> list[BackendTimings]:
     """Return the attention rows in a device's entry of a table.
 
     Raises:
@@ -166,7 +166,7 @@ def attention_rows(entry: dict[str, Any]) -> list[Row]:
             raise ValueError(
                 f"attention has a family {values}, expected widths of 1 or more, and true or false"
             )
-        rows.append(Row(family, ms, refused))
+        rows.append(BackendTimings(family, ms, refused))
     return rows
 
 
@@ -203,7 +203,7 @@ def decode_choices(device: torch.device) -> dict[str, dict[str, Any]]:
     return dict(entry.get("decode", {}))
 
 
-def rank(rows: Sequence[Row], source: str) -> AttentionChoice:
+def rank(rows: Sequence[BackendTimings], source: str) -> AttentionChoice:
     """Order the backends by the geometric mean, over rows, of their time over the row's best.
 
     Rows of two widths decide whether the narrower is padded, by the best backend with and without padding. No backend
@@ -232,7 +232,7 @@ def families_of(configs: Iterable[AttentionLayerConfig], is_masked: bool = False
     return list(found)
 
 
-def _milliseconds(rows: Iterable[Row]) -> dict[str, float]:
+def _milliseconds(rows: Iterable[BackendTimings]) -> dict[str, float]:
     """Return what every candidate took of each row's shape, those that refused it left out."""
     found: dict[str, float] = {}
     for row in rows:
@@ -243,7 +243,7 @@ def _milliseconds(rows: Iterable[Row]) -> dict[str, float]:
     return found
 
 
-def _means(rows: Sequence[Row], pads: bool) -> dict[str, float]:
+def _means(rows: Sequence[BackendTimings], pads: bool) -> dict[str, float]:
     """Backend -> geometric mean of its slowness, widened to one width or as it is."""
     found = {}
     for backend in BACKENDS:
@@ -257,13 +257,13 @@ def _means(rows: Sequence[Row], pads: bool) -> dict[str, float]:
     return found
 
 
-def _fastest_backend(row: Row) -> float:
+def _fastest_backend(row: BackendTimings) -> float:
     """Milliseconds of the fastest backend of scaled_dot_product_attention, infinite where all refuse."""
     times = (time for name, time in row.ms.items() if name not in DOCUMENT_WAYS)
     return min((time for time in times if time is not None), default=math.inf)
 
 
-def _varlen_leads(rows: Sequence[Row]) -> bool:
+def _varlen_leads(rows: Sequence[BackendTimings]) -> bool:
     """Whether variable-length attention takes less time than the fastest backend with a mask, in the geometric mean."""
     logs = []
     for row in rows:
@@ -274,7 +274,7 @@ def _varlen_leads(rows: Sequence[Row]) -> bool:
     return sum(logs) <= 0
 
 
-def _nearest(rows: Sequence[Row], families: Iterable[Family]) -> list[Row]:
+def _nearest(rows: Sequence[BackendTimings], families: Iterable[Family]) -> list[BackendTimings]:
     return [min(rows, key=lambda row: row.family.distance(family)) for family in families]
 
 

@@ -292,7 +292,7 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
-class Answer(BaseModel):
+class AssistantMessage(BaseModel):
     """The model's turn."""
 
     role: Literal["assistant"] = "assistant"
@@ -303,7 +303,7 @@ class ChatChoice(BaseModel):
     """An answer."""
 
     index: int = 0
-    message: Answer
+    message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish
 
@@ -375,7 +375,7 @@ class Health(BaseModel):
     queued: int
 
 
-class Failure(BaseModel):
+class ErrorDetail(BaseModel):
     """What went wrong. `param` is the key that is at fault."""
 
     message: str
@@ -387,7 +387,7 @@ class Failure(BaseModel):
 class FailureBody(BaseModel):
     """The body of every answer that is no success."""
 
-    error: Failure
+    error: ErrorDetail
 
 
 def parse_request(schema: type[Schema], data: object) -> Schema:

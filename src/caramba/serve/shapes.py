@@ -107,7 +107,7 @@ class ChatShape:
         """Return the turn."""
         assert piece.finish is not None
         choice = schema.ChatChoice(
-            message=schema.Answer(content=piece.text.lstrip()),
+            message=schema.AssistantMessage(content=piece.text.lstrip()),
             logprobs=self._logprobs(piece.sampled),
             finish_reason=piece.finish,
         )

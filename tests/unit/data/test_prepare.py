@@ -17,7 +17,7 @@ from caramba.cli import main
 from caramba.config.data import DataConfig
 from caramba.data import TokenDataset, TokenStream, count_bytes, open_corpus, open_token_folder
 from caramba.data import prepare as prepare_module
-from caramba.data.prepare import Request, prepare
+from caramba.data.prepare import PrepareOptions, prepare
 from caramba.data.sources import MOST_DOCUMENT_CHARACTERS, TextSource
 from caramba.errors import DataError
 
@@ -36,10 +36,14 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def make(text: Path, output: Path, request: Request | None = None) -> None:
+def make(text: Path, output: Path, request: PrepareOptions | None = None) -> None:
     source = TextSource([text], (".txt",), SEPARATOR)
     prepare(
-        source, request or Request(shard_tokens=10_000), output, say=lambda _: None, advance=lambda *_: None
+        source,
+        request or PrepareOptions(shard_tokens=10_000),
+        output,
+        say=lambda _: None,
+        advance=lambda *_: None,
     )
 
 
@@ -81,7 +85,7 @@ def test_a_killed_preparation_ends_with_the_same_bytes(
     text: Path, tmp_path: Path, bpe_size: int | None
 ) -> None:
     tokenizer = "byte" if bpe_size is None else None
-    request = Request(tokenizer=tokenizer, bpe_size=bpe_size, shard_tokens=10_000, val_frac=0.2)
+    request = PrepareOptions(tokenizer=tokenizer, bpe_size=bpe_size, shard_tokens=10_000, val_frac=0.2)
     make(text, tmp_path / "whole", request)
     code = f"""
 import os, signal
@@ -122,28 +126,32 @@ def test_going_on_starts_at_the_checkpoint(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, Request(), tmp_path / "out", say=lambda _: None, advance=stop)
+        prepare(source, PrepareOptions(), tmp_path / "out", say=lambda _: None, advance=stop)
     assert not (tmp_path / "out").exists()
     again: list[int] = []
     prepare(
-        source, Request(), tmp_path / "out", say=lambda _: None, advance=lambda size, _: again.append(size)
+        source,
+        PrepareOptions(),
+        tmp_path / "out",
+        say=lambda _: None,
+        advance=lambda size, _: again.append(size),
     )
     assert again[0] == sizes[-2]
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, Request(), tmp_path / "other", say=lambda _: None, advance=stop)
+        prepare(source, PrepareOptions(), tmp_path / "other", say=lambda _: None, advance=stop)
     with pytest.raises(
         DataError, match=r"unfinished preparation with other settings.*val_frac was 0.05, is 0.5"
     ):
-        make(text, tmp_path / "other", Request(val_frac=0.5))
+        make(text, tmp_path / "other", PrepareOptions(val_frac=0.5))
 
 
 @pytest.mark.parametrize("kind", ["folder", "npy"])
 def test_an_output_in_the_way_is_left_alone(text: Path, tmp_path: Path, kind: str) -> None:
     output = tmp_path / ("x" if kind == "folder" else "x.npy")
-    request = Request(val_frac=0.0 if kind == "npy" else 0.05)
+    request = PrepareOptions(val_frac=0.0 if kind == "npy" else 0.05)
     make(text, output, request)
     with pytest.raises(DataError, match="already exists"):
-        make(text, output, Request(tokenizer=None, bpe_size=300, val_frac=request.val_frac))
+        make(text, output, PrepareOptions(tokenizer=None, bpe_size=300, val_frac=request.val_frac))
 
 
 def test_a_flat_array(text: Path, tmp_path: Path) -> None:
@@ -220,7 +228,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
 
 
 def test_stop_at_a_number_of_tokens(text: Path, tmp_path: Path) -> None:
-    make(text, tmp_path / "x", Request(most_tokens=7_000))
+    make(text, tmp_path / "x", PrepareOptions(most_tokens=7_000))
     tokens = sum(facts["tokens"] for facts in open_token_folder(tmp_path / "x").meta["splits"].values())
     assert 7_000 <= tokens < 7_000 + 400
 

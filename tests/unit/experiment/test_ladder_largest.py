@@ -8,7 +8,7 @@ from tests.unit.model.model_specs import MLP, NORM, spec
 
 from caramba.experiment.ladder_largest import Largest, largest_row, name_limit
 from caramba.experiment.ladder_steps import move_by_one_ulp
-from caramba.experiment.planning import Budget, Candidate, Trial, largest_batch
+from caramba.experiment.planning import Budget, StepCandidate, Trial, largest_batch
 from caramba.model import build_model
 
 
@@ -25,14 +25,14 @@ from caramba.model import build_model
 def test_a_search_says_what_kept_it_from_a_larger_batch(
     reason: str, target: int, most: int, windows: int, seconds: float, slow_from: int
 ) -> None:
-    def measure(candidate: Candidate) -> Trial:
+    def measure(candidate: StepCandidate) -> Trial:
         size = candidate.batch_size
         step = size * (2.0 if size >= slow_from else 1.0)
         return Trial(candidate, (step,) * (candidate.warm_up + candidate.timed), size)
 
     budget = Budget(seconds, clock=lambda: 0.0)
     *_, ended = largest_batch(
-        measure, Candidate(1), target_bytes=target, most=min(most, windows), budget=budget
+        measure, StepCandidate(1), target_bytes=target, most=min(most, windows), budget=budget
     )
     assert name_limit(ended, most, windows) == reason
 
@@ -47,14 +47,14 @@ def test_a_search_says_what_kept_it_from_a_larger_batch(
 def test_a_row_without_a_batch_says_whether_memory_or_time_was_short(seconds: float, reason: str) -> None:
     now = 0.0
 
-    def measure(candidate: Candidate) -> Trial:
+    def measure(candidate: StepCandidate) -> Trial:
         nonlocal now
         now += 15.0
         return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
 
     budget = Budget(seconds, clock=lambda: now)
     best, trials, ended = largest_batch(
-        measure, Candidate(1), target_bytes=1.0, most=512, budget=budget, first=64
+        measure, StepCandidate(1), target_bytes=1.0, most=512, budget=budget, first=64
     )
     row = largest_row(Largest(best, trials, name_limit(ended, 512, 1000), budget), 128, None)
     assert row == {"largest_skipped": reason, "largest_s": now}

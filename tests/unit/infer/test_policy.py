@@ -20,7 +20,7 @@ from caramba.errors import ConfigError, DataError
 from caramba.infer import EvalText, Generator, policy
 from caramba.infer.decode_plan import planned
 from caramba.infer.needle import make_needles
-from caramba.infer.policy import CachePolicy, Candidate, choose
+from caramba.infer.policy import CachePolicy, FormatCandidate, choose
 from caramba.infer.policy_measure import Quality
 from caramba.infer.policy_probe import fed_tokens
 from caramba.model import Model, build_model
@@ -215,8 +215,8 @@ def test_the_smallest_of_the_fastest_is_taken() -> None:
     lost = Quality(0.0, 1.0, 0.0, 1.0, 0.0, 0.8, 1.0)
     config = GenerateConfig()
 
-    def one(kind: KVCacheKind, size: int, speed: float | None, quality: Quality = good) -> Candidate:
-        return Candidate(kind, size, True, quality, speed, quality.failures(config))
+    def one(kind: KVCacheKind, size: int, speed: float | None, quality: Quality = good) -> FormatCandidate:
+        return FormatCandidate(kind, size, True, quality, speed, quality.failures(config))
 
     bf16 = KVCacheKind.BF16
     rows = [(bf16, 100, 100.0), (Q8, 50, 91.0), (Q4, 25, 89.0)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from caramba.config.paper import BudgetConfig
 from caramba.errors import BudgetExceeded
-from caramba.paper.budget import Ledger, Price, Spent
+from caramba.paper.budget import BudgetLedger, Price, Spent
 
 STEP = st.tuples(
     st.integers(0, 4000),  # bytes of the prompt
@@ -30,7 +30,7 @@ def test_spending_never_exceeds_the_limits(
     )
     spent = Spent()
     for size, outcome, share in steps:
-        ledger = Ledger(limits, spent, Price(1e-6, 3e-6))
+        ledger = BudgetLedger(limits, spent, Price(1e-6, 3e-6))
         messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * size}]
         before = spent.as_dict()
         try:
@@ -56,7 +56,7 @@ def test_spending_never_exceeds_the_limits(
 
 def test_limits_say_what_was_reached() -> None:
     limits = BudgetConfig(max_iterations=1, max_cost_usd=0.001, max_reply_tokens=10)
-    ledger = Ledger(limits, Spent(), Price(1.0, 1.0))
+    ledger = BudgetLedger(limits, Spent(), Price(1.0, 1.0))
     ledger.begin()
     with pytest.raises(
         BudgetExceeded, match=r"max_iterations=1 requests and is not finished; raise it and resume"

@@ -16,7 +16,7 @@ from tests.paper_servers import Answer, calls, chat_server, dripping_server, fai
 
 from caramba.config.paper import BudgetConfig, PaperConfig
 from caramba.errors import AgentError, BudgetExceeded, ConfigError
-from caramba.paper.budget import Ledger, Price, Spent
+from caramba.paper.budget import BudgetLedger, Price, Spent
 from caramba.paper.client import LanguageModel
 
 pytest.importorskip("litellm", reason="the extra `paper` is not installed")
@@ -28,12 +28,12 @@ TOOLS = [
 Make = Callable[..., PaperConfig]
 
 
-def ledger(limits: BudgetConfig | None = None, price: Price | None = None) -> Ledger:
-    return Ledger(limits or BudgetConfig(), Spent(), price)
+def ledger(limits: BudgetConfig | None = None, price: Price | None = None) -> BudgetLedger:
+    return BudgetLedger(limits or BudgetConfig(), Spent(), price)
 
 
 def asked(
-    config: PaperConfig, book: Ledger | None = None
+    config: PaperConfig, book: BudgetLedger | None = None
 ) -> tuple[Any, list[tuple[str, dict[str, Any]]], list[float]]:
     """Ask once and return the reply, what was recorded, and the pauses."""
     waits: list[float] = []

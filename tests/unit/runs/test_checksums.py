@@ -10,12 +10,12 @@ import torch
 
 from caramba.data.checkpoint import load_tensors, load_training_state, save_tensors, save_training_state
 from caramba.data.folder import open_token_folder, write_token_folder
-from caramba.data.prepare import Request, prepare
+from caramba.data.prepare import PrepareOptions, prepare
 from caramba.data.sources import TextSource
 from caramba.data.token_file import open_token_file
 from caramba.data.tokenizer import ByteTokenizer
 from caramba.errors import CheckpointError, ConfigError, DataError
-from caramba.experiment.ledger import Ledger, StageRecord
+from caramba.experiment.ledger import StageLedger, StageRecord
 from caramba.result import PhaseResult
 from caramba.runs import files
 from caramba.runs.stages import read_finished_stages
@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
     (run / "manifest.json").write_text("{}")
     save_tensors(run / "checkpoints" / "global.safetensors", WEIGHTS, {"role": "student"})
     save_training_state(run / "checkpoints" / "global.state.pt", {"w": torch.ones(5), "step": 3})
-    Ledger(run).add(StageRecord(PhaseResult("global", "global", "student", 1, 1, 1.0, "", None)))
+    StageLedger(run).add(StageRecord(PhaseResult("global", "global", "student", 1, 1, 1.0, "", None)))
     return run
 
 
@@ -47,7 +47,7 @@ def read_run(run):
     load_tensors(run / "checkpoints" / "global.safetensors")
     load_training_state(run / "checkpoints" / "global.state.pt")
     read_finished_stages(run)
-    Ledger(run)
+    StageLedger(run)
 
 
 def flip(file, rng):
@@ -173,7 +173,7 @@ def test_a_flat_array_with_a_bit_flipped_is_refused(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("some text\n" * 50)
     output = tmp_path / "flat.npy"
     source = TextSource([tmp_path / "text.txt"], (".txt",))
-    prepare(source, Request(val_frac=0.0), output, say=lambda _: None, advance=lambda *_: None)
+    prepare(source, PrepareOptions(val_frac=0.0), output, say=lambda _: None, advance=lambda *_: None)
     assert open_token_file(output).tokens.size
     flip(output, random.Random(2))
     with pytest.raises(DataError, match=r"flat\.npy"):

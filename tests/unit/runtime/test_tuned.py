@@ -17,8 +17,8 @@ from caramba.runtime import choose_attention, families_of, plan
 from caramba.runtime.tuned import (
     PADDED,
     SHIPPED,
+    BackendTimings,
     Family,
-    Row,
     attention_rows,
     rank,
     read_tables,
@@ -41,40 +41,44 @@ def test_the_shipped_table_has_cudnn_first_on_the_h200() -> None:
 
 
 def test_the_fastest_leads_and_a_refusal_counts_against() -> None:
-    one = Row(Family(64, 64), {"cudnn": 2.0, "flash": 1.0, "efficient": 3.0})
+    one = BackendTimings(Family(64, 64), {"cudnn": 2.0, "flash": 1.0, "efficient": 3.0})
     assert rank([one], "x").order == ("flash", "cudnn", "efficient", "math")
     assert not rank([one], "x").keeps_two_widths
-    two = Row(Family(128, 64), {"cudnn": 1.0, "flash": None, "efficient": 3.0, "flash" + PADDED: 2.5})
+    two = BackendTimings(
+        Family(128, 64), {"cudnn": 1.0, "flash": None, "efficient": 3.0, "flash" + PADDED: 2.5}
+    )
     both = rank([one, two], "x")
     # sqrt(2 * 1), sqrt(3 * 3), sqrt(1 * 10); all padded flash would take sqrt(1 * 2.5)
     assert both.order == ("cudnn", "efficient", "flash", "math")
     assert both.keeps_two_widths
-    padded = Row(Family(128, 64), {"cudnn": 9.0, "flash": None, "efficient": 8.0, "flash" + PADDED: 1.5})
+    padded = BackendTimings(
+        Family(128, 64), {"cudnn": 9.0, "flash": None, "efficient": 8.0, "flash" + PADDED: 1.5}
+    )
     assert rank([one, padded], "x").order[:2] == ("flash", "cudnn")  # type: ignore[index]
     assert not rank([one, padded], "x").keeps_two_widths
 
 
 def test_documents_take_a_mask_only_where_it_was_faster() -> None:
     family = Family(64, 64, is_masked=True)
-    assert rank([Row(family, {"efficient": 2.0})], "x").uses_varlen  # not measured
-    fast = Row(family, {"varlen": 1.0, "flex": 0.5, "cudnn": None, "efficient": 2.0})
-    slow = Row(family, {"varlen": 5.0, "efficient": 2.0})
+    assert rank([BackendTimings(family, {"efficient": 2.0})], "x").uses_varlen  # not measured
+    fast = BackendTimings(family, {"varlen": 1.0, "flex": 0.5, "cudnn": None, "efficient": 2.0})
+    slow = BackendTimings(family, {"varlen": 5.0, "efficient": 2.0})
     assert rank([fast], "x").uses_varlen
     assert rank([fast], "x").order == ("efficient", "cudnn", "flash", "math")
     assert not rank([slow], "x").uses_varlen
     assert not rank([fast, slow], "x").uses_varlen
-    assert not rank([Row(family, {"varlen": None, "efficient": 2.0})], "x").uses_varlen
+    assert not rank([BackendTimings(family, {"varlen": None, "efficient": 2.0})], "x").uses_varlen
     (packed,) = families_of([AttentionLayerConfig(d_model=16, n_heads=2)], is_masked=True)
     assert packed == Family(8, 8, is_masked=True)
 
 
 def test_nothing_is_tried_after_math() -> None:
-    assert rank([Row(Family(8, 8), {"flash": 2.0, "math": 1.0})], "x").order == ("math",)
+    assert rank([BackendTimings(Family(8, 8), {"flash": 2.0, "math": 1.0})], "x").order == ("math",)
 
 
 def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
-    narrow = Row(Family(64, 64, True), {"flash": 2.0, "math": 1.0})
-    wide = Row(Family(128, 128), {"flash": 1.0, "math": 2.0})
+    narrow = BackendTimings(Family(64, 64, True), {"flash": 2.0, "math": 1.0})
+    wide = BackendTimings(Family(128, 128), {"flash": 1.0, "math": 2.0})
     machine = {"torch": torch.__version__}
     write_table(tuning_path(), "cpu", machine, [narrow, wide])
     cpu = torch.device("cpu")
@@ -89,7 +93,7 @@ def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
         "128x128.flash_ms": 1.0,
         "128x128.math_ms": 2.0,
     }
-    again = Row(Family(64, 64, True), {"flash": 1.0, "math": 1.5})
+    again = BackendTimings(Family(64, 64, True), {"flash": 1.0, "math": 1.5})
     write_table(tuning_path(), "cpu", machine, [again])
     assert attention_rows(read_tables(tuning_path())["cpu"]) == [again, wide]
     write_table(tuning_path(), "cpu", {"torch": "another"}, [again])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caramba.artifacts.across_runs.gather import Measured, read_metrics
+from caramba.artifacts.across_runs.gather import ReportedMetric, read_metrics
 from caramba.artifacts.dispersion import standard_error
 from caramba.artifacts.style import new_figure, styled, to_png
 from caramba.artifacts.tables import number
@@ -29,8 +29,8 @@ class Difference:
     """One metric of two runs: B minus A, and the half width of its 95% interval where both report a deviation."""
 
     key: str
-    first: Measured
-    second: Measured
+    first: ReportedMetric
+    second: ReportedMetric
     half_width: float | None
 
     @property
@@ -60,12 +60,12 @@ def metric_differences(first: Path, second: Path, texts: Sequence[str] = ()) -> 
     return [Difference(key, ours[key], theirs[key], _half_width(key, ours[key], theirs[key])) for key in keys]
 
 
-def _half_width(key: str, first: Measured, second: Measured) -> float | None:
+def _half_width(key: str, first: ReportedMetric, second: ReportedMetric) -> float | None:
     errors = [standard_error(key, item.std, item.n, item.standard_error) for item in (first, second)]
     return None if errors[0] is None or errors[1] is None else Z_95 * math.hypot(errors[0], errors[1])
 
 
-def interval_text(key: str, measured: Measured) -> str:
+def interval_text(key: str, measured: ReportedMetric) -> str:
     """Return a value, with its 95% interval where the report has what it takes."""
     error = standard_error(key, measured.std, measured.n, measured.standard_error)
     return number(measured.value) + (f" ± {number(Z_95 * error)}" if error else "")

@@ -24,7 +24,7 @@ _NOT_SWEPT = ("launcher", "cluster", "resume", "manifest")
 
 
 @dataclass(frozen=True)
-class Measured:
+class ReportedMetric:
     """A metric as a report has it; `std` is of its `n` samples within the run."""
 
     value: float
@@ -35,7 +35,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """One run, or a sweep point without one yet, with its command-line overrides and metrics.
 
     `proxy` is the origin of its teacher, if that was trained here; `sources` are the overrides with the source of its
@@ -45,7 +45,7 @@ class Row:
     run: Path | None
     state: str
     words: dict[str, str]
-    metrics: dict[str, Measured] = field(default_factory=dict[str, Measured])
+    metrics: dict[str, ReportedMetric] = field(default_factory=dict[str, ReportedMetric])
     proxy: str = ""
     sources: frozenset[str] = frozenset()
     problem: str = ""
@@ -61,10 +61,10 @@ class Gathered:
 
     folder: Path
     title: str
-    rows: list[Row]
+    rows: list[RunRow]
 
     @property
-    def finished(self) -> list[Row]:
+    def finished(self) -> list[RunRow]:
         return [row for row in self.rows if row.state == FINISHED]
 
     @property
@@ -86,7 +86,7 @@ def gather(text: str) -> Gathered:
     return replace(found, rows=_told_apart(found.rows))
 
 
-def _told_apart(rows: list[Row]) -> list[Row]:
+def _told_apart(rows: list[RunRow]) -> list[RunRow]:
     """Leave out a plugin source that is equal in all runs: it distinguishes no two of them."""
     values: dict[str, set[str]] = {}
     for row in rows:
@@ -113,26 +113,26 @@ def _gathered(text: str) -> Gathered:
     return Gathered(folder.absolute(), folder.absolute().name, [_row_of(run) for run in runs])
 
 
-def read_row(run: Path, words: dict[str, str]) -> Row:
+def read_row(run: Path, words: dict[str, str]) -> RunRow:
     """Read one run; its metrics are those of report.json once it has finished."""
     try:
         return _read_row(run, words)
     except UNREADABLE as error:
-        return Row(run, DAMAGED, words, problem=f"{type(error).__name__}: {error}")
+        return RunRow(run, DAMAGED, words, problem=f"{type(error).__name__}: {error}")
 
 
-def _read_row(run: Path, words: dict[str, str]) -> Row:
+def _read_row(run: Path, words: dict[str, str]) -> RunRow:
     state = run_state(run).state
     sources = plugin_sources(run)
     words = words | sources
     if state != FINISHED:
-        return Row(run, state, words, sources=frozenset(sources))
+        return RunRow(run, state, words, sources=frozenset(sources))
     reports = list(_reports(run))
     proxy = _labels_of(reports).get("proxy", "")
-    return Row(run, state, words, _metrics_of(reports), proxy, frozenset(sources))
+    return RunRow(run, state, words, _metrics_of(reports), proxy, frozenset(sources))
 
 
-def read_metrics(run: Path) -> dict[str, Measured]:
+def read_metrics(run: Path) -> dict[str, ReportedMetric]:
     """Return the metrics of a run's reports by key, with `loss.PHASE`, `val_loss.PHASE` and `seconds.PHASE`.
 
     Of a run of several groups every key begins with `GROUP/`. No report, no metrics.
@@ -156,7 +156,7 @@ def _reports(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "" if file in files else f"{file.parents[1].name}/", report
 
 
-def swept_keys(rows: Iterable[Row]) -> list[str]:
+def swept_keys(rows: Iterable[RunRow]) -> list[str]:
     """Return the keys whose values differ between the rows, in the order in which they were typed."""
     listed = list(rows)
     keys = dict.fromkeys(key for row in listed for key in row.words)
@@ -167,7 +167,7 @@ def swept_keys(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def with_manifest_keys(rows: Sequence[Row], keys: Iterable[str]) -> list[Row]:
+def with_manifest_keys(rows: Sequence[RunRow], keys: Iterable[str]) -> list[RunRow]:
     """Return rows with the values of `keys` that no command line has, from the manifests.
 
     A key is that of a leaf, as `model.embedder.d_model` or `groups[quick].runs[global].train.lr`, or the end of keys
@@ -177,7 +177,7 @@ def with_manifest_keys(rows: Sequence[Row], keys: Iterable[str]) -> list[Row]:
     sought = [key for key in keys if key not in typed]
     if not sought:
         return list(rows)
-    found: list[Row] = []
+    found: list[RunRow] = []
     for row in rows:
         leaves = read_leaves(row.run) if row.run is not None else {}
         values: dict[str, str] = {}
@@ -195,7 +195,7 @@ def is_seed(key: str) -> bool:
     return key == "seed" or key.endswith(".seed")
 
 
-def _metrics_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Measured]:
+def _metrics_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, ReportedMetric]:
     return {f"{prefix}{key}": value for prefix, report in reports for key, value in _measured(report).items()}
 
 
@@ -203,30 +203,30 @@ def _labels_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, str]:
     return {key: value for _, report in reports for key, value in report["labels"].items()}
 
 
-def _measured(report: dict[str, Any]) -> dict[str, Measured]:
+def _measured(report: dict[str, Any]) -> dict[str, ReportedMetric]:
     found = {
-        key: Measured(item["value"], item["unit"], item["std"], item["n"], item.get("standard_error"))
+        key: ReportedMetric(item["value"], item["unit"], item["std"], item["n"], item.get("standard_error"))
         for key, item in report["metrics"].items()
     }
     for phase in report["phases"]:
         if phase["loss"] is not None:
-            found[f"loss.{phase['id']}"] = Measured(phase["loss"], "nats/token")
+            found[f"loss.{phase['id']}"] = ReportedMetric(phase["loss"], "nats/token")
         if phase.get("val_loss") is not None:  # reports of before have none
-            found[f"val_loss.{phase['id']}"] = Measured(phase["val_loss"], "nats/token")
+            found[f"val_loss.{phase['id']}"] = ReportedMetric(phase["val_loss"], "nats/token")
         if phase["steps"]:
-            found[f"seconds.{phase['id']}"] = Measured(phase["seconds"], "s")
+            found[f"seconds.{phase['id']}"] = ReportedMetric(phase["seconds"], "s")
     return found
 
 
 def _of_sweep(folder: Path) -> Gathered:
     sweep = read_sweep(folder)
     shared = split_words(sweep.overrides)
-    rows: list[Row] = []
+    rows: list[RunRow] = []
     for point in sweep.points:
         words = {**shared, **split_words(point.overrides)}
         run = sweep.run_of(point)
         if run is None:
-            rows.append(Row(None, point.state if point.state != FINISHED else WAITING, words))
+            rows.append(RunRow(None, point.state if point.state != FINISHED else WAITING, words))
         else:
             rows.append(read_row(run, words))
     title = f"{folder.parents[1].name}/{folder.name}"
@@ -242,11 +242,11 @@ def _runs_below(folder: Path) -> list[Path]:
     return list_runs(folder)
 
 
-def _row_of(run: Path) -> Row:
+def _row_of(run: Path) -> RunRow:
     try:
         words = split_words(read_overrides(run))
     except UNREADABLE as error:
-        return Row(run, DAMAGED, {}, problem=f"{type(error).__name__}: {error}")
+        return RunRow(run, DAMAGED, {}, problem=f"{type(error).__name__}: {error}")
     return read_row(run, words)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from caramba.artifacts.across_runs.columns import align_columns
-from caramba.artifacts.across_runs.gather import Measured
+from caramba.artifacts.across_runs.gather import ReportedMetric
 from caramba.artifacts.across_runs.leaves import read_leaves
 from caramba.artifacts.across_runs.paired import read_main_items
 from caramba.artifacts.dispersion import standard_error
@@ -36,7 +36,7 @@ def format_differing(runs: Sequence[Path]) -> str:
     return f"manifests: {len(differing)} keys differ\n{align_columns(rows, '  ')}"
 
 
-def format_metrics(metrics: Sequence[dict[str, Measured]], texts: Sequence[str], most: int) -> str:
+def format_metrics(metrics: Sequence[dict[str, ReportedMetric]], texts: Sequence[str], most: int) -> str:
     """Return the metrics in which runs differ, with standard errors; with `texts` all whose key has one of them."""
     keys = dict.fromkeys(key for found in metrics for key in found)
     shown = [
@@ -93,11 +93,11 @@ def format_paired(found: Sequence[tuple[int, TaskComparison, float]]) -> str:
     return f"{head}\n{align_columns(rows, '  ')}"
 
 
-def _differs(key: str, metrics: Sequence[dict[str, Measured]]) -> bool:
+def _differs(key: str, metrics: Sequence[dict[str, ReportedMetric]]) -> bool:
     return len({found[key].value for found in metrics if key in found}) > 1
 
 
-def _value(key: str, measured: Measured | None) -> str:
+def _value(key: str, measured: ReportedMetric | None) -> str:
     if measured is None:
         return NOTHING
     error = standard_error(key, measured.std, measured.n, measured.standard_error)

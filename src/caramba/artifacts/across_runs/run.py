@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from caramba.artifacts.across_runs.columns import align_columns
-from caramba.artifacts.across_runs.gather import Measured, Row, gather, read_metrics, swept_keys
+from caramba.artifacts.across_runs.gather import ReportedMetric, RunRow, gather, read_metrics, swept_keys
 from caramba.artifacts.across_runs.summary import choose_metrics
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
@@ -65,7 +65,7 @@ class Run:
         return {key: item.value for key, item in self.measured.items()}
 
     @property
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, ReportedMetric]:
         """Metrics with unit, deviation and number of samples."""
         return read_metrics(self.path)
 
@@ -119,7 +119,7 @@ class RunTable(Sequence[Run]):
 
     folder: Path
     title: str
-    found: tuple[Row, ...] = field(repr=False)
+    found: tuple[RunRow, ...] = field(repr=False)
     metrics: tuple[str, ...] = ()
 
     @property

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from caramba.artifacts.across_runs.gather import Row, is_seed, swept_keys
+from caramba.artifacts.across_runs.gather import RunRow, is_seed, swept_keys
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
 
@@ -30,7 +30,7 @@ class Group:
     """Runs with the same values of the keys that the table is by."""
 
     values: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[RunRow, ...]
 
     def spread(self, metric: str) -> MeanAndDeviation | None:
         """Return mean, deviation and n of a metric over the runs that have it, or None."""
@@ -42,7 +42,7 @@ class Group:
         )
 
 
-def choose_keys(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
+def choose_keys(rows: Sequence[RunRow], asked: Sequence[str]) -> list[str]:
     """Return the keys that separate groups: those asked for, else all that differ between runs except seeds.
 
     Raises:
@@ -60,7 +60,7 @@ def choose_keys(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
     return list(asked)
 
 
-def choose_metrics(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
+def choose_metrics(rows: Sequence[RunRow], asked: Sequence[str]) -> list[str]:
     """Return the metrics of the table: those asked for, else the headline of what was measured.
 
     Raises:
@@ -82,9 +82,9 @@ def choose_metrics(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
     return found[:1] or held_out[-1:] or losses[-1:]
 
 
-def group_rows(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:
+def group_rows(rows: Iterable[RunRow], keys: Sequence[str]) -> list[Group]:
     """Group rows by their values of `keys`, in order of those values."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[RunRow]] = {}
     for row in rows:
         groups.setdefault(tuple(row.words.get(key, "default") for key in keys), []).append(row)
     ordered = sorted(groups.items(), key=lambda item: [_rank(value) for value in item[0]])

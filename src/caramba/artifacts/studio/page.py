@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from caramba.artifacts.across_runs.gather import Row, is_seed, swept_keys
+from caramba.artifacts.across_runs.gather import RunRow, is_seed, swept_keys
 from caramba.artifacts.across_runs.summary import HEADLINES, prefers_higher
 from caramba.artifacts.studio.index import IndexedRun, index_runs
 from caramba.artifacts.studio.record import read_state
@@ -76,7 +76,7 @@ def build_data(
     """Return everything that the page shows, as plain JSON; links are relative to the folder `out`."""
     indexed = index_runs(found.folder, found.runs, most_fine=MOST_FINE, report=report)
     states = [_state_of(item) for item in indexed]
-    words = [Row(item.run, "", item.record.words) for item in indexed]
+    words = [RunRow(item.run, "", item.record.words) for item in indexed]
     swept = swept_keys(words)
     metrics = list(dict.fromkeys(key for item in indexed for key in item.record.metrics))
     units = {key: value[1] for item in indexed for key, value in item.record.metrics.items()}

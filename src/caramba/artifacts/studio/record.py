@@ -117,7 +117,7 @@ def read_record(run: Path) -> tuple[RunRecord, list[Curve]]:
         prefix = "" if folder == run else f"{folder.name}/"
         found = read(f"{prefix}{EVENTS}", lambda folder=folder: read_phases(folder), [])
         for phase in found:
-            plan = read(MANIFEST, lambda phase=phase: plan_of(manifest, phase.name), Plan())
+            plan = read(MANIFEST, lambda phase=phase: plan_of(manifest, phase.name), PhasePlan())
             record.phases.append([f"{prefix}{phase.name}", plan.steps, plan.tokens, plan.is_control])
             record.seconds += phase.seconds
             named = [curve.rename_phase(f"{prefix}{phase.name}") for curve in phase.curves]
@@ -132,7 +132,7 @@ def read_record(run: Path) -> tuple[RunRecord, list[Curve]]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PhasePlan:
     """What a manifest plans of a phase: steps, tokens of a step, and whether it trains a control."""
 
     steps: int | None = None
@@ -140,7 +140,7 @@ class Plan:
     is_control: bool = False
 
 
-def plan_of(manifest: dict[str, Any], phase: str) -> Plan:
+def plan_of(manifest: dict[str, Any], phase: str) -> PhasePlan:
     """Return the plan of a phase from a plain manifest, an empty one where it has none."""
     groups = cast("list[dict[str, Any]]", manifest.get("groups") or [])
     for item in [item for group in groups for item in cast("list[dict[str, Any]]", group.get("runs") or [])]:
@@ -149,8 +149,8 @@ def plan_of(manifest: dict[str, Any], phase: str) -> Plan:
             sizes = (train["batch_size"], train["block_size"], train.get("gradient_accumulation_steps") or 1)
             is_known = all(isinstance(size, int) for size in sizes)
             tokens = sizes[0] * sizes[1] * sizes[2] if is_known else None
-            return Plan(train.get("steps"), tokens, bool(train.get("control")))
-    return Plan()
+            return PhasePlan(train.get("steps"), tokens, bool(train.get("control")))
+    return PhasePlan()
 
 
 def _git(run: Path) -> str:

@@ -1,16 +1,16 @@
 """Measuring how a phase runs best on this machine: precision, batch size, checkpointing, compilation."""
 
 from caramba.experiment.planning.batch import Ended, largest_batch
-from caramba.experiment.planning.candidate import Budget, Candidate, Trial
+from caramba.experiment.planning.candidate import Budget, StepCandidate, Trial
 from caramba.experiment.planning.decide import PlanningContext, decide
 from caramba.experiment.planning.process import TrialProcess
 from caramba.experiment.planning.trial import Stopwatch, disable_logging, run_trial
 
 __all__ = [
     "Budget",
-    "Candidate",
     "Ended",
     "PlanningContext",
+    "StepCandidate",
     "Stopwatch",
     "Trial",
     "TrialProcess",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from caramba.experiment.planning.candidate import Budget, Candidate, Measure, Trial
+from caramba.experiment.planning.candidate import Budget, Measure, StepCandidate, Trial
 
 GROWTH = 4  # at most, from one trial to the next: the first slopes are those of the smallest batches
 SLOWER = 1.05  # of a larger batch's seconds per sequence, over a smaller's
@@ -19,7 +19,7 @@ batch does not fit; a trial was refused for another reason than memory."""
 
 def largest_batch(
     measure: Measure,
-    candidate: Candidate,
+    candidate: StepCandidate,
     *,
     target_bytes: float,
     most: int,
@@ -126,7 +126,7 @@ def _foretold(fits: list[Trial], target_bytes: float) -> int:
     return last.candidate.batch_size + int((target_bytes - last.peak_bytes) / slope)
 
 
-def _expected_s(last: Trial, candidate: Candidate) -> float:
+def _expected_s(last: Trial, candidate: StepCandidate) -> float:
     """Seconds of a trial, were its time that of the last in proportion to its batch, with as long a start."""
     growth = candidate.batch_size / last.candidate.batch_size
     return (

@@ -13,7 +13,7 @@ SHARE, LEAST_SECONDS = 0.02, 120.0
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StepCandidate:
     """One config of a phase's step, and the optimiser steps to time after the warm-up."""
 
     batch_size: int
@@ -43,7 +43,7 @@ class Trial:
     `refusal` is the reason for no figures; `is_out_of_memory` is True if that was memory.
     """
 
-    candidate: Candidate
+    candidate: StepCandidate
     seconds: tuple[float, ...] = ()
     peak_bytes: int = 0
     loss: float = 0.0
@@ -77,7 +77,7 @@ class Trial:
         }
 
 
-Measure = Callable[[Candidate], Trial]
+Measure = Callable[[StepCandidate], Trial]
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Budget:
         """Seconds that remain, 0 when none do."""
         return max(0.0, self.seconds - self.spent)
 
-    def allows(self, candidate: Candidate, seconds: float, share: float = 1.0) -> bool:
+    def allows(self, candidate: StepCandidate, seconds: float, share: float = 1.0) -> bool:
         """Whether a trial of about `seconds` fits a share of the budget; if not, it is recorded as skipped."""
         left = max(0.0, share * self.seconds - self.spent)
         if seconds <= left:

@@ -9,7 +9,7 @@ from typing import Any
 from caramba.config.train import PhaseConfig
 from caramba.errors import CarambaError, OutOfMemory
 from caramba.experiment.planning.batch import largest_batch
-from caramba.experiment.planning.candidate import Budget, Candidate, Measure, Trial
+from caramba.experiment.planning.candidate import Budget, Measure, StepCandidate, Trial
 from caramba.runtime import Decision
 
 FASTER, DRIFT = (
@@ -76,7 +76,7 @@ class _Planner:
     def run(self) -> dict[str, Decision]:
         ways = self._checkpointing_ways()
         size = self.phase.batch_size if isinstance(self.phase.batch_size, int) else 1
-        candidate = Candidate(size, self.ground.dtype, ways[-1])
+        candidate = StepCandidate(size, self.ground.dtype, ways[-1])
         trial = self._fitting(candidate, ways)
         if self.ground.compares_dtypes:
             dtype, plain = self._dtype(trial)
@@ -145,7 +145,7 @@ class _Planner:
         self.decisions["precision"] = Decision("bf16-mixed" if is_narrow else "32-true", f"dtype={chosen}")
         return chosen, plain
 
-    def _fitting(self, candidate: Candidate, ways: Sequence[str], known: Trial | None = None) -> Trial:
+    def _fitting(self, candidate: StepCandidate, ways: Sequence[str], known: Trial | None = None) -> Trial:
         """Decide checkpointing, the least that fits, and with it the batch; `known` is a trial that was made before."""
         notes: list[str] = []
         trial: Trial | None = None
@@ -189,7 +189,7 @@ class _Planner:
         is_least = way == ways[0] and len(ways) > 1
         return self.target if threshold is None or not is_least else threshold * self.ground.room_bytes
 
-    def _with(self, candidate: Candidate, *, known: Trial | None) -> Trial:
+    def _with(self, candidate: StepCandidate, *, known: Trial | None) -> Trial:
         """Try a candidate; with batch_size=auto the largest batch that fits."""
         if self.phase.batch_size != "auto":
             return known or self.measure(candidate)
@@ -264,7 +264,7 @@ class _Planner:
         return trial if longer.refusal else longer
 
     @staticmethod
-    def _least_seconds(candidate: Candidate, plain: Trial) -> float:
+    def _least_seconds(candidate: StepCandidate, plain: Trial) -> float:
         return plain.step_seconds * (candidate.warm_up + candidate.timed)
 
     def _asked_compilation(self, plain: Trial) -> Trial:

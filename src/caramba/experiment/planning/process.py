@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from caramba.errors import CarambaError
-from caramba.experiment.planning.candidate import Candidate, Trial
+from caramba.experiment.planning.candidate import StepCandidate, Trial
 
 SHOWN_LINES = 8
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,7 +43,7 @@ class TrialProcess:
     ) -> None:
         self._end()
 
-    def measure(self, candidate: Candidate, timeout_s: float) -> Trial:
+    def measure(self, candidate: StepCandidate, timeout_s: float) -> Trial:
         """Return the trial of a candidate.
 
         Raises:
@@ -96,7 +96,7 @@ class TrialProcess:
             ready.register(self._child.stdout, selectors.EVENT_READ)
             return self._child.stdout.readline() if ready.select(max(timeout_s, 1.0)) else None
 
-    def _ended(self, candidate: Candidate) -> Trial:
+    def _ended(self, candidate: StepCandidate) -> Trial:
         assert self._child is not None
         status = self._child.wait()
         text = self._said()

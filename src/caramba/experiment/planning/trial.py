@@ -19,7 +19,7 @@ from caramba.config.trainer import TrainerConfig
 from caramba.data import TokenDataset
 from caramba.distill import Objective
 from caramba.errors import OutOfMemory
-from caramba.experiment.planning.candidate import Candidate, Trial
+from caramba.experiment.planning.candidate import StepCandidate, Trial
 from caramba.runtime import MemoryMeter, RuntimePlan, synchronize
 from caramba.train import PhaseData, fit
 
@@ -85,7 +85,7 @@ def disable_logging(manifest: Manifest) -> Manifest:
 
 
 def run_trial(
-    candidate: Candidate,
+    candidate: StepCandidate,
     phase: PhaseConfig,
     plan_of: Callable[[PhaseConfig], RuntimePlan],
     objective_of: Callable[[PhaseConfig, RuntimePlan], Objective],

@@ -41,7 +41,7 @@ FULL = 0.7
 
 
 @dataclass
-class Request:
+class EngineRequest:
     """A ticket, its settings, the alternatives per token, the tokens of its prompt that have run, and when it came."""
 
     ticket: RequestHandle
@@ -68,7 +68,7 @@ class Batch:
         self.config = config
         self.slots = Slots(model, config)
         self.prefixes = self._prefix_cache()
-        self.requests: list[Request | None] = [None] * (config.n_slots + self.slots.n_ahead)
+        self.requests: list[EngineRequest | None] = [None] * (config.n_slots + self.slots.n_ahead)
         self.stats = EngineStats(
             n_slots=config.n_slots,
             n_ahead=self.slots.n_ahead,
@@ -98,7 +98,7 @@ class Batch:
         """Requests that may come in before one waits."""
         return len(self.requests) - self.n_active
 
-    def find_free_slot(self, request: Request) -> int | None:
+    def find_free_slot(self, request: EngineRequest) -> int | None:
         """Return a free slot that no prefilled request needs, else a free spare row that fits the prompt."""
         n_slots = self.config.n_slots
         slots, ahead = self.requests[:n_slots], self.requests[n_slots:]
@@ -108,7 +108,7 @@ class Batch:
             return n_slots + ahead.index(None)
         return None
 
-    def place(self, request: Request, slot: int) -> None:
+    def place(self, request: EngineRequest, slot: int) -> None:
         """Give a request a slot or row."""
         self.requests[slot] = request
         self._order.append(slot)
@@ -119,7 +119,7 @@ class Batch:
             if request is not None and request.ticket.is_cancelled:
                 self.release(slot, "cancelled")
 
-    def reuse(self, slot: int, request: Request) -> None:
+    def reuse(self, slot: int, request: EngineRequest) -> None:
         """Restore the cached prefix of an earlier request with the same first tokens."""
         found = None if self.prefixes is None else self.prefixes.match(request.row.prompt)
         if found is None:
@@ -366,7 +366,9 @@ class Batch:
             self.requests[slot] = None
             self.finish(request, reason, error)
 
-    def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
+    def finish(
+        self, request: EngineRequest, reason: FinishReason, error: BaseException | None = None
+    ) -> None:
         """Tell a request its end, whether it had a slot or not."""
         counted = {"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")
         setattr(self.stats, counted, getattr(self.stats, counted) + 1)

@@ -16,7 +16,7 @@ from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull
-from caramba.infer.engine.batch import Batch, Request
+from caramba.infer.engine.batch import Batch, EngineRequest
 from caramba.infer.engine.gc_control import gc_frozen
 from caramba.infer.engine.request_handle import FinishReason, OnEvent, RequestHandle
 from caramba.infer.engine.stats import EngineStats
@@ -70,7 +70,7 @@ class Engine:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.eos_ids = self._eos_ids(eos_token_id)
         self.batch = Batch(model, self.config)
-        self._queue: deque[Request] = deque()
+        self._queue: deque[EngineRequest] = deque()
         self._news = threading.Condition()
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -121,7 +121,7 @@ class Engine:
                     max(1.0, self.batch.seconds_per_request()),
                 )
             self.batch.stats.submitted += 1
-            self._queue.append(Request(ticket, settings, n_alternatives))
+            self._queue.append(EngineRequest(ticket, settings, n_alternatives))
             self._news.notify_all()
         return ticket
 

@@ -9,7 +9,7 @@ from caramba.errors import ConfigError
 from caramba.launch.commands.table import COMMANDS
 
 
-class Arguments(argparse.ArgumentParser):
+class CommandArguments(argparse.ArgumentParser):
     """argparse without abbreviations, whose errors end with the usage of the table; adds --quiet and --debug."""
 
     def __init__(self, command: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caramba.console import logger
-from caramba.infer.arguments import Arguments, chat_template, open_generator, sampling_config
+from caramba.infer.arguments import GenerationArguments, chat_template, open_generator, sampling_config
 from caramba.infer.chat_session import ChatSession, converse, is_terminal, read_lines
 from caramba.infer.dialogue import Dialogue
 
@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: a wrong argument or an unknown run; without a terminal also a message that cannot be taken.
     """
-    parser = Arguments("chat", "[--system TEXT] [--plain]")
+    parser = GenerationArguments("chat", "[--system TEXT] [--plain]")
     parser.add_argument("--system")
     parser.add_argument("--plain", action="store_true")
     args = parser.parse_args(argv)

@@ -18,7 +18,7 @@ from caramba.artifacts.across_runs.summary import (
 )
 from caramba.artifacts.across_runs.table import latex_table, runs_csv, spread_text, summary_csv, text_table
 from caramba.errors import ConfigError
-from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs.files import write_whole
 
 RUNS_CSV, SUMMARY_CSV, TABLE, PLOT = "runs.csv", "summary.csv", "table.tex", "plot.png"
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: nothing is there, or a metric or key that no run has.
     """
-    parser = Arguments("collect")
+    parser = CommandArguments("collect")
     parser.add_argument("sweep")
     parser.add_argument("--metric", action="append", default=[])
     parser.add_argument("--by", default="")

@@ -28,7 +28,7 @@ from caramba.artifacts.across_runs.many import (
 from caramba.artifacts.across_runs.paired import compare_models, format_comparisons
 from caramba.artifacts.tables import number
 from caramba.errors import ConfigError
-from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, resolve_run
 from caramba.runs.files import write_whole
 from caramba.runs.state import run_state
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: a run that is not there, the same run twice, or a metric that they do not share.
     """
-    parser = Arguments("compare")
+    parser = CommandArguments("compare")
     parser.add_argument("first")
     parser.add_argument("second")
     parser.add_argument("others", nargs="*")

@@ -30,7 +30,7 @@ TORCH_PROBE = "import json; from caramba.kernels.probe import probe; print(json.
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One line of the report; `is_ok` is None for a fact that nothing depends on."""
 
     name: str
@@ -50,62 +50,62 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> Iterator[Diagnosis]:
     """Yield what there is to say about this machine."""
     version = sys.version_info
-    yield Finding("python", f"{platform.python_version()} (3.11 to 3.13)", (3, 11) <= version[:2] < (3, 14))
-    yield Finding("platform", platform.platform())
+    yield Diagnosis("python", f"{platform.python_version()} (3.11 to 3.13)", (3, 11) <= version[:2] < (3, 14))
+    yield Diagnosis("platform", platform.platform())
     for name in REQUIRED:
         found = package_version(name)
-        yield Finding(name, found or f"missing; pip install {name}", found is not None)
+        yield Diagnosis(name, found or f"missing; pip install {name}", found is not None)
     for name in OPTIONAL:
-        yield Finding(name, package_version(name) or "not installed (optional)")
+        yield Diagnosis(name, package_version(name) or "not installed (optional)")
     yield from _torch()
-    yield Finding(
+    yield Diagnosis(
         "cpu cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
     )
     memory = memory_gb()
     if memory is not None:
-        yield Finding("memory", f"{memory:.1f} GB")
+        yield Diagnosis("memory", f"{memory:.1f} GB")
     for name, folder in (("runs", Path("runs").absolute()), ("cache", home())):
         yield _folder(name, folder)
-    yield Finding("git", shutil.which("git") or "not found; runs will not record a commit")
-    yield Finding(
+    yield Diagnosis("git", shutil.which("git") or "not found; runs will not record a commit")
+    yield Diagnosis(
         "pdflatex", shutil.which("pdflatex") or "not found; tables.tex is written, papers are not compiled"
     )
-    yield Finding("sbatch", shutil.which("sbatch") or "not found; no SLURM here")
+    yield Diagnosis("sbatch", shutil.which("sbatch") or "not found; no SLURM here")
     yield from slurm_task(os.environ)
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> Iterator[Diagnosis]:
     """Ask torch in a process of its own: a broken driver cannot take this report down."""
     done = subprocess.run(
         [sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120, check=False
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding("torch import", last, False)
+        yield Diagnosis("torch import", last, False)
         return
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     cuda = ", ".join(facts["cuda"]) or "none"
-    yield Finding("torch import", f"{facts['version']}, {facts['threads']} threads", True)
-    yield Finding("cuda", f"{cuda} (built for {facts['cuda_version']})" if facts["cuda_version"] else cuda)
-    yield Finding("mps", "available" if facts["mps"] else "none")
+    yield Diagnosis("torch import", f"{facts['version']}, {facts['threads']} threads", True)
+    yield Diagnosis("cuda", f"{cuda} (built for {facts['cuda_version']})" if facts["cuda_version"] else cuda)
+    yield Diagnosis("mps", "available" if facts["mps"] else "none")
     device = facts["device"]
     if facts["driver"]:
-        yield Finding("driver", facts["driver"])
+        yield Diagnosis("driver", facts["driver"])
     if cuda != "none" and facts["ops"].get("dba_decode") == "triton":
         missing = "not found; quantised caches and INT4 weights run Triton's kernels (pip install nvidia-cuda-nvrtc)"
-        yield Finding("nvrtc", facts["nvrtc"] or missing)
+        yield Diagnosis("nvrtc", facts["nvrtc"] or missing)
     ops = ", ".join(f"{op} {backend}" for op, backend in facts["ops"].items())
-    yield Finding("kernels", f"on {device}: {ops}")
-    yield Finding("op call on the host", f"{facts['call_us']:.1f} us (dequantize of one block)")
+    yield Diagnosis("kernels", f"on {device}: {ops}")
+    yield Diagnosis("op call on the host", f"{facts['call_us']:.1f} us (dequantize of one block)")
     if facts["roofs"]:
         roofs = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in facts["roofs"].items())
-        yield Finding("memory roofs", f"{roofs}, measured on {facts['roof_bytes'] / 1e9:.1f} GB")
+        yield Diagnosis("memory roofs", f"{roofs}, measured on {facts['roof_bytes'] / 1e9:.1f} GB")
 
 
-def slurm_task(variables: Mapping[str, str]) -> Iterator[Finding]:
+def slurm_task(variables: Mapping[str, str]) -> Iterator[Diagnosis]:
     """Report the SLURM task of this process, and whether its job gives each run the tasks that it needs.
 
     Only srun counts the tasks of a step; in a batch script or a shell of salloc one process is one run.
@@ -135,7 +135,7 @@ def slurm_task(variables: Mapping[str, str]) -> Iterator[Finding]:
             "each would run a command by itself; srun --ntasks=1, or let launcher=slurm write the step, whose tasks "
             "are ranks"
         )
-    yield Finding("slurm task", what if problem is None else f"{what}: {problem}", problem is None)
+    yield Diagnosis("slurm task", what if problem is None else f"{what}: {problem}", problem is None)
 
 
 def memory_gb() -> float | None:
@@ -146,7 +146,7 @@ def memory_gb() -> float | None:
         return None
 
 
-def _folder(name: str, folder: Path) -> Finding:
+def _folder(name: str, folder: Path) -> Diagnosis:
     """Whether a folder, or the nearest parent that exists, can be written."""
     present = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(present).free / 1e9
@@ -154,5 +154,5 @@ def _folder(name: str, folder: Path) -> Finding:
         with tempfile.TemporaryFile(dir=present):
             pass
     except OSError as error:
-        return Finding(name, f"{folder}: cannot be written ({error.strerror})", False)
-    return Finding(name, f"{folder}: writable, {free:.1f} GB free", True)
+        return Diagnosis(name, f"{folder}: cannot be written ({error.strerror})", False)
+    return Diagnosis(name, f"{folder}: writable, {free:.1f} GB free", True)

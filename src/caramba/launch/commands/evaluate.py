@@ -16,7 +16,7 @@ from caramba.evaluation.accuracy import log_power
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
 from caramba.infer.model_bundle import ModelBundle, load_model, need_tokenizer
-from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device
 
@@ -128,7 +128,7 @@ def _write(
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Arguments("eval")
+    parser = CommandArguments("eval")
     parser.add_argument("run")
     parser.add_argument("--tasks", required=True)
     parser.add_argument("--limit", type=_positive)

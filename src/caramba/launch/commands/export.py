@@ -12,7 +12,7 @@ from caramba.export.gguf import WEIGHTS, check_weights
 from caramba.export.precision import check_dtype
 from caramba.export.write import Exported, check_format, check_out, export_model
 from caramba.infer.model_bundle import ModelBundle, load_model
-from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.arguments import CommandArguments
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         ConfigError: a missing or unknown argument, an unknown run, a folder that is not empty, or weights that
             `--dtype` cannot hold.
     """
-    parser = Arguments("export")
+    parser = CommandArguments("export")
     parser.add_argument("run")
     parser.add_argument("--format", default="hf")
     parser.add_argument("--out", required=True)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from caramba.config.generate import GenerateConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.infer.arguments import Arguments, open_generator, sampling_config
+from caramba.infer.arguments import GenerationArguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.model_bundle import ModelBundle
 from caramba.infer.shared import joined_ranks
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: a wrong argument, an unknown run, a prompt that is empty or does not fit.
     """
-    parser = Arguments("generate", "--prompt TEXT... | --prompt-file FILE [--json]")
+    parser = GenerationArguments("generate", "--prompt TEXT... | --prompt-file FILE [--json]")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompt-file")
     parser.add_argument("--spec-compare", action="store_true")

@@ -13,7 +13,7 @@ from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.arguments import CommandArguments
 from caramba.paper import PaperDrafter
 from caramba.runs import read_manifest, resolve_run
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: an option, the run, or what `PaperDrafter.draft_sync` needs and is not here.
     """
-    parser = Arguments("paper")
+    parser = CommandArguments("paper")
     parser.add_argument("run", nargs="?")
     parser.add_argument("--output-dir")
     parser.add_argument("--update", action="store_true")

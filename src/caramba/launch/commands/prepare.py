@@ -16,9 +16,9 @@ from caramba.config.data import DataConfig
 from caramba.console import logger
 from caramba.data.hub import FINEWEB, FINEWEB_SAMPLE, open_hub, open_local
 from caramba.data.library import MAX_BPE_SIZE
-from caramba.data.prepare import Advance, Prepared, Request, prepare
+from caramba.data.prepare import Advance, PreparedCorpus, PrepareOptions, prepare
 from caramba.data.shards import SHARD_TOKENS
-from caramba.data.sources import Source, TextSource
+from caramba.data.sources import DocumentSource, TextSource
 from caramba.data.tokenizer import Tokenizer
 from caramba.errors import ConfigError
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     if given.corpus == "sample":
         _sample(given, output)
         return 0
-    source: Source
+    source: DocumentSource
     if given.corpus == "text":
         suffixes = tuple(word for word in given.suffix.split(",") if word)
         source = TextSource([Path(path).expanduser() for path in given.paths], suffixes, given.separator)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _request(given: argparse.Namespace, output: Path) -> Request:
+def _request(given: argparse.Namespace, output: Path) -> PrepareOptions:
     val_frac = given.val_frac
     if output.suffix == ".npy":
         if val_frac:
@@ -78,7 +78,7 @@ def _request(given: argparse.Namespace, output: Path) -> Request:
                 " (data=tokens holds out its end); leave --val-frac out or give a folder"
             )
         val_frac = 0.0
-    return Request(
+    return PrepareOptions(
         tokenizer=None if given.train_bpe else given.tokenizer,
         bpe_size=given.train_bpe,
         val_frac=0.05 if val_frac is None else val_frac,
@@ -87,7 +87,7 @@ def _request(given: argparse.Namespace, output: Path) -> Request:
     )
 
 
-def _run(source: Source, request: Request, output: Path) -> None:
+def _run(source: DocumentSource, request: PrepareOptions, output: Path) -> None:
     start = time.perf_counter()
     with _meter(source.total_bytes, request.most_tokens) as advance:
         made = prepare(source, request, output, say=logger.info, advance=advance)
@@ -96,7 +96,7 @@ def _run(source: Source, request: Request, output: Path) -> None:
     _report(made, time.perf_counter() - start, wants_val=request.val_frac > 0)
 
 
-def _report(made: Prepared, seconds: float, *, wants_val: bool) -> None:
+def _report(made: PreparedCorpus, seconds: float, *, wants_val: bool) -> None:
     for split, facts in made.splits.items():
         logger.info(
             f"{split}: {facts['tokens']:,} tokens, {facts['bytes']:,} bytes, {facts['documents']:,} documents,"
@@ -137,7 +137,7 @@ def _stdlib(given: argparse.Namespace, output: Path) -> None:
             flatten(folder, shards, opened.tokenizer, output)
         else:
             shutil.move(folder, output)
-    _report(Prepared(output, splits, opened.tokenizer.name), 0.0, wants_val=True)
+    _report(PreparedCorpus(output, splits, opened.tokenizer.name), 0.0, wants_val=True)
 
 
 def _sample(given: argparse.Namespace, output: Path) -> None:

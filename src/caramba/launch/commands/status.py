@@ -9,7 +9,7 @@ from pathlib import Path
 
 from caramba.artifacts.across_runs.columns import align_columns
 from caramba.errors import ConfigError
-from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.jobs import QueuedJob, queue, read_job
 from caramba.runs.state import CLOCK_SKEW_S, FAILED, FINISHED, RUNNING, WAITING, RunState, run_state
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the folder is not there.
     """
-    parser = Arguments("status")
+    parser = CommandArguments("status")
     parser.add_argument("folder", nargs="?", default="runs")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

@@ -8,7 +8,7 @@ from pathlib import Path
 from caramba.artifacts.studio.page import build_data, build_page, find
 from caramba.artifacts.studio.server import serve
 from caramba.errors import ConfigError
-from caramba.launch.commands.arguments import Arguments
+from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs.files import write_whole
 
 FILE = "studio.html"
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the folder is not there, or has neither a run nor a sweep.
     """
-    parser = Arguments("studio")
+    parser = CommandArguments("studio")
     parser.add_argument("folder", nargs="?", default="runs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true")

@@ -23,8 +23,8 @@ from caramba.runtime.tuned import (
     BACKENDS,
     DOCUMENT_WAYS,
     SHIPPED,
+    BackendTimings,
     Family,
-    Row,
     attention_rows,
     device_name,
     rank,
@@ -100,14 +100,16 @@ def _need_place(out: Path) -> None:
         ) from None
 
 
-def tune_attention(device: torch.device, seconds: float, families: Sequence[Family] = FAMILIES) -> list[Row]:
+def tune_attention(
+    device: torch.device, seconds: float, families: Sequence[Family] = FAMILIES
+) -> list[BackendTimings]:
     """Measure the families in order of importance until the time is spent; the first is measured in any case.
 
     Raises:
         ConfigError: no backend runs any family here.
     """
     ends = time.perf_counter() + seconds
-    rows: list[Row] = []
+    rows: list[BackendTimings] = []
     for done in logger.progress(len(families), "attention backends"):
         left = ends - time.perf_counter()
         if done and left <= 0:
@@ -159,7 +161,7 @@ def _show(device: torch.device, path: Path | None) -> None:
         logger.info(f"{name}: {_chosen(choice)}; {choice.source}")
 
 
-def _table(name: str, rows: Sequence[Row]) -> None:
+def _table(name: str, rows: Sequence[BackendTimings]) -> None:
     candidates = list(dict.fromkeys(candidate for row in rows for candidate in row.ms))
     cells = [
         [_name(row.family), *(_milliseconds(row.ms, candidate) for candidate in candidates)] for row in rows

@@ -75,7 +75,7 @@ def run_search(args: CommandLine) -> int:
         "device": manifest.device,
     }
     sweep.save()
-    return Search(sweep, space, chosen, args.worker_flags).resume()
+    return SearchRunner(sweep, space, chosen, args.worker_flags).resume()
 
 
 def resume_search(sweep: Sweep, flags: list[str]) -> int:
@@ -83,10 +83,10 @@ def resume_search(sweep: Sweep, flags: list[str]) -> int:
     _need_optuna()
     space = read_space(sweep.overrides, [Path(folder) for folder in sweep.settings["config_dirs"]])
     settings = parse_as(SearchConfig, sweep.settings["search"])
-    return Search(sweep, space, settings, flags).resume()
+    return SearchRunner(sweep, space, settings, flags).resume()
 
 
-class Search(SweepRunner):
+class SearchRunner(SweepRunner):
     """Run a sweep whose points Optuna samples while it runs. A trial that cannot be built counts as failed."""
 
     def __init__(self, sweep: Sweep, space: Space, settings: SearchConfig, flags: list[str]) -> None:

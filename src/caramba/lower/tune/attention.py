@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 from caramba.layer.backends import SDPA
 from caramba.layer.varlen import find_kernel
 from caramba.lower.tune.timing import Timed, time_interleaved
-from caramba.runtime.tuned import DOCUMENT_WAYS, FLEX, PADDED, VARLEN, Family, Row
+from caramba.runtime.tuned import DOCUMENT_WAYS, FLEX, PADDED, VARLEN, BackendTimings, Family
 
 WIDTHS = ((64, 64, True), (128, 128, True), (128, 64, False), (72, 48, True), (48, 64, True))
 """Width of keys and values and whether heads are grouped: teachers, latent students expanded and absorbed, per head."""
@@ -46,7 +46,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BackendCandidate:
     """A candidate for a family: an SDPA or document backend, and whether keys and values are padded to one width."""
 
     backend: str
@@ -57,7 +57,7 @@ class Candidate:
         return self.backend + (PADDED if self.pads else "")
 
 
-def candidates(family: Family, device: torch.device) -> list[Candidate]:
+def candidates(family: Family, device: torch.device) -> list[BackendCandidate]:
     """Return what may run a family on a device. Math is one on a CPU only: it keeps all scores.
 
     Variable-length attention and FlexAttention, compiled, are candidates for documents on CUDA.
@@ -67,16 +67,16 @@ def candidates(family: Family, device: torch.device) -> list[Candidate]:
     if family.d_qk != family.d_v:  # elsewhere than on CUDA the layers widen in any case
         pad_options = (False, True) if device.type == "cuda" else (True,)
     apart = (
-        [Candidate(backend, False) for backend in DOCUMENT_WAYS]
+        [BackendCandidate(backend, False) for backend in DOCUMENT_WAYS]
         if family.is_masked and device.type == "cuda"
         else []
     )
-    return [*apart, *(Candidate(backend, pads) for pads in pad_options for backend in backends)]
+    return [*apart, *(BackendCandidate(backend, pads) for pads in pad_options for backend in backends)]
 
 
 def measure_family(
     family: Family, device: torch.device, seconds: float, size: Size | None = None
-) -> tuple[Row, dict[str, str]]:
+) -> tuple[BackendTimings, dict[str, str]]:
     """Time all candidates of a family, interleaved, within about `seconds`; return the row and why some refused.
 
     What a forward makes once for all layers is left out: the mask of documents, that of blocks, starts of sequences.
@@ -92,7 +92,7 @@ def measure_family(
         item.name: round(statistics.median(times[item.name]), 5) if item.name in times else None
         for item in timed
     }
-    return Row(family, found, refused), refused
+    return BackendTimings(family, found, refused), refused
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Inputs:
             sample(size.n_heads, family.d_v),
         )
 
-    def call(self, candidate: Candidate) -> Callable[[], object]:
+    def call(self, candidate: BackendCandidate) -> Callable[[], object]:
         """Return one repetition's work; anything else it needs is built in the first call."""
         document_calls = {VARLEN: self._varlen, FLEX: self._flex}
         forward = document_calls.get(candidate.backend) or partial(self._fused, candidate)
@@ -136,7 +136,7 @@ class Inputs:
 
         return both if self.family.trains else torch.no_grad()(forward)
 
-    def _fused(self, candidate: Candidate) -> Tensor:
+    def _fused(self, candidate: BackendCandidate) -> Tensor:
         """Attend with a backend of scaled_dot_product_attention, heads repeated where the layers repeat them."""
         width = max(self.family.d_qk, self.family.d_v)
         q, k, v = (_widen(x, width) if candidate.pads else x for x in (self.q, self.k, self.v))

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from caramba.errors import Preempted
 from caramba.runs.signals import stop_signal
-from caramba.runtime import Agreement
+from caramba.runtime import SignalAgreement
 
 
 class Checkpointing(pl.Callback):
@@ -36,10 +36,10 @@ class Checkpointing(pl.Callback):
     ) -> None:
         self.state_path, self.save_every, self.save_final = state_path, save_every, save_final
         self.eval_every = eval_every
-        self._agreement: Agreement | None = None
+        self._agreement: SignalAgreement | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._agreement = Agreement()
+        self._agreement = SignalAgreement()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

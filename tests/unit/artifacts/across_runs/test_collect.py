@@ -12,7 +12,7 @@ import pytest
 
 from caramba.artifacts.across_runs import plot
 from caramba.artifacts.across_runs.compare import metric_differences
-from caramba.artifacts.across_runs.gather import Measured, Row, gather
+from caramba.artifacts.across_runs.gather import ReportedMetric, RunRow, gather
 from caramba.artifacts.across_runs.summary import Group
 from caramba.artifacts.dispersion import standard_error
 from caramba.artifacts.items import to_column
@@ -131,8 +131,8 @@ def test_a_sweep_over_three_keys_is_drawn_as_parallel_coordinates(monkeypatch):
     keys = ["train.lr", "model.d_model", "train.optimizer"]
 
     def group(value, *values):
-        metrics = {} if value is None else {PERPLEXITY: Measured(value)}
-        return Group(values, (Row(None, "finished", dict(zip(keys, values, strict=True)), metrics),))
+        metrics = {} if value is None else {PERPLEXITY: ReportedMetric(value)}
+        return Group(values, (RunRow(None, "finished", dict(zip(keys, values, strict=True)), metrics),))
 
     groups = [
         group(30.0, "1e-2", "8", "lion"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.experiment.planning import Budget, Candidate, Trial, largest_batch
+from caramba.experiment.planning import Budget, StepCandidate, Trial, largest_batch
 
 GB = 10**9
 
@@ -26,7 +26,7 @@ class Machine:
     def peak(self, size: int) -> float:
         return self.base + self.per_sequence * size
 
-    def measure(self, candidate: Candidate) -> Trial:
+    def measure(self, candidate: StepCandidate) -> Trial:
         size = candidate.batch_size
         self.asked.append(size)
         if self.peak(size) > self.limit:
@@ -42,7 +42,7 @@ class Machine:
 def test_the_most_that_fits_is_found_within_a_few_trials(base: float, per_sequence: float) -> None:
     machine = Machine(base, per_sequence, 45 * GB)
     best, trials, _ = largest_batch(
-        machine.measure, Candidate(1), target_bytes=40 * GB, most=10**6, budget=Budget(10**9)
+        machine.measure, StepCandidate(1), target_bytes=40 * GB, most=10**6, budget=Budget(10**9)
     )
     assert best is not None
     true = int((40 * GB - base) // per_sequence)
@@ -58,7 +58,7 @@ def test_a_forecast_that_was_wrong_bounds_what_follows() -> None:
 
     machine = Growing(GB, 0.05 * GB, 20 * GB)
     best, _, _ = largest_batch(
-        machine.measure, Candidate(1), target_bytes=18 * GB, most=10**6, budget=Budget(10**9)
+        machine.measure, StepCandidate(1), target_bytes=18 * GB, most=10**6, budget=Budget(10**9)
     )
     assert best is not None
     assert 44 <= best.candidate.batch_size <= 48  # (17 / 0.05)^(2/3) = 48.7
@@ -67,14 +67,14 @@ def test_a_forecast_that_was_wrong_bounds_what_follows() -> None:
 
 def test_bounds_of_data_time_and_one_sequence() -> None:
     few, _, _ = largest_batch(
-        Machine(0, GB, 10**12).measure, Candidate(1), target_bytes=10**12, most=5, budget=Budget(10**9)
+        Machine(0, GB, 10**12).measure, StepCandidate(1), target_bytes=10**12, most=5, budget=Budget(10**9)
     )
     assert few is not None
     assert few.candidate.batch_size == 5
     budget = Budget(4.05, clock=lambda: 0.0)
     short, _, _ = largest_batch(
         Machine(0, 1.0, 10**12, overhead_s=0.1).measure,
-        Candidate(1),
+        StepCandidate(1),
         target_bytes=10**12,
         most=10**6,
         budget=budget,
@@ -86,7 +86,7 @@ def test_bounds_of_data_time_and_one_sequence() -> None:
         budget.skip("a graph", "too slow")
     assert budget.skipped[1:] == ["a graph: too slow"], "once, whoever has to do without it"
     none, trials, _ = largest_batch(
-        Machine(9, 9, 10).measure, Candidate(1), target_bytes=10, most=8, budget=Budget()
+        Machine(9, 9, 10).measure, StepCandidate(1), target_bytes=10, most=8, budget=Budget()
     )
     assert none is None
     assert trials[0].is_out_of_memory
@@ -94,14 +94,14 @@ def test_bounds_of_data_time_and_one_sequence() -> None:
 
 def test_a_slower_batch_is_not_taken_for_its_size() -> None:
     class Swapping(Machine):
-        def measure(self, candidate: Candidate) -> Trial:
+        def measure(self, candidate: StepCandidate) -> Trial:
             trial = super().measure(candidate)
             slow = 2.0 if candidate.batch_size > 8 else 1.0
             return Trial(candidate, tuple(slow * item for item in trial.seconds), trial.peak_bytes)
 
     machine = Swapping(0, GB, 10**15, overhead_s=0.002)
     best, _, _ = largest_batch(
-        machine.measure, Candidate(1), target_bytes=10**15, most=10**6, budget=Budget(10**9)
+        machine.measure, StepCandidate(1), target_bytes=10**15, most=10**6, budget=Budget(10**9)
     )
     assert best is not None
     assert best.candidate.batch_size == 8
@@ -111,11 +111,11 @@ def test_a_slower_batch_is_not_taken_for_its_size() -> None:
 @pytest.mark.parametrize(("limit", "asked"), [(40 * GB, [16, 32]), (12 * GB, [16, 8, 11])])
 def test_a_search_goes_on_from_what_is_known(limit: float, asked: list[int]) -> None:
     machine = Machine(GB, GB, limit)
-    known = machine.measure(Candidate(2))
+    known = machine.measure(StepCandidate(2))
     machine.asked.clear()
     best, trials, _ = largest_batch(
         machine.measure,
-        Candidate(1),
+        StepCandidate(1),
         target_bytes=limit,
         most=10**6,
         budget=Budget(10**9),
@@ -126,7 +126,7 @@ def test_a_search_goes_on_from_what_is_known(limit: float, asked: list[int]) -> 
     assert (machine.asked, best.candidate.batch_size) == (asked, asked[-1])
     assert trials[0] is known
     none, tried, _ = largest_batch(
-        Machine(9, 9, 10).measure, Candidate(1), target_bytes=10, most=8, budget=Budget(), first=8
+        Machine(9, 9, 10).measure, StepCandidate(1), target_bytes=10, most=8, budget=Budget(), first=8
     )
     assert none is None
     assert [trial.candidate.batch_size for trial in tried] == [8, 4, 2, 1]
@@ -139,7 +139,7 @@ def test_a_search_says_whether_memory_or_the_most_ended_it(most: int) -> None:
             machine = Machine(ground, 1, fitting + ground)
             best, _, ended = largest_batch(
                 machine.measure,
-                Candidate(1),
+                StepCandidate(1),
                 target_bytes=fitting + ground,
                 most=most,
                 budget=Budget(clock=lambda: 0.0),

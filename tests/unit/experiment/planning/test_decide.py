@@ -9,14 +9,14 @@ import pytest
 
 from caramba.config.train import PhaseConfig
 from caramba.errors import OutOfMemory
-from caramba.experiment.planning import Budget, Candidate, PlanningContext, Trial, decide
+from caramba.experiment.planning import Budget, PlanningContext, StepCandidate, Trial, decide
 
 KEPT = {"none": 10, "selective": 5, "full": 1}
 SPEED = {False: 1.0, "default": 0.6, "reduce-overhead": 0.5, "max-autotune": 0.45}
 START = {False: 0.0, "default": 20.0, "reduce-overhead": 30.0, "max-autotune": 300.0}
 
 
-def measure(candidate: Candidate) -> Trial:
+def measure(candidate: StepCandidate) -> Trial:
     """A model of 100 bytes, and per sequence what checkpointing keeps; recomputation and compilation take their time."""
     speed = SPEED[candidate.compile_model] * (0.5 if candidate.dtype == "bfloat16" else 1.0)
     second = (
@@ -88,9 +88,9 @@ def test_precision_is_held_at_the_batch_that_both_can_take(
     wins: float, utilization: float, held_at: int
 ) -> None:
     """Float32 has room for a third of the batch; where it leads it gets a batch of its own."""
-    trials: list[Candidate] = []
+    trials: list[StepCandidate] = []
 
-    def both(candidate: Candidate) -> Trial:
+    def both(candidate: StepCandidate) -> Trial:
         trials.append(candidate)
         is_narrow = candidate.dtype == "bfloat16"
         made = measure(
@@ -115,7 +115,7 @@ def test_precision_is_held_at_the_batch_that_both_can_take(
 def test_float32_that_fits_what_is_free_and_not_the_share_of_it_leaves_bfloat16() -> None:
     """One float32 sequence peaks between the two; it is faster, and no batch of it would be taken."""
 
-    def narrow_is_slow(candidate: Candidate) -> Trial:
+    def narrow_is_slow(candidate: StepCandidate) -> Trial:
         is_narrow = candidate.dtype == "bfloat16"
         made = measure(replace(candidate, dtype=""))
         seconds = tuple(second * (4.0 if is_narrow else 1.0) for second in made.seconds)

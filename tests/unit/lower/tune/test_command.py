@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.cli import main
 from caramba.layer import attention_backends
-from caramba.lower.tune import FAMILIES, Candidate, candidates, measure_family
+from caramba.lower.tune import FAMILIES, BackendCandidate, candidates, measure_family
 from caramba.lower.tune.attention import Size
 from caramba.lower.tune.timing import LEAST_ROUNDS, Timed, time_interleaved
 from caramba.runtime import choose_attention
@@ -84,7 +84,7 @@ def test_documents_are_timed_without_a_mask_on_cuda_alone(
     assert [item.name for item in candidates(family, cuda)][:3] == ["varlen", "flex", "cudnn"]
     assert not {"varlen", "flex"} & {item.name for item in candidates(replace(family, is_masked=False), cuda)}
     assert not {"varlen", "flex"} & {item.name for item in candidates(family, cpu)}
-    ways = [Candidate("varlen", False), Candidate("math", True)]
+    ways = [BackendCandidate("varlen", False), BackendCandidate("math", True)]
     monkeypatch.setattr("caramba.lower.tune.attention.candidates", lambda *_: ways)
     row, refused = measure_family(family, cpu, 0.0, Size(1, 4, 8, torch.float32))
     assert row.ms["varlen"] is None
