@@ -267,6 +267,29 @@ class RecallBenchmarkConfig(Config):
     seeds: Positive = Field(default=1, description="number of trained models, each with its own seed")
 
 
+class LongContextBenchmarkConfig(Config):
+    """What is far back: pass keys, one of several keys, and perplexity by position, on held-out text.
+
+    Per length `items` rows hide one sentence with five digits, and `items` rows one of `pairs` such sentences that the
+    row's end asks for. Perplexity by position takes `windows` windows of the longest length.
+    """
+
+    type: Literal["long_context"] = Field(description="kind of the benchmark")
+    lengths: Lengths = Field(default=(2048, 4096, 8192), description="lengths of rows, in tokens")
+    items: Positive = Field(default=100, description="rows of each task at each length")
+    pairs: Annotated[int, Field(ge=2, le=30)] = Field(
+        default=8, description="keys in a row of recall, 2 to 30"
+    )
+    windows: Positive = Field(default=32, description="windows of perplexity by position")
+    batch_size: Positive = Field(default=4, description="rows of a forward pass")
+
+    @model_validator(mode="after")
+    def _once(self) -> LongContextBenchmarkConfig:
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"lengths={list(self.lengths)} names one twice; name each once")
+        return self
+
+
 class PendingBenchmarkConfig(Config):
     """`generation` is a known name whose benchmark comes with later work."""
 
@@ -283,6 +306,7 @@ BenchmarkKind = Annotated[
     | InferenceLadderConfig
     | LadderConfig
     | RecallBenchmarkConfig
+    | LongContextBenchmarkConfig
     | PendingBenchmarkConfig,
     Field(discriminator="type"),
     OrExtension(OwnBenchmarkConfig),

@@ -18,6 +18,7 @@ from caramba.config.benchmark import (
     ControlsBenchmarkConfig,
     InferenceLadderConfig,
     LatencyBenchmarkConfig,
+    LongContextBenchmarkConfig,
     MemoryBenchmarkConfig,
     PendingBenchmarkConfig,
     PerplexityBenchmarkConfig,
@@ -403,5 +404,7 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
             yield owner, LONGEST_GENERATION, _longest_generation(config), bench.models
         elif isinstance(config, MemoryBenchmarkConfig):
             yield owner, "longest of sequence_lengths", max(config.sequence_lengths), bench.models
+        elif isinstance(config, LongContextBenchmarkConfig):
+            yield owner, "longest of lengths", max(config.lengths), bench.models
         elif isinstance(config, AccuracyBenchmarkConfig) and config.max_length is not None:
             yield owner, "max_length", config.max_length, bench.models

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from caramba.config.benchmark import ControlsBenchmarkConfig, PerplexityBenchmarkConfig
+from caramba.config.benchmark import (
+    ControlsBenchmarkConfig,
+    LongContextBenchmarkConfig,
+    PerplexityBenchmarkConfig,
+)
 from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
@@ -79,6 +83,11 @@ def _longest_block(group: GroupConfig) -> int:
         for bench in group.benchmarks
         if (isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset)
         or isinstance(bench.config, ControlsBenchmarkConfig)
+    ]
+    blocks += [
+        max(bench.config.lengths)
+        for bench in group.benchmarks
+        if isinstance(bench.config, LongContextBenchmarkConfig)
     ]
     return max(blocks, default=1)
 

@@ -14,6 +14,7 @@ from caramba.config.benchmark import (
     BenchmarkConfig,
     InferenceLadderConfig,
     LatencyBenchmarkConfig,
+    LongContextBenchmarkConfig,
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
     RecallBenchmarkConfig,
@@ -25,6 +26,7 @@ from caramba.errors import ConfigError
 from caramba.evaluation.accuracy import accuracy
 from caramba.evaluation.ladder import inference_ladder
 from caramba.evaluation.latency import latency
+from caramba.evaluation.long_context import long_context
 from caramba.evaluation.memory import memory
 from caramba.evaluation.own import own_benchmark
 from caramba.evaluation.perplexity import perplexity
@@ -71,11 +73,13 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
         return inference_ladder(config, subjects, bench.id)
     if isinstance(config, RecallBenchmarkConfig):
         return recall(config, subjects, bench.id)
+    if isinstance(config, LongContextBenchmarkConfig):
+        return long_context(config, subjects, bench.id)
     if isinstance(config, OwnBenchmarkConfig):
         return own_benchmark(config, subjects, bench.id)
     raise ConfigError(
         f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory, accuracy, "
-        "weights, inference_ladder or recall"
+        "weights, inference_ladder, recall or long_context"
     )
 
 

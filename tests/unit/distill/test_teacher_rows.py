@@ -67,6 +67,7 @@ def test_all_mass_is_kept_and_rounding_is_small() -> None:
         rows = stored(log_p, top_k, half=True)
         assert rows.index.dtype == torch.int16
         part = rows(0, 64)
+        assert part.index is not None
         assert torch.equal(part.index, log_p.topk(top_k).indices)
         torch.testing.assert_close(
             part.tail, 1 - log_p.topk(top_k).values.exp().sum(-1), rtol=1e-3, atol=1e-6
