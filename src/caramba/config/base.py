@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -65,6 +66,11 @@ class Config(BaseModel):
 
     aliases: ClassVar[dict[str, str]] = {}
 
+    @classmethod
+    def hint(cls, key: str, names: Sequence[str]) -> str:
+        """Return "; did you mean 'x'?" for an unknown key, or an empty string; `names` are the known ones."""
+        return nearest(key, names)
+
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, value: Any) -> Any:
@@ -94,7 +100,7 @@ def _refused_keys(schema: type[Config], value: dict[Any, Any]) -> list[InitError
                 "unknown key{hint} Known keys: {known}",
                 {
                     "key": str(key),
-                    "hint": (nearest(str(key), names) if len(wrong) < MOST_HINTS else "") or ".",
+                    "hint": (schema.hint(str(key), names) if len(wrong) < MOST_HINTS else "") or ".",
                     "known": known,
                 },
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BeforeValidator, Field, create_model
@@ -18,6 +19,7 @@ from caramba.config.manifest import (
     Slug,
 )
 from caramba.config.model import FitConfig, ModelConfig
+from caramba.config.names import SYNONYMS, nearest
 from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
@@ -60,6 +62,11 @@ class Composition(Config):
 
     aliases = {"defaults": "settings"}
 
+    @classmethod
+    def hint(cls, key: str, names: Sequence[str]) -> str:
+        place = place_of(key)
+        return f"; did you mean {place!r}?" if place is not None else nearest(key, names)
+
     version: Literal[1] = 1
     name: Slug | None = None
     notes: str = ""
@@ -89,3 +96,19 @@ class Composition(Config):
     review: dict[str, Any] | None = None
     plugins: Plugins = ()
     origin: Literal["human", "agent"] = "human"
+
+
+def place_of(key: str) -> str | None:
+    """Return where a key is that was given without its section, such as `train.lr` for `lr` or `learning_rate`."""
+    places = {
+        **{name: f"settings.{name}" for name in SettingsConfig.model_fields},
+        **{name: f"trainer.{name}" for name in TrainerConfig.model_fields},
+        **{name: f"data.{name}" for name in DataConfig.model_fields},
+        **{name: f"model.embedder.{name}" for name in ("d_model", "vocab_size")},
+        **{name: f"train.{name}" for name in (*PhaseConfig.model_fields, *PhaseConfig.aliases)},
+    }
+    name = key.lower().replace("-", "_")
+    for found in (name, SYNONYMS.get(name, "")):
+        if found in places and found not in Composition.model_fields:
+            return places[found]
+    return None

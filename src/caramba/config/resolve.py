@@ -192,6 +192,19 @@ def resolve(tree: dict[str, Any], source: SourceMap | None = None) -> dict[str, 
     return _Resolver(tree, source).value(tree, ())
 
 
+def _instead(name: str) -> str:
+    """Return how what a resolver of Hydra or OmegaConf gives is had here."""
+    resolver, _, rest = name.partition(":")
+    variable = rest.partition(",")[0].strip()
+    ways = {
+        "oc.env": f'; the shell puts a variable in: KEY="${variable}", or vars.NAME="${variable}" for ${{vars.NAME}}',
+        "now": "; the folder of a run has its date and time",
+        "hydra": "; name=NAME sets the folder, runs/NAME/ID, and env.json has the machine",
+        "oc.select": f"; write ${{{variable}}}",
+    }
+    return ways.get(resolver, "")
+
+
 class _Resolver:
     def __init__(self, tree: dict[str, Any], source: SourceMap | None) -> None:
         self.n_nodes = self.n_characters = self.depth = 0
@@ -250,7 +263,8 @@ class _Resolver:
         if not _KEY.match(key):
             raise self.error(
                 path,
-                f"{quote(value)} calls a resolver; a manifest may only refer to its own keys, as ${{path.to.key}}",
+                f"{quote(value)} calls a resolver; a manifest may only refer to its own keys, as ${{path.to.key}}"
+                f"{_instead(name)}",
             )
         parts = key.lstrip(".").split(".")
         dots = len(key) - len(key.lstrip("."))

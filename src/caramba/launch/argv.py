@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from caramba.config.names import nearest
+from caramba.config.names import SYNONYMS, nearest
 from caramba.errors import ConfigError
 
 FLAGS = (
@@ -20,9 +20,22 @@ FLAGS = (
     "-cd",
     "--cfg",
     "-c",
+    "--package",
+    "-p",
     "--resolve",
     "--version",
 )
+HYDRA_FLAGS = {
+    "--config-name": "conf/config.yaml is what is composed; add --config-dir DIR and choose experiment=NAME, or run "
+    "one file: caramba run FILE",
+    "-cn": "add --config-dir DIR and choose experiment=NAME, or run one file: caramba run FILE",
+    "--config-path": "--config-dir DIR adds a folder of groups",
+    "-cp": "--config-dir DIR adds a folder of groups",
+    "--run": "a launch runs; leave it out",
+    "-r": "a launch runs; leave it out",
+    "--experimental-rerun": "caramba rerun RUN",
+}
+"""Flags of Hydra that are not taken, and what does the same."""
 NATIVE = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 
 
@@ -34,6 +47,7 @@ class CommandLine:
     config_dirs: list[Path] = field(default_factory=list)
     native: list[str] = field(default_factory=list)
     cfg: str | None = None
+    package: str | None = None
     wants_help: bool = False
     wants_version: bool = False
     resolves: bool = False
@@ -74,6 +88,8 @@ def parse_argv(argv: list[str]) -> CommandLine:
             args.config_dirs.append(as_folder(value or _next(word, rest)))
         elif name in ("--cfg", "-c"):
             args.cfg = value or _next(word, rest)
+        elif name in ("--package", "-p"):
+            args.package = value or _next(word, rest)
         elif word == "--resolve":
             args.resolves = True
         elif word in ("--multirun", "-m"):
@@ -82,18 +98,32 @@ def parse_argv(argv: list[str]) -> CommandLine:
             args.is_quiet = True
         elif word != "--debug":
             raise ConfigError(f"command line: unknown option {word}{_hint(name, value, rest)} see --help")
+    if args.package is not None and args.cfg is None:
+        raise ConfigError(
+            "command line: --package prints a part of --cfg job; write --cfg job --package train"
+        )
     return args
 
 
 def _hint(flag: str, value: str, rest: list[str]) -> str:
     """Return what was meant by an unknown flag: a key without its dashes, the plan, or the nearest flag."""
-    from caramba.config.composition import Composition
+    from caramba.config.composition import Composition, place_of
     from caramba.launch.config_files import groups
 
     name = flag.lstrip("-").replace("-", "_")
     if name == "print_plan":
         return "; caramba compile prints the plan;"
-    if name.split(".")[0] in {"manifest", "resume", *Composition.model_fields, *groups()}:
+    if flag in HYDRA_FLAGS:
+        return f": {HYDRA_FLAGS[flag]};"
+    top = name.split(".")[0]
+    known = {"manifest", "resume", *Composition.model_fields, *groups()}
+    place = (
+        name
+        if top in known
+        else place_of(name) or (SYNONYMS.get(name) if SYNONYMS.get(name) in known else None)
+    )
+    if place is not None:
+        name = place
         given = value or (rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE")
         return f"; a key has no dashes: {name}={given};"
     flags = {known.lstrip("-"): known for known in (*FLAGS, *NATIVE)}

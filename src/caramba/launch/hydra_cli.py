@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from typing import Any
 
 import hydra
 from omegaconf import OmegaConf
 
 from caramba.config.lower import keeps_checks
-from caramba.config.narrowing import mapping_of
+from caramba.config.names import nearest
+from caramba.config.narrowing import is_mapping, mapping_of
 from caramba.errors import ConfigError
 from caramba.launch.argv import CommandLine
 from caramba.launch.commands.table import COMMANDS
@@ -108,4 +110,12 @@ def _text(args: CommandLine, words: list[str]) -> str:
     verify = mapping_of(tree.get("verify"))
     if verify.get("checks") and not keeps_checks(composed.tree, composed.given, composed.chosen):
         tree = {**tree, "verify": {**verify, "checks": []}}
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
+    part: Any = tree
+    for name in (args.package or "").split(".") if args.package else ():
+        if not is_mapping(part) or name not in part:
+            raise ConfigError(
+                f"--package {args.package}: there is no {name!r}{nearest(name, mapping_of(part)) or ';'} keys: "
+                f"{', '.join(map(str, mapping_of(part)))}"
+            )
+        part = part[name]
+    return OmegaConf.to_yaml(OmegaConf.create({args.package: part} if not is_mapping(part) else part))

@@ -18,7 +18,30 @@ EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|con
 _HYDRA_WAYS = {
     "hydra/sweeper": "a search needs -m: caramba -m hydra/sweeper=optuna KEY=interval(a,b)",
     "hydra.sweeper": "its settings go with -m hydra/sweeper=optuna",
-    "hydra/launcher": "it would compose again in every job; launcher=slurm submits arrays, launcher=process runs here",
+    "hydra.run": "name=NAME sets the folder, runs/NAME/ID",
+    "hydra.sweep.": "name=NAME sets the folder, runs/NAME/sweeps/ID",
+    "hydra.sweep=": "name=NAME sets the folder, runs/NAME/sweeps/ID",
+    "hydra.output_subdir": "a run has overrides.txt and manifest.json in place of .hydra/; --cfg job prints the tree",
+    "hydra.job.chdir": "a run never leaves the folder that it was started in, so paths stay as you write them",
+    "hydra.job.name": "write name=NAME",
+    "hydra.job.num": "a sweep numbers its points itself",
+    "hydra.job.env": "set the variables before the command: NAME=VALUE caramba …",
+    "hydra/env": "set the variables before the command: NAME=VALUE caramba …",
+    "hydra.job": "write name=NAME, and set variables before the command",
+    "hydra.verbose": "--debug shows tracebacks, --quiet results alone",
+    "hydra/job_logging": "settings.instrument=plain and logger=default say what is shown and kept",
+    "hydra.job_logging": "settings.instrument=plain and logger=default say what is shown and kept",
+    "hydra/hydra_logging": "--quiet and --debug set what is shown",
+    "hydra.hydra_logging": "--quiet and --debug set what is shown",
+    "hydra.searchpath": "--config-dir DIR adds a folder of groups",
+    "hydra.callbacks": "callbacks=[{type: NAME}] of a plugin",
+    "hydra/callbacks": "callbacks=[{type: NAME}] of a plugin",
+    "hydra.mode": "-m runs every point",
+    "hydra/help": "caramba --help and caramba schema",
+    "hydra.help": "caramba --help and caramba schema",
+    "hydra.launcher": "launcher=process launcher.n_jobs=N runs points side by side, launcher=slurm submits them",
+    "hydra/launcher": "it would compose again in every job; launcher=slurm (submitit) submits arrays, launcher=process "
+    "launcher.n_jobs=N (joblib) runs here",
 }
 _NO_WAY = "remove it (--config-dir DIR adds a folder of groups)"
 

@@ -36,6 +36,7 @@ BY_HAND = {
     "resume": [],
     "rerun": [],
     "doctor": [],
+    "init": [],
     "schema": ["--json"],
 }
 

@@ -26,7 +26,7 @@ FLAGS = (
         "run every combination of values (a=1,2, choice, range, glob), each its own run; the same command resumes",
     ),
     ("--config-dir DIR", "add a folder of your own groups"),
-    ("--cfg job [--resolve]", "print the composed configuration and stop"),
+    ("--cfg job [--resolve] [--package KEY]", "print the composed configuration and stop"),
     ("--quiet", "print results and errors only"),
     ("--debug", "show tracebacks"),
     ("--info [WHAT], --hydra-help", "Hydra's own views: defaults, defaults-tree, searchpath, plugins"),

@@ -110,6 +110,11 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "launch": Command("[overrides]", "compose, validate, freeze and run an experiment", {}),
+    "init": Command(
+        "DIR",
+        "write a commented project: configuration, layer, test, and a manifest in one file",
+        COMMON,
+    ),
     "run": Command("FILE [--group NAME] [overrides]", "run a single-file manifest", {**OVERRIDES, **COMMON}),
     "compile": Command(
         "[overrides | FILE] [--print-plan] [--json]",
