@@ -48,7 +48,7 @@ SYNONYMS = {other: name for name, others in _SAME.items() for other in others.sp
 
 
 def nearest(name: object, options: Iterable[object]) -> str:
-    """Return "; did you mean 'x'?" for the option that `name` is a synonym of, else the closest one, or nothing."""
+    """Return "; did you mean 'x'?" for a synonym or the closest option, or an empty string."""
     if len(str(name)) > LONGEST_NAME:
         return ""
     known = [str(option) for option in options]

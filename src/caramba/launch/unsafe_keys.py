@@ -40,8 +40,8 @@ _HYDRA_WAYS = {
     "hydra/help": "caramba --help and caramba schema",
     "hydra.help": "caramba --help and caramba schema",
     "hydra.launcher": "launcher=process launcher.n_jobs=N runs points side by side, launcher=slurm submits them",
-    "hydra/launcher": "it would compose again in every job; launcher=slurm (submitit) submits arrays, launcher=process "
-    "launcher.n_jobs=N (joblib) runs here",
+    "hydra/launcher": "it would compose again in every job; launcher=slurm submits arrays (submitit), launcher=process "
+    "launcher.n_jobs=N runs here (joblib)",
 }
 _NO_WAY = "remove it (--config-dir DIR adds a folder of groups)"
 
