@@ -10,7 +10,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from caramba.serve.failure import ApiError
-from caramba.serve.running import ActiveRequest, ClientGone, Piece
+from caramba.serve.logprob_text import LogprobText
+from caramba.serve.running import ActiveRequest, ClientGone
+from caramba.serve.schema import Finish
 from caramba.serve.shapes import Shape
 
 LAST_WORD_SECONDS = 1.0
@@ -55,19 +57,17 @@ class Reply:
         self.running.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        whole = Piece()
+        parts: list[str] = []
+        finish: Finish | None = None
+        logprobs = LogprobText()
         async for piece in self.running.stream_text():
-            whole.text += piece.text
-            whole.sampled += piece.sampled
-            whole.finish = piece.finish
-
-        def written() -> str:
-            return self.shape.whole(whole, self.running.usage).model_dump_json()
-
-        # Many alternatives take long to write: other requests continue meanwhile.
-        has_alternatives = bool(whole.sampled and whole.sampled[0].alternatives)
-        body = await asyncio.to_thread(written) if has_alternatives else written()
-        await Response(body, media_type="application/json")(scope, receive, send)
+            parts.append(piece.text)
+            finish = piece.finish
+            if (some := self.shape.logprobs(piece.sampled)) is not None:
+                logprobs.add(some)
+        assert finish is not None
+        answer = self.shape.whole("".join(parts), finish, self.running.usage)
+        await Response(logprobs.put_into(answer), media_type="application/json")(scope, receive, send)
 
     async def _last_word(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(TimeoutError):  # one that does not read is cut off

@@ -19,6 +19,9 @@ from caramba.serve.failure import ApiError
 from caramba.serve.metrics import Metrics
 from caramba.serve.schema import Finish, Usage
 
+MOST_EVENTS = 32
+"""Of one piece: a request whose client reads slowly must not hold the loop with all its tokens at once."""
+
 
 class ClientGone(Exception):  # noqa: N818 - an event, not a fault
     """The client has closed the connection."""
@@ -127,7 +130,7 @@ class ActiveRequest:
         finish: Finish | None = None
         while finish is None:
             events = [await self._events.get()]
-            while not self._events.empty():  # a client that reads slowly gets several at once
+            while not self._events.empty() and len(events) < MOST_EVENTS:  # of a client that reads slowly
                 events.append(self._events.get_nowait())
             piece = Piece()
             for event in events:
@@ -136,6 +139,7 @@ class ActiveRequest:
                     break
             finish = piece.finish
             yield piece
+            await asyncio.sleep(0)  # where events wait, `get` does not let other requests run
 
     def _note(self, event: Event) -> None:
         now = time.perf_counter()

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from caramba.serve import schema
 from caramba.serve.running import Piece, SampledToken
-from caramba.serve.schema import Usage
+from caramba.serve.schema import Finish, Usage
 
 
 class Shape(Protocol):
@@ -29,8 +29,12 @@ class Shape(Protocol):
         """Return the last chunk, which has the usage and no choice."""
         ...
 
-    def whole(self, piece: Piece, usage: Usage) -> BaseModel:
-        """Return the whole answer, all of it in one piece."""
+    def whole(self, text: str, finish: Finish, usage: Usage) -> BaseModel:
+        """Return the whole answer, without its log-probabilities."""
+        ...
+
+    def logprobs(self, sampled: Sequence[SampledToken]) -> BaseModel | None:
+        """Return the log-probabilities of tokens, None where the request did not ask for them."""
         ...
 
 
@@ -54,22 +58,25 @@ class TextShape:
         """Return a completion without a choice."""
         return self._completion([], usage)
 
-    def whole(self, piece: Piece, usage: Usage) -> BaseModel:
+    def whole(self, text: str, finish: Finish, usage: Usage) -> BaseModel:
         """Return the completion."""
-        return self._completion([self._choice(piece)], usage)
+        return self._completion([schema.TextChoice(text=text, finish_reason=finish)], usage)
+
+    def logprobs(self, sampled: Sequence[SampledToken]) -> schema.TextLogprobs | None:
+        """Return a list for each kind of value."""
+        if not self.with_logprobs:
+            return None
+        return schema.TextLogprobs(
+            tokens=[one.text for one in sampled],
+            token_logprobs=[one.logprob for one in sampled],
+            text_offset=[one.offset for one in sampled],
+            top_logprobs=[_by_text(one) for one in sampled] if self.n_alternatives else None,
+        )
 
     def _choice(self, piece: Piece) -> schema.TextChoice:
-        logprobs = None
-        if self.with_logprobs:
-            logprobs = schema.TextLogprobs(
-                tokens=[sampled.text for sampled in piece.sampled],
-                token_logprobs=[sampled.logprob for sampled in piece.sampled],
-                text_offset=[sampled.offset for sampled in piece.sampled],
-                top_logprobs=[_by_text(sampled) for sampled in piece.sampled]
-                if self.n_alternatives
-                else None,
-            )
-        return schema.TextChoice(text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
+        return schema.TextChoice(
+            text=piece.text, logprobs=self.logprobs(piece.sampled), finish_reason=piece.finish
+        )
 
     def _completion(self, choices: list[schema.TextChoice], usage: Usage | None = None) -> BaseModel:
         return schema.Completion(
@@ -94,7 +101,7 @@ class ChatShape:
         self.is_begun = self.is_begun or bool(text)
         choice = schema.DeltaChoice(
             delta=schema.Delta(content=text or None),
-            logprobs=self._logprobs(piece.sampled),
+            logprobs=self.logprobs(piece.sampled),
             finish_reason=piece.finish,
         )
         return self._chunk([choice], None)
@@ -103,19 +110,17 @@ class ChatShape:
         """Return a chunk without a choice."""
         return self._chunk([], usage)
 
-    def whole(self, piece: Piece, usage: Usage) -> BaseModel:
+    def whole(self, text: str, finish: Finish, usage: Usage) -> BaseModel:
         """Return the turn."""
-        assert piece.finish is not None
         choice = schema.ChatChoice(
-            message=schema.AssistantMessage(content=piece.text.lstrip()),
-            logprobs=self._logprobs(piece.sampled),
-            finish_reason=piece.finish,
+            message=schema.AssistantMessage(content=text.lstrip()), finish_reason=finish
         )
         return schema.ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=[choice], usage=usage
         )
 
-    def _logprobs(self, sampled: Sequence[SampledToken]) -> schema.ChatLogprobs | None:
+    def logprobs(self, sampled: Sequence[SampledToken]) -> schema.ChatLogprobs | None:
+        """Return an entry for each token."""
         if not self.with_logprobs:
             return None
         return schema.ChatLogprobs(
