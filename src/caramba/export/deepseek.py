@@ -6,8 +6,9 @@ width of that query. So A_h, U_h and G_h are folded into its projections, and sq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,14 +19,28 @@ from caramba.config.model import ModelSpec
 from caramba.config.surgery import attention_configs
 from caramba.data.checkpoint.gguf_file import interleave_pairs
 from caramba.data.checkpoint.hf_names import Block, llama_blocks
+from caramba.data.checkpoint.shards import StoredWeights
 from caramba.errors import CheckpointError, ConfigError
 from caramba.export.gguf import NamedTensor, common_keys
+from caramba.export.precision import round_to
 from caramba.infer.model_bundle import ModelBundle
-from caramba.model import Model
 
 ENGINES = ("transformers", "vllm")
 TRANSFORMERS_EPS = 1e-6
 """Epsilon of the latent's norm in transformers, whatever rms_norm_eps is; vLLM, SGLang and llama.cpp take that one."""
+
+
+_FOLDED = (
+    "projection.q.weight",
+    "projection.c.weight",
+    "projection.k_geo.weight",
+    "projection.c_norm.weight",
+    "projection.q_sem_map",
+    "projection.q_geo_map",
+    "projection.v_up",
+    "out.weight",
+)
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,10 +97,10 @@ def mla_blocks(spec: ModelSpec, where: str) -> tuple[Block, ...]:
     return blocks
 
 
-def fold_attention(model: Model, block: Block, eps: float) -> Attention:
+def fold_attention(state: Weights, block: Block, eps: float) -> Attention:
     """Return a layer's weights for an engine whose latent norm has this epsilon."""
     name, config = block.attention
-    weights = {key: item.double() for key, item in model.get_submodule(name).state_dict().items()}
+    weights = {key: state[f"{name}.{key}"].detach().cpu().double() for key in _FOLDED}
     heads, width, geo = config.n_heads, config.query_dim, config.dims().rope
     query = weights["projection.q.weight"].unflatten(0, (heads, width))
     turned = weights["projection.q_geo_map"].transpose(1, 2) @ query  # [H, Dgeo, M]
@@ -160,38 +175,51 @@ def deepseek_config(
     }
 
 
-def deepseek_tensors(model: Model, engine: str) -> dict[str, Tensor]:
-    """Return every weight under its name in a DeepSeek V3 folder, in the dtype of the model's.
+def deepseek_tensors(
+    spec: ModelSpec, state: Weights, engine: str, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Return every weight under its name in a DeepSeek V3 folder, in `dtype` or that of the model.
 
-    vLLM and SGLang take the latent norm's epsilon from the other norms, and their head has a weight of its own.
+    vLLM and SGLang take the latent norm's epsilon from the other norms, and their head has a weight of its own. Only
+    one layer at a time is in another dtype than that of the result.
     """
-    spec = model.spec
     blocks = mla_blocks(spec, "export --format deepseek")
-    state = {key: item.detach().cpu() for key, item in model.state_dict().items()}
     eps = TRANSFORMERS_EPS if engine == "transformers" else blocks[0].attention_norm[1].eps
-    table = state["embedder.token.weight"]
-    found = {"model.embed_tokens.weight": table, "model.norm.weight": state[f"{_final_norm(spec)}.weight"]}
+    found: dict[str, Tensor] = {}
+
+    def add(name: str, tensor: Tensor) -> None:
+        tensor = tensor.detach().cpu()
+        found[name] = tensor.to(own) if dtype is None else round_to(name, tensor, dtype)
+
+    def copy(name: str, ours: str) -> None:
+        if isinstance(state, StoredWeights) and dtype is torch.bfloat16:  # which holds whatever float32 does
+            found[name] = state.read(ours, torch.bfloat16)
+        else:
+            add(name, state[ours])
+
+    own = state[f"{_final_norm(spec)}.weight"].dtype
+    copy("model.embed_tokens.weight", "embedder.token.weight")
+    copy("model.norm.weight", f"{_final_norm(spec)}.weight")
     if not spec.head.tied:
-        found["lm_head.weight"] = state["head.weight"]
+        copy("lm_head.weight", "head.weight")
     elif engine != "transformers":
-        found["lm_head.weight"] = table.clone()
+        found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
     for index, block in enumerate(blocks):
         prefix = f"model.layers.{index}."
-        folded = fold_attention(model, block, eps)
-        own = {
-            "input_layernorm": state[f"{block.attention_norm[0]}.weight"],
-            "post_attention_layernorm": state[f"{block.feed_forward_norm[0]}.weight"],
+        folded = fold_attention(state, block, eps)
+        parts = {
             "self_attn.q_proj": folded.query,
             "self_attn.kv_a_proj_with_mqa": folded.latent,
             "self_attn.kv_a_layernorm": folded.norm,
             "self_attn.kv_b_proj": torch.cat((folded.key_up, folded.value_up), dim=1).flatten(0, 1),
             "self_attn.o_proj": folded.out,
         }
-        own |= {
-            f"mlp.{part}_proj": state[f"{block.feed_forward[0]}.{part}.weight"]
-            for part in ("gate", "up", "down")
-        }
-        found |= {f"{prefix}{key}.weight": item.to(table.dtype).contiguous() for key, item in own.items()}
+        for name, tensor in parts.items():
+            add(f"{prefix}{name}.weight", tensor.contiguous())
+        copy(f"{prefix}input_layernorm.weight", f"{block.attention_norm[0]}.weight")
+        copy(f"{prefix}post_attention_layernorm.weight", f"{block.feed_forward_norm[0]}.weight")
+        for name in ("gate", "up", "down"):
+            copy(f"{prefix}mlp.{name}_proj.weight", f"{block.feed_forward[0]}.{name}.weight")
     return found
 
 
@@ -204,7 +232,7 @@ def gguf_deepseek(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor
 
     The projection to the latent stays in float32: the engine's small epsilon makes its numbers too small for 16 bits.
     """
-    model, spec = opened.model, opened.model.spec
+    spec = opened.model.spec
     blocks = mla_blocks(spec, "export --format gguf")
     config = deepseek_config(
         spec, max_positions=opened.max_positions, eos_id=None, dtype="float32", engine="transformers"
@@ -230,24 +258,33 @@ def gguf_deepseek(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor
         "expert_weights_norm": True,
         "expert_gating_func": 2,
     }
-    return keys, list(_gguf_tensors(model, blocks, config["rms_norm_eps"]))
+    return keys, list(_gguf_tensors(spec, opened.weights, blocks, config["rms_norm_eps"]))
 
 
-def _gguf_tensors(model: Model, blocks: tuple[Block, ...], eps: float) -> Iterator[NamedTensor]:
-    state = model.state_dict()
+def _gguf_tensors(
+    spec: ModelSpec, state: Weights, blocks: tuple[Block, ...], eps: float
+) -> Iterator[NamedTensor]:
+    ff = blocks[0].feed_forward[1]
+    table = (spec.embedder.vocab_size, spec.embedder.d_model)
+    matrices = {"gate": (ff.d_ff, ff.d_model), "up": (ff.d_ff, ff.d_model), "down": (ff.d_model, ff.d_ff)}
 
-    def copy_of(name: str, tensor: Tensor, keeps: str | None = None) -> NamedTensor:
-        return NamedTensor(name, tuple(tensor.shape), lambda: tensor, keeps)
+    def copy_of(name: str, shape: tuple[int, ...], ours: str) -> NamedTensor:
+        return NamedTensor(name, shape, lambda: state[ours])
 
-    yield copy_of("token_embd.weight", state["embedder.token.weight"])
-    yield copy_of("output_norm.weight", state[f"{_final_norm(model.spec)}.weight"])
-    if not model.spec.head.tied:
-        yield copy_of("output.weight", state["head.weight"])
+    # The parts of a layer are written one after the other.
+    fold = lru_cache(maxsize=1)(lambda index: fold_attention(state, blocks[index], eps))
+
+    def part(index: int, choose: Callable[[Attention], Tensor]) -> Callable[[], Tensor]:
+        return lambda: choose(fold(index)).float()
+
+    yield copy_of("token_embd.weight", table, "embedder.token.weight")
+    yield copy_of("output_norm.weight", table[1:], f"{_final_norm(spec)}.weight")
+    if not spec.head.tied:
+        yield copy_of("output.weight", table, "head.weight")
     for index, block in enumerate(blocks):
         config = block.attention[1]
         heads, width, dims, m = config.n_heads, config.query_dim, config.dims(), config.d_model
-        folded = _once(model, block, eps)
-        yield copy_of(f"blk.{index}.attn_norm.weight", state[f"{block.attention_norm[0]}.weight"])
+        yield copy_of(f"blk.{index}.attn_norm.weight", (m,), f"{block.attention_norm[0]}.weight")
         shapes: dict[str, tuple[tuple[int, ...], Callable[[Attention], Tensor], str | None]] = {
             "attn_q": ((heads * (width + dims.rope), m), lambda found: found.query, None),
             "attn_kv_a_mqa": ((dims.cached, m), lambda found: found.latent, "f32"),
@@ -256,16 +293,8 @@ def _gguf_tensors(model: Model, blocks: tuple[Block, ...], eps: float) -> Iterat
             "attn_v_b": ((heads, width, dims.v), lambda found: found.value_up, None),
             "attn_output": ((m, heads * width), lambda found: found.out, None),
         }
-        for name, (shape, part, keeps) in shapes.items():
-            yield NamedTensor(f"blk.{index}.{name}.weight", shape, _part(folded, part), keeps)
-        yield copy_of(f"blk.{index}.ffn_norm.weight", state[f"{block.feed_forward_norm[0]}.weight"])
-        for part in ("gate", "up", "down"):
-            yield copy_of(f"blk.{index}.ffn_{part}.weight", state[f"{block.feed_forward[0]}.{part}.weight"])
-
-
-def _once(model: Model, block: Block, eps: float) -> Callable[[], Attention]:
-    return lambda: fold_attention(model, block, eps)
-
-
-def _part(folded: Callable[[], Attention], part: Callable[[Attention], Tensor]) -> Callable[[], Tensor]:
-    return lambda: part(folded()).float()
+        for name, (shape, choose, keeps) in shapes.items():
+            yield NamedTensor(f"blk.{index}.{name}.weight", shape, part(index, choose), keeps)
+        yield copy_of(f"blk.{index}.ffn_norm.weight", (m,), f"{block.feed_forward_norm[0]}.weight")
+        for name, shape in matrices.items():
+            yield copy_of(f"blk.{index}.ffn_{name}.weight", shape, f"{block.feed_forward[0]}.{name}.weight")

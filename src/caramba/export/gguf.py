@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba.config.hf import is_hf_folder
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.names import nearest
 from caramba.config.optional_deps import need_library
@@ -21,7 +20,7 @@ from caramba.data.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.data.gguf_tokenizer import tokenizer_metadata
 from caramba.errors import ConfigError
 from caramba.export.llama import llama_config, why_not_llama
-from caramba.export.tokenizer import definition_of
+from caramba.export.tokenizer import definition_of, find_template
 from caramba.infer.model_bundle import ModelBundle
 
 if TYPE_CHECKING:
@@ -115,13 +114,16 @@ def gguf_llama(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor]]:
     attention = blocks[0].attention[1]
     config = llama_config(model.spec, max_positions=opened.max_positions, eos_id=None, dtype="float32")
     family = config["model_type"]
-    state, names = model.state_dict(), {theirs: ours for ours, theirs in hf_names(model.spec).items()}
+    state, names = opened.weights, {theirs: ours for ours, theirs in hf_names(model.spec).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     heads = {}
     if family == "llama":  # its queries and keys have neighbours as rotary pairs
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     keys = {"general.architecture": family, **common_keys(config), **_rope_keys(attention)}
     tensors = [
-        make_tensor(gguf, state[names[theirs]], heads.get(gguf.split(".")[-2]))
+        make_tensor(
+            gguf, shapes[names[theirs]], _reader(state, names[theirs]), heads.get(gguf.split(".")[-2])
+        )
         for theirs, gguf in gguf_names(len(blocks), list(names))
     ]
     if attention.rope_scaling is not None and attention.rope_scaling.type == "llama3":
@@ -174,13 +176,19 @@ def gguf_names(depth: int, names: list[str]) -> Iterator[tuple[str, str]]:
         yield name, f"{modules[module]}.{kind}"
 
 
-def make_tensor(name: str, tensor: Tensor, n_heads: int | None = None) -> NamedTensor:
+def _reader(state: Mapping[str, Tensor], name: str) -> Callable[[], Tensor]:
+    return lambda: state[name]
+
+
+def make_tensor(
+    name: str, shape: tuple[int, ...], read: Callable[[], Tensor], n_heads: int | None = None
+) -> NamedTensor:
     """Return a tensor under its GGUF name; with `n_heads` each head's rotary pairs become neighbours."""
 
     def value() -> Tensor | np.ndarray:
-        return tensor if n_heads is None else interleave_pairs(as_array(tensor), n_heads)
+        return read() if n_heads is None else interleave_pairs(as_array(read()), n_heads)
 
-    return NamedTensor(name, tuple(tensor.shape), value)
+    return NamedTensor(name, shape, value)
 
 
 def as_array(tensor: Tensor | np.ndarray) -> np.ndarray:
@@ -260,15 +268,6 @@ def _add_tokenizer(writer: GGUFWriter, opened: ModelBundle) -> None:
         writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_add_bos_token(tokenizer.adds_bos)
     writer.add_add_space_prefix(False)
-    template = _chat_template(opened.path) if is_hf_folder(opened.path) else None
+    template = find_template(opened)
     if template is not None:
         writer.add_chat_template(template)
-
-
-def _chat_template(folder: Path) -> str | None:
-    """Return the chat template of a Hugging Face folder, None where it has none."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
-    return found if isinstance(found, str) else None

@@ -34,11 +34,16 @@ def in_dtype(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str,
     """
     if dtype is None:
         return tensors
-    return {name: _rounded(name, tensor, dtype) for name, tensor in tensors.items()}
+    return {name: round_to(name, tensor, dtype) for name, tensor in tensors.items()}
 
 
-def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if not tensor.is_floating_point() or name.endswith(KEPT_SUFFIX):
+def round_to(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return one tensor as `in_dtype` does.
+
+    Raises:
+        ConfigError: `dtype` cannot hold a value.
+    """
+    if dtype is None or not tensor.is_floating_point() or name.endswith(KEPT_SUFFIX):
         return tensor
     rounded = tensor.to(dtype)
     if tensor.numel() and tensor.isfinite().all() and not rounded.isfinite().all():

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from caramba.data import ByteTokenizer, Tokenizer
+from caramba.config.hf import is_hf_folder
+from caramba.data import ByteTokenizer, Tokenizer, load_tokenizer
+from caramba.infer.dialogue import read_template
+from caramba.infer.model_bundle import ModelBundle
 from caramba.runs.files import write_json, write_whole
 
 
@@ -31,6 +34,27 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, max_positions: int) -
         config |= {"bos_token": start, "add_bos_token": tokenizer.adds_bos}
     write_json(folder / "tokenizer_config.json", config)
     return ["tokenizer.json", "tokenizer_config.json"]
+
+
+def find_template(opened: ModelBundle) -> str | None:
+    """Return the chat template of a model's folder, or of the folder that a run's teacher or start came from.
+
+    The latter only where its tokenizer is the model's.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if is_hf_folder(opened.path):
+        return read_template(opened.path)
+    model = None if opened.manifest is None else opened.manifest.model
+    if model is None or opened.tokenizer is None:
+        return None
+    places = [model.teacher.checkpoint if model.teacher is not None else None, model.path]
+    for folder in (Path(place).expanduser() for place in places if place is not None):
+        has_tokenizer = folder.is_dir() and is_hf_folder(folder) and (folder / "tokenizer.json").is_file()
+        if has_tokenizer and load_tokenizer(folder).hash == opened.tokenizer.hash:
+            return read_template(folder)
+    return None
 
 
 def definition_of(tokenizer: Tokenizer) -> str:

@@ -23,12 +23,14 @@ from caramba.export.gguf import gguf_llama, write_gguf
 from caramba.export.llama import llama_config, llama_tensors, why_not_llama
 from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
-from caramba.export.tokenizer import write_tokenizer
+from caramba.export.tokenizer import find_template, write_tokenizer
 from caramba.infer.model_bundle import ModelBundle
 from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
 
 FORMATS = ("hf", "deepseek", "gguf", "safetensors", "ckpt", "dcp")
+STREAMED = ("deepseek", "gguf")
+"""Formats that read the weights one at a time, so the model may be on `meta`."""
 # What a Hugging Face folder holds besides weights; a model that came from one takes it along.
 _COMPANIONS = (
     "tokenizer.json",
@@ -176,9 +178,8 @@ def _write_deepseek(
     config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels, "engine": engine}
     config["torch_dtype"] = config["dtype"]
     notes = [f"for {engine}: the latent's norm is scaled to its epsilon"]
-    save_tensors(
-        part / "model.safetensors", in_dtype(deepseek_tensors(model, engine), dtype), {"format": "pt"}
-    )
+    tensors = deepseek_tensors(model.spec, opened.weights, engine, dtype)
+    save_tensors(part / "model.safetensors", tensors, {"format": "pt"})
     _write_companions(opened, part, config, notes)
     write_json(part / "config.json", config)
     return config["architectures"][0], notes
@@ -196,6 +197,9 @@ def _write_companions(opened: ModelBundle, part: Path, config: dict[str, Any], n
                 config[key] = theirs[key]
     elif opened.tokenizer is not None:
         write_tokenizer(part, opened.tokenizer, max_positions=opened.max_positions)
+        template = find_template(opened)
+        if template is not None:
+            write_whole(part / "chat_template.jinja", template)
         end = opened.tokenizer.eos_id
         write_json(part / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
     if not (part / "tokenizer_config.json").is_file():

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from caramba import kernels
 from caramba.config.hf import is_hf_folder, read_hf_config
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.console import logger
 from caramba.data import Tokenizer, load_tokenizer, open_corpus
-from caramba.data.checkpoint import read_metadata
+from caramba.data.checkpoint import index_tensors, read_metadata
 from caramba.data.checkpoint.formats import is_dcp, read_model_metadata
 from caramba.data.checkpoint.gguf_file import is_gguf, unpack_gguf
 from caramba.data.checkpoint.sharded import latest_sharded_state
+from caramba.data.checkpoint.shards import StoredWeights
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.lower.quantize import QuantisedWeights
 from caramba.model import Model, find_checkpoint, load_pretrained
@@ -46,6 +49,13 @@ class ModelBundle:
     quantised: QuantisedWeights | None = None
 
     @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights by name: those in memory, or those of the file, read one at a time, if the model is on meta."""
+        if not next(self.model.parameters()).is_meta:
+            return self.model.state_dict()
+        return StoredWeights(index_tensors((self.path,)), str(self.path))
+
+    @property
     def max_positions(self) -> int:
         """Longest sequence that the model is known for: what learned positions allow, else what it trained on."""
         stated = self.model.spec.embedder.max_positions or self.context
@@ -71,6 +81,7 @@ def load_model(
     Args:
         with_tokenizer: whether to open the tokenizer: that of the run's data, or of the folder where it has one.
         tokenizer: another that takes its place: `byte`, a folder, or a file.
+        device: where it goes; on `meta` a safetensors file is not read, see `ModelBundle.weights`.
 
     Raises:
         ConfigError: no such run.
@@ -79,7 +90,8 @@ def load_model(
     """
     opened = _open(text, role, device, with_tokenizer and tokenizer is None)
     is_reference = opened.manifest is not None and opened.manifest.kernels == "reference"
-    kernels.load(device, "reference" if is_reference else "auto")
+    if torch.device(device).type != "meta":
+        kernels.load(device, "reference" if is_reference else "auto")
     if tokenizer is None:
         return opened
     chosen, entries = load_tokenizer(tokenizer), opened.model.spec.embedder.vocab_size

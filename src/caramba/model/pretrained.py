@@ -15,6 +15,7 @@ from caramba.config.parse import parse_as
 from caramba.data.checkpoint import index_tensors, load_into, read_metadata, save_tensors, stream_into
 from caramba.data.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
 from caramba.data.checkpoint.sharded import MODEL, latest_sharded_state
+from caramba.data.checkpoint.shards import match_stored
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model.build import build_empty
 from caramba.model.hf_folder import find_loaded_folder, load_hf_folder
@@ -65,12 +66,16 @@ def load_pretrained(
 ) -> tuple[Model, dict[str, str]]:
     """Build the model of a file or Hugging Face folder and load its weights.
 
-    Returns it in eval mode, with the file's labels. Weights are read straight into place, as float32.
+    Returns it in eval mode, with the file's labels. Weights are read straight into place, as float32. On the device
+    `meta` those of a safetensors file are compared with the model and not read; others are read into host memory.
 
     Raises:
         CheckpointError: the file is not a caramba model, or describes another network than `expected`.
         DataError: the weights were trained on text of another tokenizer than `tokenizer_hash`.
     """
+    is_described = torch.device(device).type == "meta"
+    if is_described and (path.is_dir() or is_own_format(path)):
+        device, is_described = "cpu", False
     if path.is_dir() and not is_dcp(path):
         config = read_hf_config(path)
         labels = config.get("caramba", {}).get("labels", {})
@@ -96,7 +101,9 @@ def load_pretrained(
             "use the data that it was trained on, or train a new model"
         )
     model = build_empty(spec, device)
-    if is_own_format(path):
+    if is_described:
+        match_stored(model, index_tensors((path,)), where=f"{where}={path}", allows_meta=True)
+    elif is_own_format(path):
         load_into(model, read_model_tensors(path), where=str(path))
         refuse_not_finite(model, f"{where}={path}")
     else:

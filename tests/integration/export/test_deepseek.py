@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from caramba.cli import main
-from caramba.data.checkpoint import load_tensors
+from caramba.data.checkpoint import load_tensors, read_metadata, save_tensors
 from caramba.errors import CheckpointError
 from caramba.export.check import check_folder
-from caramba.export.deepseek import mla_blocks
+from caramba.export.deepseek import deepseek_tensors, mla_blocks
+from caramba.export.write import export_model
 from caramba.infer import load_model
 from tests.integration.export.samples import LATENT, NORM, block, loud, make_run, spec, tokens, transformer
 
@@ -107,6 +108,40 @@ def test_a_folder_for_vllm_has_the_epsilon_of_the_other_norms_and_a_head(tmp_pat
     scaled = ours[key].clone()
     scaled[:24] *= (1e-5 / 1e-6) ** 0.5
     torch.testing.assert_close(theirs[key], scaled)
+
+
+def test_weights_are_read_one_at_a_time(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "wide latent")
+    opened, described = load_model(str(run)), load_model(str(run), device="meta")
+    assert all(parameter.is_meta for parameter in described.model.parameters())
+    assert set(described.weights) == set(opened.weights)
+    for name, wanted in opened.weights.items():
+        assert torch.equal(described.weights[name], wanted)
+    for dtype in (None, torch.bfloat16):
+        found, wanted = (
+            deepseek_tensors(item.model.spec, item.weights, "transformers", dtype)
+            for item in (described, opened)
+        )
+        assert list(found) == list(wanted)
+        for name, tensor in wanted.items():
+            assert tensor.dtype == (dtype or torch.float32)
+            assert torch.equal(found[name], tensor)
+
+
+def test_a_damaged_weight_is_refused_by_its_name(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "wide latent")
+    file = load_model(str(run)).path
+    tensors = load_tensors(file) | {"embedder.token.weight": torch.full((257, 32), float("nan"))}
+    metadata = read_metadata(file)
+    save_tensors(file, tensors, metadata)
+    described = load_model(str(run), device="meta")
+    with pytest.raises(
+        CheckpointError, match=r"embedder\.token\.weight holds 8,224 values that are not finite"
+    ):
+        export_model(described, tmp_path / "out", format="deepseek", role="student")
+    save_tensors(file, {"embedder.token.weight": tensors["embedder.token.weight"]}, metadata)
+    with pytest.raises(CheckpointError, match="missing "):
+        load_model(str(run), device="meta")
 
 
 def test_gguf_has_the_keys_and_shapes_of_deepseek2(tmp_path: Path) -> None:

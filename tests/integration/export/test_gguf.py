@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from caramba.cli import main
-from caramba.data import load_tokenizer, train_bpe
+from caramba.config.model import TeacherConfig
+from caramba.data import ByteTokenizer, load_tokenizer, train_bpe
 from caramba.errors import CheckpointError, ConfigError
+from caramba.export.tokenizer import find_template
+from caramba.export.write import export_model
 from caramba.infer import load_model
 from tests.integration.export.samples import GQA, MLP, REMOTE, loud, make_run, transformer
 from tests.unit.hf.folders import write
@@ -90,6 +94,23 @@ def test_tokenizer_and_chat_template_come_back(tmp_path: Path) -> None:
     assert back.encode(TEXT) == bpe.encode(TEXT)
     assert (back.eos_id, back.adds_bos) == (bpe.eos_id, False)
     assert load_tokenizer(load_model(str(file)).path).decode(bpe.encode(TEXT)) == TEXT
+
+
+def test_a_run_has_the_chat_template_of_its_teacher(tmp_path: Path) -> None:
+    bpe = train_bpe(["the cat sat on the mat\n" * 30], 257)
+    run = make_run(tmp_path, loud(transformer(GQA)), tokenizer=bpe)
+    teacher = tmp_path / "teacher"
+    assert main(["export", str(run), "--out", str(teacher)]) == 0
+    opened = load_model(str(run))
+    assert opened.manifest is not None
+    model = opened.manifest.model.model_copy(update={"teacher": TeacherConfig(checkpoint=str(teacher))})
+    opened = dataclasses.replace(opened, manifest=opened.manifest.model_copy(update={"model": model}))
+    assert find_template(opened) is None
+    (teacher / "chat_template.jinja").write_text("{{ messages }}")
+    assert find_template(opened) == "{{ messages }}"
+    assert find_template(dataclasses.replace(opened, tokenizer=ByteTokenizer())) is None
+    export_model(opened, tmp_path / "again", format="hf", role="student")
+    assert (tmp_path / "again" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_a_file_is_a_teacher_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,41 @@ def index_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     return found
 
 
+class StoredWeights(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files by name, read when asked for and kept by the caller alone.
+
+    Floating tensors are returned in float32, as `stream_into` leaves them in a module.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], where: str) -> None:
+        self._tensors = tensors
+        self._where = where
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a tensor, of `dtype` if it is a floating one, converted while it is read.
+
+        Raises:
+            CheckpointError: values that are not finite, in the file or in `dtype`.
+        """
+        stored = self._tensors[name]
+        found = torch.empty(stored.shape, dtype=dtype if stored.dtype.is_floating_point else stored.dtype)
+        if count := _read(found, stored):
+            raise CheckpointError(
+                f"{self._where}: {name} holds {count:,} values that are not finite; the file is damaged, write or "
+                "download it again"
+            )
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def is_same_tensor(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two stored tensors have the same dtype, shape and bytes; reads both in chunks of 1 MB."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -108,6 +143,28 @@ def stream_into(
     Raises:
         CheckpointError: names each tensor that is missing, unexpected, or of another shape or kind, with its file.
     """
+    jobs = match_stored(module, tensors, where=where, names=names)
+    if bad := _read_all(jobs):
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        raise CheckpointError(
+            f"{where}: values that are not finite in {', '.join(bad[:4])}{more}; the files are damaged, or were cast "
+            "to a type that their values overflow: download or convert them again"
+        )
+
+
+def match_stored(
+    module: torch.nn.Module,
+    tensors: Mapping[str, StoredTensor],
+    *,
+    where: str,
+    names: Mapping[str, str] | None = None,
+    allows_meta: bool = False,
+) -> list[tuple[str, torch.Tensor, StoredTensor]]:
+    """Compare stored tensors with those of `module`; return name, tensor of the module and stored one of each.
+
+    Raises:
+        CheckpointError: names each tensor that is missing, unexpected, or of another shape or kind, with its file.
+    """
     own = {
         key: item for key, item in module.state_dict(keep_vars=True).items() if isinstance(item, torch.Tensor)
     }
@@ -126,7 +183,7 @@ def stream_into(
         used.add(name)
         if stored.shape != target.shape or kind_of(target) != kind_of(torch.empty(0, dtype=stored.dtype)):
             problems.append(f"{name} in {stored.file.name}: expected {describe(target)}, found {stored}")
-        elif target.is_meta:
+        elif target.is_meta and not allows_meta:
             problems.append(f"{name}: the module is on meta, without memory; call to_empty() first")
         elif key not in aliases:
             jobs.append((name, target, stored))
@@ -144,12 +201,7 @@ def stream_into(
             + more
             + "\n  use the description that the checkpoint belongs to, or download it again"
         )
-    if bad := _read_all(jobs):
-        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        raise CheckpointError(
-            f"{where}: values that are not finite in {', '.join(bad[:4])}{more}; the files are damaged, or were cast "
-            "to a type that their values overflow: download or convert them again"
-        )
+    return jobs
 
 
 def _read_all(jobs: Sequence[tuple[str, torch.Tensor, StoredTensor]]) -> list[str]:

@@ -10,7 +10,7 @@ from caramba.export.check import check_folder, check_gguf
 from caramba.export.deepseek import ENGINES
 from caramba.export.gguf import WEIGHTS, check_weights
 from caramba.export.precision import check_dtype
-from caramba.export.write import Exported, check_format, check_out, export_model
+from caramba.export.write import STREAMED, Exported, check_format, check_out, export_model
 from caramba.infer.model_bundle import ModelBundle, load_model
 from caramba.launch.commands.arguments import CommandArguments
 
@@ -45,7 +45,9 @@ def main(argv: list[str]) -> int:
             f"export: --engine {args.engine} belongs to --format deepseek, got --format {args.format}; leave it out"
         )
     check_out(folder.expanduser(), force=args.force)
-    opened = load_model(args.run, role=args.which)
+    # These formats read the weights one at a time; the check needs the model.
+    device = "meta" if args.format in STREAMED else "cpu"
+    opened = load_model(args.run, role=args.which, device=device)
     done = export_model(
         opened,
         folder,
@@ -64,6 +66,8 @@ def main(argv: list[str]) -> int:
     )
     print(f"exported: {done.folder}")
     if args.check:
+        if args.format in STREAMED:
+            opened = load_model(args.run, role=args.which)
         print(_check(opened, done, args.format))
     return 0
 
