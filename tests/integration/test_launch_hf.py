@@ -231,6 +231,23 @@ def test_a_student_for_engines_distils_and_decodes(tmp_path: Path, cache: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_text_that_promises_no_good_student_is_named_before_training(tmp_path: Path, cache: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(
+        tmp_path / "llama"
+    )
+    words = ["launch", "model=hf_dba", "model.teacher.checkpoint=llama", "train=blockwise", "train.steps=40"]
+    words += ["train.batch_size=32", "train.block_size=32", "data=stdlib_bytes", "data.max_bytes=20000"]
+    words += ["data.val_frac=0.2", "device=cpu", "benchmark=none", "verify=none"]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = " ".join((done.stdout + done.stderr).split())
+    assert "llama has no tokenizer.json" in printed
+    assert "the phases read 81,920 tokens" in printed
+    assert "bits a byte in windows of 32 tokens" in printed
+
+
 def test_a_qwen_folder_becomes_a_student_that_distils_and_decodes(tmp_path: Path, cache: Path) -> None:
     write(tmp_path / "qwen2", "qwen2")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 61, 20_000).astype(np.int32))

@@ -31,6 +31,7 @@ from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
+from caramba.experiment.text_check import check_text
 from caramba.experiment.variants import train_variant
 from caramba.experiment.world_size import keep_global_batch
 from caramba.layer import attention_backends
@@ -94,6 +95,7 @@ def run_group(
     check_block_schedules(session)
     check_lora_targets(session)
     check_teacher_caches(session)
+    check_text(session)
     check_samples(session)
     check_chats(session)
     failure: VerificationFailed | None = None

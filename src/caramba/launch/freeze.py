@@ -21,6 +21,7 @@ from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.config_files import Origin, groups
 from caramba.launch.derive import derive_models
+from caramba.launch.scale import scale_train
 
 if TYPE_CHECKING:
     from caramba.config.estimate import FitResult
@@ -93,6 +94,7 @@ def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Froze
 
     composed = compose(overrides, config_dirs)
     tree = _with_plugins(derive_models(composed.tree, composed.source), composed.source)
+    tree = scale_train(tree, composed.choices.get("train"), composed.given)
     parse_as(Composition, tree, source=composed.source)
     _refuse_foreign_group(tree, composed.choices)
     lowered = lower_groups(tree, composed.choices, composed.given, composed.chosen)
