@@ -1,4 +1,4 @@
-"""Pass `fuse_linears`: the weights of linear layers that share an input (q, k, v or gate, up) in one allocation."""
+"""Pass `fuse_linears`: fused QKV and gate-up, the weights of linear layers with one input in one allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision as Lightning runs it: a loss that is scaled for float16, TF32 for the time of a phase."""
+"""Precision as Lightning runs it: loss scaling for float16, TF32 for the time of a phase."""
 
 from __future__ import annotations
 

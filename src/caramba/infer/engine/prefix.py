@@ -1,4 +1,4 @@
-"""Keys and values of earlier texts, for requests with the same first tokens."""
+"""Prefix cache: keys and values of earlier texts, for requests with the same first tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a topology: which parts of a forward are computed again in backward."""
+"""Gradient (activation) checkpointing: which parts of a forward are computed again in backward."""
 
 from __future__ import annotations
 
