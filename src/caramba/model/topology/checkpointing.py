@@ -1,4 +1,4 @@
-"""Gradient (activation) checkpointing: which parts of a forward are computed again in backward."""
+"""Gradient checkpointing (activation checkpointing): which parts of a forward are computed again in backward."""
 
 from __future__ import annotations
 
