@@ -35,7 +35,7 @@ def write_explicit_defaults(
             continue
         if is_mapping(group.get("data")):
             for key in ("tokenizer", "val_frac"):
-                if settings.get(key) is not None:
+                if settings.get(key) is not None and not _is_made(group["data"], key, settings):
                     group["data"] = {**group["data"], key: settings[key]}
                     if settings[key] == "byte" and ("data", "vocab_size") not in given:
                         group["data"].pop("vocab_size", None)  # it was that of another tokenizer
@@ -57,6 +57,11 @@ def write_explicit_defaults(
             for item in list_of(mapping_of(group).get("benchmarks")):
                 if is_mapping(item):
                     item.setdefault("models", ["student"])
+
+
+def _is_made(data: Mapping[str, Any], key: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a key asks for the model's tokenizer, of tokens that are made already."""
+    return key == "tokenizer" and data.get("type") == "tokens" and settings[key] in ("model", "auto")
 
 
 def _default_windows(runs: list[Any]) -> None:
@@ -427,6 +432,10 @@ def lower_file(tree: Mapping[str, Any], name: str, given: Collection[Path]) -> L
     if "defaults" in manifest and "settings" not in manifest:
         manifest["settings"] = manifest.pop("defaults")
         origins["settings",] = ("defaults",)
+    if (
+        mapping_of(manifest.get("settings")).get("tokenizer") == "llama"
+    ):  # the model's own, as manifests of before say
+        manifest["settings"] = {**mapping_of(manifest["settings"]), "tokenizer": "model"}
     manifest.setdefault("name", _slug(name))
     if not isinstance(manifest.get("name"), str):
         manifest["name"] = _slug(name)
@@ -459,6 +468,11 @@ def _file_group(group: Any, index: int, data: Any, origins: dict[Path, Path]) ->
         out["data"] = {"type": "tokens", "path": out["data"]}
     if is_list(out.get("runs")):
         out["runs"] = [dict(run) if is_mapping(run) else run for run in out["runs"]]
+        for number, run in enumerate(out["runs"]):
+            if is_mapping(run) and is_mapping(run.get("verify")):  # one check stands for a list of one
+                run["verify"] = [run["verify"]]
+                here: Path = ("groups", index, "runs", number, "verify")
+                origins[(*here, 0)] = here
     return out
 
 
@@ -470,8 +484,9 @@ def _verify_last(groups: list[Any], checks: Any, origins: dict[Path, Path]) -> N
                 continue
             if run.get("verify"):
                 raise ConfigError("verify is set at the top of the manifest and in its last run; keep one")
-            run["verify"] = checks
-            origins["groups", index, "runs", number, "verify"] = ("verify",)
+            run["verify"] = [checks] if is_mapping(checks) else checks
+            here: Path = ("groups", index, "runs", number, "verify")
+            origins[(*here, 0) if is_mapping(checks) else here] = ("verify",)
             return
     raise ConfigError(
         "verify is set at the top of the manifest, and there is no run that it could check; add runs"

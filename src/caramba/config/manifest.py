@@ -39,7 +39,9 @@ ExperimentName = Literal["baseline", "gqa", "bottleneck", "decoupled"]
 class SettingsConfig(Config):
     """Experiment-wide settings; single-file manifests may call this section `defaults`."""
 
-    tokenizer: Literal["bpe", "byte"] | None = Field(default=None, description="overrides data.tokenizer")
+    tokenizer: Literal["bpe", "byte", "model", "auto"] | None = Field(
+        default=None, description="overrides data.tokenizer; a single-file manifest may call model llama"
+    )
     val_frac: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="overrides data.val_frac"
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.benchmark import NOBODYS_CHOICE
 from caramba.config.extension import OrExtension, OwnCheckConfig
 from caramba.config.kvcache import CacheKind, KVCacheKind
 from caramba.config.layer import Positive
+from caramba.config.narrowing import is_mapping
 from caramba.errors import quote
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -109,6 +110,17 @@ class EvalThresholds(AccuracyBounds):
     )
 
 
+def _tokenizer_name(value: Any) -> Any:
+    if not is_mapping(value):
+        return value
+    encoding = value.get("encoding")
+    if set(value) != {"type", "encoding"} or value["type"] != "tiktoken" or not isinstance(encoding, str):
+        raise ValueError(
+            "expected byte, a folder, a tokenizer file, or {type: tiktoken, encoding: NAME}, which reads NAME.tiktoken"
+        )
+    return f"{encoding}.tiktoken"
+
+
 class EvalVerifyConfig(Config):
     """Questions with known answers, put to teacher and student side by side.
 
@@ -118,8 +130,10 @@ class EvalVerifyConfig(Config):
     """
 
     type: Literal["eval"] = Field(description="kind of the check")
-    tokenizer: str | None = Field(
-        default=None, description="byte, a folder or a tokenizer file; unset: the one of the data"
+    tokenizer: Annotated[str | None, BeforeValidator(_tokenizer_name)] = Field(
+        default=None,
+        description="byte, a folder or a tokenizer file; {type: tiktoken, encoding: NAME} is the file NAME.tiktoken; "
+        "unset: the one of the data",
     )
     max_new_tokens: Positive = Field(default=16, description="most new tokens of an answer")
     context_window: Positive | None = Field(

@@ -109,17 +109,21 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         config: GenerateConfig | None = None,
         held_out: EvalText | None = None,
+        *,
+        device: torch.device | str | None = None,
         **values: Any,
     ) -> None:
-        """Take a config, or its keys by name; `held_out` is the text that `cache_kind=auto` is judged on, unless one
-        is named.
+        """Take a config, or its keys by name.
+
+        `device` is where the model is moved to, if it is given. `held_out` is the text that `cache_kind=auto` is judged
+        on, unless one is named.
 
         Raises:
             ConfigError: a value out of range, or a text that cannot be read.
         """
         given = {} if config is None else config.model_dump(exclude_unset=True)
         self.config = parse_as(GenerateConfig, given | values)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer = model if device is None else model.to(device), tokenizer
         self.stats = GenerateStats()
         self.pool = StepPool()
         self.held_out = held_out

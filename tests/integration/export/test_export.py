@@ -92,6 +92,26 @@ def test_own_formats_come_back_bit_for_bit(tmp_path, format, name):
         assert main(["export", str(folder / name), "--format", "safetensors", "--out", str(again)]) == 0
 
 
+def test_a_ckpt_loads_into_a_lightning_module(tmp_path):
+    import lightning.pytorch as pl
+
+    from caramba.model import build_model
+
+    class Mine(pl.LightningModule):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+    model = loud(REMOTE["gates"])
+    folder = exported(tmp_path, make_run(tmp_path, model), "--format", "ckpt")
+    fresh = build_model(model.spec, seed=9)
+    loaded = Mine.load_from_checkpoint(folder / "model.ckpt", model=fresh, strict=True, weights_only=True)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[key], tensor), key
+    n_bytes = sum(value.numel() * value.element_size() for value in model.state_dict().values())
+    assert (folder / "model.ckpt").stat().st_size < 1.5 * n_bytes + 100_000  # each tensor is stored once
+
+
 def test_a_folder_index_that_could_run_code_is_refused(tmp_path, capsys):
     import pickle
 

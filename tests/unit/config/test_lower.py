@@ -235,3 +235,30 @@ def test_checkpointing_of_parallel_is_that_of_every_phase_that_says_nothing():
     assert [run.train.activation_checkpointing for run in manifest.groups[0].runs] == ["full", "none"]
     with pytest.raises(ConfigError, match=r"parallel.activation_checkpointing: got 'some', expected 'none'"):
         lower({**tree, "parallel": {"activation_checkpointing": "some"}})
+
+
+def test_manifests_of_the_first_documents_are_read() -> None:
+    """One check in place of a list, and `tokenizer: llama`; an error is at the key that was written."""
+    runs = [
+        {"id": "a", "train": {"phase": "pretrain", "steps": 1}, "verify": {"type": "compare", "batches": 2}}
+    ]
+    tree = {"defaults": {"tokenizer": "llama"}, "data": "tokens.npy", "runs": runs}
+    lowered = lower_file(tree, "file", ())
+    assert lowered.manifest["settings"]["tokenizer"] == "model"
+    assert lowered.manifest["groups"][0]["data"] == {"type": "tokens", "path": "tokens.npy"}
+    assert lowered.manifest["groups"][0]["runs"][0]["verify"] == [{"type": "compare", "batches": 2}]
+    assert lowered.origins["groups", 0, "runs", 0, "verify", 0] == ("groups", 0, "runs", 0, "verify")
+    assert runs[0]["verify"] == {"type": "compare", "batches": 2}
+
+
+def test_a_tiktoken_encoding_is_its_rank_file() -> None:
+    from caramba.config.verify import EvalVerifyConfig
+
+    case = {"id": "a", "kind": "int_greedy", "prompt": "1", "answer": 1}
+    made = {"type": "eval", "cases": [case]}
+    named = EvalVerifyConfig.model_validate(
+        made | {"tokenizer": {"type": "tiktoken", "encoding": "cl100k_base"}}
+    )
+    assert named.tokenizer == "cl100k_base.tiktoken"
+    with pytest.raises(ValueError, match=r"type: tiktoken, encoding: NAME"):
+        EvalVerifyConfig.model_validate(made | {"tokenizer": {"type": "llama"}})

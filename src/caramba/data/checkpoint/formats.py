@@ -16,12 +16,32 @@ from caramba.errors import CheckpointError
 from caramba.runs.files import check_tree, write_json
 
 TORCH_SUFFIX = ".ckpt"
+LIGHTNING_FORMAT = "2.5.0"
+"""Version whose checkpoints are written; later ones read it."""
 DCP_METADATA, DCP_LABELS = ".metadata", "caramba.json"
 
 
 def write_torch_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write {"metadata", "model"} so that `torch.load(path, weights_only=True)` reads it."""
-    save_training_state(path, {"metadata": dict(metadata), "model": dict(tensors)})
+    """Write a checkpoint of Lightning with {"metadata", "model"} besides, for `torch.load(path, weights_only=True)`.
+
+    `state_dict` has the tensors of `model` under `model.NAME`, as a LightningModule with an attribute `model` has
+    them; both are stored once.
+    """
+    save_training_state(
+        path,
+        {
+            "metadata": dict(metadata),
+            "model": dict(tensors),
+            "state_dict": {f"model.{name}": tensor for name, tensor in tensors.items()},
+            "pytorch-lightning_version": LIGHTNING_FORMAT,
+            "epoch": 0,
+            "global_step": 0,
+            "loops": {},
+            "callbacks": {},
+            "optimizer_states": [],
+            "lr_schedulers": [],
+        },
+    )
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
