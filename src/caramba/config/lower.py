@@ -469,7 +469,7 @@ def _file_group(group: Any, index: int, data: Any, origins: dict[Path, Path]) ->
     if is_list(out.get("runs")):
         out["runs"] = [dict(run) if is_mapping(run) else run for run in out["runs"]]
         for number, run in enumerate(out["runs"]):
-            if is_mapping(run) and is_mapping(run.get("verify")):  # one check stands for a list of one
+            if is_mapping(run) and is_mapping(run.get("verify")):  # one check is a list of one
                 run["verify"] = [run["verify"]]
                 here: Path = ("groups", index, "runs", number, "verify")
                 origins[(*here, 0)] = here
