@@ -271,14 +271,17 @@ class AttentionLayerConfig(LayerConfig):
             raise ValueError(f"mla needs layout: latent, got layout={self.layout}{fix}")
         if not self.rope_enabled:
             raise ValueError(f"mla needs rope_enabled: true, its shared key is rotary{fix}")
-        for name in self._not_in_mla:
-            value = getattr(self, name)
-            if value:
-                none = {"exact_first_tokens": "0", "local_window": "null", "rope_scaling": "null"}
-                raise ValueError(
-                    f"{name}={value} is not part of multi-head latent attention (mla: true), no engine could hold it: "
-                    f"set {name}: {none.get(name, 'false')}{fix}"
-                )
+        for name, (value, neutral) in self.outside_mla().items():
+            raise ValueError(
+                f"{name}={value} is not part of multi-head latent attention (mla: true), no engine could hold it: "
+                f"set {name}: {neutral}{fix}"
+            )
+
+    def outside_mla(self) -> dict[str, tuple[Any, str]]:
+        """Return each key that multi-head latent attention lacks: its value here, and the one to set."""
+        neutral = {"exact_first_tokens": "0", "local_window": "null", "rope_scaling": "null"}
+        found = {name: (getattr(self, name), neutral.get(name, "false")) for name in self._not_in_mla}
+        return {name: item for name, item in found.items() if item[0]}
 
     def _first_tokens_rules(self) -> None:
         reasons = {

@@ -21,7 +21,7 @@ from caramba.data.checkpoint.gguf_file import interleave_pairs
 from caramba.data.checkpoint.hf_names import Block, llama_blocks
 from caramba.data.checkpoint.shards import StoredWeights
 from caramba.errors import CheckpointError, ConfigError
-from caramba.export.gguf import NamedTensor, common_keys
+from caramba.export.gguf import NamedTensor, common_keys, obstacles
 from caramba.export.precision import round_to
 from caramba.infer.model_bundle import ModelBundle
 
@@ -78,7 +78,7 @@ def mla_blocks(spec: ModelSpec, where: str) -> tuple[Block, ...]:
     for block in blocks:
         name, attention = block.attention
         if not attention.mla:
-            raise ConfigError(f"{where}: {name} has mla: false, expected multi-head latent attention; {fix}")
+            raise ConfigError(f"{where}: {name} has {obstacles(attention)}; {fix}")
         if attention != first:
             raise ConfigError(
                 f"{where}: {name} differs from the first block's, and engines have one width; {fix}"

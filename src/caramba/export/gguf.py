@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caramba.config.attention import AttentionMode
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.names import nearest
 from caramba.config.optional_deps import need_library
+from caramba.config.surgery import attention_configs
 from caramba.data.checkpoint.gguf_file import LAYER_NAMES, TOP_NAMES, interleave_pairs, llama3_factors
 from caramba.data.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.data.gguf_tokenizer import tokenizer_metadata
@@ -105,6 +107,13 @@ def gguf_llama(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor]]:
     """
     reason = why_not_llama(opened.model.spec)
     if reason is not None:
+        decoupled = [
+            layer
+            for layer in attention_configs(opened.model.spec.topology)
+            if layer.mode is AttentionMode.DECOUPLED
+        ]
+        if decoupled:
+            reason = f"its attention has {obstacles(decoupled[0])}"
         raise ConfigError(
             f"export --format gguf: stock engines cannot hold this model: {reason}; make the student with "
             "model.surgery.target: mla (docs/export.md), or export --format hf, which carries its own code"
@@ -132,6 +141,16 @@ def gguf_llama(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor]]:
         ).astype(np.float32)
         tensors.append(NamedTensor("rope_freqs.weight", factors.shape, lambda: factors, keeps="f32"))
     return keys, tensors
+
+
+def obstacles(attention: AttentionLayerConfig) -> str:
+    """Return the keys of a layer that keep it out of engines, and what each has to be before surgery."""
+    found = {"layout": (attention.layout, "latent")} if attention.layout != "latent" else {}
+    found |= attention.outside_mla()
+    keys = [
+        f"{name}={str(value).lower()} (set {name}: {neutral})" for name, (value, neutral) in found.items()
+    ]
+    return ", ".join([*keys, f"mla={str(attention.mla).lower()} (set mla: true)"])
 
 
 def common_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,18 @@ from caramba.export.check import check_folder
 from caramba.export.deepseek import deepseek_tensors, mla_blocks
 from caramba.export.write import export_model
 from caramba.infer import load_model
-from tests.integration.export.samples import LATENT, NORM, block, loud, make_run, spec, tokens, transformer
+from tests.integration.export.samples import (
+    DBA,
+    FIRST,
+    LATENT,
+    NORM,
+    block,
+    loud,
+    make_run,
+    spec,
+    tokens,
+    transformer,
+)
 
 transformers = pytest.importorskip("transformers")
 MLA = {**LATENT, "mla": True, "head_dim": 10, "rope_base": 300.0}
@@ -169,7 +180,11 @@ def test_gguf_has_the_keys_and_shapes_of_deepseek2(tmp_path: Path) -> None:
 
 def test_what_stands_in_the_way_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
-        "mla: false.*model.surgery.target: mla": transformer(LATENT),
+        r"has mla=false \(set mla: true\).*model.surgery.target: mla": transformer(LATENT),
+        r"null_attn=true \(set null_attn: false\)": transformer({**LATENT, "null_attn": True}),
+        r"exact_first_tokens=3 \(set exact_first_tokens: 0\)": transformer(FIRST),
+        r"local_window=8 \(set local_window: null\)": transformer({**LATENT, "local_window": 8}),
+        r"layout=per_head \(set layout: latent\)": transformer(DBA),
         "differs from the first block's": spec(*block(MLA), *block({**MLA, "sem_dim": 6})),
         "several eps": spec(*block(MLA)).model_copy(),
     }

@@ -17,7 +17,7 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.export.tokenizer import find_template
 from caramba.export.write import export_model
 from caramba.infer import load_model
-from tests.integration.export.samples import GQA, MLP, REMOTE, loud, make_run, transformer
+from tests.integration.export.samples import FIRST, GQA, MLP, REMOTE, loud, make_run, transformer
 from tests.unit.hf.folders import write
 
 gguf = pytest.importorskip("gguf")
@@ -128,6 +128,9 @@ def test_a_model_that_no_engine_has_is_refused_by_its_key(tmp_path: Path, capsys
     words = ["export", str(run), "--out", str(tmp_path / "out"), "--format", "gguf"]
     assert main(words) == 2
     assert "model.surgery.target: mla" in capsys.readouterr().err
+    first = make_run(tmp_path / "first", loud(transformer(FIRST)))
+    assert main(["export", str(first), *words[2:]]) == 2
+    assert "exact_first_tokens=3 (set exact_first_tokens: 0)" in capsys.readouterr().err
     assert main([*words, "--weights", "q8"]) == 2
     assert "did you mean 'q8_0'" in capsys.readouterr().err
     assert main([*words, "--dtype", "bf16"]) == 2
