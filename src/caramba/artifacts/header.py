@@ -26,7 +26,14 @@ class Fact:
 
 
 def read_facts(result: RunResult, run_dir: Path) -> list[Fact]:
-    """Return the facts that the files of a run hold; those of missing or damaged files are omitted."""
+    """Return the facts of a report's head; those of missing or damaged files are omitted."""
+    return facts_of(run_dir, result.labels, result.environment, result.git_commit)
+
+
+def facts_of(
+    run_dir: Path, labels: dict[str, str], environment: dict[str, Any], git_commit: str | None
+) -> list[Fact]:
+    """Return the facts that the files of a run hold, and that its report holds besides."""
     root = run_dir.parents[1] if run_dir.parent.name == "groups" else run_dir
     manifest = _read_json(root / "manifest.json")
     events = [event for event in read_events(run_dir) if isinstance(event.get("time"), int | float)]
@@ -35,9 +42,9 @@ def read_facts(result: RunResult, run_dir: Path) -> list[Fact]:
         ("Duration", _duration(events)),
         ("Command", _command(root)),
         ("Model", _model(manifest)),
-        ("Data", _data(result.labels)),
-        ("Device", _device(result.environment)),
-        ("Git", _git(result)),
+        ("Data", _data(labels)),
+        ("Device", _device(environment)),
+        ("Git", _git(git_commit, environment)),
     ]
     return [Fact(name, text) for name, text in listed if text]
 
@@ -125,11 +132,11 @@ def _device(environment: dict[str, Any]) -> str:
     return f"{cpu}, {count} cores" if cpu and count else str(cpu or "")
 
 
-def _git(result: RunResult) -> str:
-    if result.git_commit is None:
+def _git(git_commit: str | None, environment: dict[str, Any]) -> str:
+    if git_commit is None:
         return "not in a repository"
-    is_clean = result.environment.get("git_is_clean")
-    return result.git_commit[:12] + ("" if is_clean is None else ", clean" if is_clean else ", with changes")
+    is_clean = environment.get("git_is_clean")
+    return git_commit[:12] + ("" if is_clean is None else ", clean" if is_clean else ", with changes")
 
 
 def _dict(value: Any) -> dict[str, Any]:

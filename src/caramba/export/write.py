@@ -18,6 +18,7 @@ from caramba.config.names import nearest
 from caramba.data.checkpoint import save_tensors
 from caramba.data.checkpoint.formats import write_model_file
 from caramba.errors import ConfigError
+from caramba.export.card import model_card
 from caramba.export.deepseek import deepseek_config, deepseek_tensors, gguf_deepseek, has_mla, mla_blocks
 from caramba.export.gguf import gguf_llama, write_gguf
 from caramba.export.llama import llama_config, llama_tensors, why_not_llama
@@ -28,6 +29,7 @@ from caramba.infer.model_bundle import ModelBundle
 from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
 
+CARD = "README.md"
 FORMATS = ("hf", "deepseek", "gguf", "safetensors", "ckpt", "dcp")
 STREAMED = ("deepseek", "gguf")
 """Formats that read the weights one at a time, so the model may be on `meta`."""
@@ -129,6 +131,7 @@ def export_model(
             architecture, notes = write_gguf(opened, part, weights, *described), []
         else:
             architecture, notes = _write_own(opened, part, format, role, dtype)
+        write_whole(part / CARD, model_card(opened, role, format, tuple(notes)))
         files = tuple(sorted(file.name for file in part.iterdir()))
         folder.mkdir(exist_ok=True)
         for name in files:

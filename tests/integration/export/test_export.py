@@ -92,6 +92,31 @@ def test_own_formats_come_back_bit_for_bit(tmp_path, format, name):
         assert main(["export", str(folder / name), "--format", "safetensors", "--out", str(again)]) == 0
 
 
+@pytest.mark.parametrize("format", ["hf", "safetensors", "ckpt"])
+def test_an_export_of_a_run_has_a_model_card(tmp_path, monkeypatch, format):
+    import caramba
+
+    monkeypatch.chdir(tmp_path)
+    run = caramba.launch(
+        [
+            *("model=tiny", "train=pretrain", "train.steps=2", "train.batch_size=2", "train.block_size=32"),
+            *("benchmark=smoke", "verify=none", "device=cpu", "settings.instrument=none", "notes='a | b'"),
+            *("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512"),
+        ],
+        quiet=True,
+    )
+    folder = exported(tmp_path, run.path, "--format", format)
+    card = (folder / "README.md").read_text()
+    library = {"hf": "transformers"}.get(format, "caramba")
+    assert card.startswith(f"---\nlibrary_name: {library}\ntags: [caramba, student]\n")
+    facts = ("Date", "Duration", "Command", "Model", "Data", "Device", "Git")
+    assert [line for line in facts if f"| {line} |" in card] == list(facts)
+    assert "caramba launch model=tiny train=pretrain train.steps=2" in card
+    assert f"| `perplexity.student.perplexity` | {run.metrics['perplexity.student.perplexity']:.6g} |" in card
+    again = exported(tmp_path / "again", folder, "--format", "safetensors")
+    assert "## Training" not in (again / "README.md").read_text()
+
+
 def test_a_ckpt_loads_into_a_lightning_module(tmp_path):
     import lightning.pytorch as pl
 
