@@ -224,7 +224,12 @@ GROUPS = {
     ),
     "Commands and data": ("launch_times", "substrate", "prepare", "collect_runs", "studio", "sweep_overhead"),
 }
-ELSEWHERE = ("smollm2", "paired_tests")  # docs/results.md and docs/evidence.md show them
+ELSEWHERE = (
+    "smollm2",
+    "paired_tests",
+    "export_memory",
+    "engines",
+)  # docs/results.md, evidence.md, export.md show them
 
 
 def render() -> str:
