@@ -142,7 +142,10 @@ class TransplantedLayer:
 
 @dataclass(frozen=True)
 class TransplantReport:
-    """What surgery did: every student weight's source, the unmapped weights of both sides, and each layer's error."""
+    """What surgery did: every student weight's source, the unmapped weights of both sides, and each layer's error.
+
+    Under `surgery.kv_budget_formats` also the untrained student's KL to its teacher, as predicted and as measured.
+    """
 
     method: str
     copied: tuple[str, ...]
@@ -152,6 +155,8 @@ class TransplantReport:
     energy_kept: tuple[float, ...] = ()
     layers: tuple[TransplantedLayer, ...] = ()
     calibration_tokens: int = 0
+    predicted_kl: float | None = None
+    measured_kl: float | None = None
 
 
 @dataclass(frozen=True)

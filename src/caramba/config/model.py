@@ -160,6 +160,12 @@ class SurgeryConfig(Config):
         default=None,
         description="bytes of cache per token, all layers together, at 16 bits: widths by measured error",
     )
+    kv_budget_formats: tuple[Literal["fp16", "q8_0", "q4_0", "nf4", "mixed"], ...] = Field(
+        default=(),
+        description="cache formats to choose from under kv_budget_bytes, which then counts their own bytes: latent and "
+        "rotary width of each layer and one format, by the measured KL of each layer; empty: widths alone, by block "
+        "error",
+    )
     calibration_tokens: Positive | None = Field(
         default=None, description="tokens of the train split that statistics are taken over; default 262144"
     )

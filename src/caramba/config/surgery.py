@@ -67,6 +67,7 @@ def check_surgery(model: ModelConfig) -> None:
     ours = attention_configs(model.topology)
     _check_stated_widths(surgery, ours)
     _check_target(surgery, ours)
+    _check_formats(surgery, ours)
     if model.teacher.manifest is None:
         return
     theirs = attention_configs(model.teacher.manifest.topology)
@@ -248,6 +249,20 @@ def _check_target(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> N
             "have one width for all layers of multi-head latent attention; set kv_budget_bytes: null with sem_dim and "
             "geo_dim, or target: caramba"
         )
+
+
+def _check_formats(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:
+    if not surgery.kv_budget_formats:
+        return
+    where = f"model.surgery.kv_budget_formats={list(surgery.kv_budget_formats)}"
+    if surgery.kv_budget_bytes is None:
+        raise ConfigError(f"{where}: chooses under a budget; set kv_budget_bytes, or remove it")
+    if surgery.cache_format is not None or any(config.cache_format is not None for config in ours):
+        raise ConfigError(
+            f"{where}: the budget chooses the format, got cache_format={surgery.cache_format}; set cache_format: null"
+        )
+    if any(config.layout != "latent" for config in ours):
+        raise ConfigError(f"{where}: measures layout: latent alone; set layout: latent, or remove it")
 
 
 def _check_stated_widths(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:

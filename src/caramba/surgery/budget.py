@@ -27,7 +27,7 @@ from caramba.surgery.latent import latent_maps
 from caramba.surgery.per_head import per_head_maps
 from caramba.surgery.statistics import LayerStatistics
 
-_STEPS = (
+STEPS = (
     1,
     2,
     3,
@@ -53,7 +53,7 @@ _STEPS = (
     3072,
     4096,
 )
-_REACH = 3  # no layer gets more than this many times its equal share
+REACH = 3  # no layer gets more than this many times its equal share
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,12 @@ def _gain(before: Choice, after: Choice) -> float:
     return (before.damage - after.damage) / (after.elements - before.elements)
 
 
-def allocate(curves: Sequence[Sequence[Choice]], elements: int) -> list[Choice]:
+def allocate(
+    curves: Sequence[Sequence[Choice]], elements: int, *, unit_bytes: int = BYTES_PER_ELEMENT
+) -> list[Choice]:
     """Choose one point of each layer's curve so that all together cache at most `elements`, with the least damage.
+
+    `unit_bytes` is the size of an element in a message: curves over bytes have 1.
 
     Raises:
         ConfigError: the layers' smallest choices exceed the budget.
@@ -92,8 +96,8 @@ def allocate(curves: Sequence[Sequence[Choice]], elements: int) -> list[Choice]:
     left = elements - sum(hull[0].elements for hull in hulls)
     if left < 0:
         raise ConfigError(
-            f"surgery.kv_budget_bytes: {elements} elements per token are below the least that the layers can cache, "
-            f"{elements - left}; the nearest possible is {BYTES_PER_ELEMENT * (elements - left)} bytes"
+            f"surgery.kv_budget_bytes: {unit_bytes * elements} bytes per token are below the least that the layers can "
+            f"cache; the nearest possible is {unit_bytes * (elements - left)} bytes"
         )
     while True:
         steps = [
@@ -125,13 +129,13 @@ def fit_widths(teacher: Model, spec: ModelSpec, calibration: Calibration, budget
         )
     elements = budget_bytes // BYTES_PER_ELEMENT
     configs = attention_configs(spec.topology)
-    most = max(_REACH * elements // len(layers), 16)
+    most = max(REACH * elements // len(layers), 16)
     curves = [
         _curve(layer, config, *calibration.of(layer), most)
         for (_, layer), config in zip(layers, configs, strict=True)
     ]
     chosen = [dict(choice.widths) for choice in allocate(curves, elements)]
-    return spec.model_copy(update={"topology": _unrolled(spec.topology, iter(chosen))})
+    return spec.model_copy(update={"topology": unroll(spec.topology, iter(chosen))})
 
 
 def _curve(
@@ -153,20 +157,18 @@ def _latent_curve(
     dims = layer.dims
     keys, joint = dims.n_kv_heads * dims.qk, len(statistics.mean)
     choices = []
-    for geo in (step for step in _STEPS if step % 2 == 0 and step <= min(keys, most)):
+    for geo in (step for step in STEPS if step % 2 == 0 and step <= min(keys, most)):
         widest = min(joint, most)
         maps = latent_maps(
             layer, statistics, split_keys(layer, statistics, geo), statistics.queries, widest, 1.0
         )
-        for rank in (
-            step for step in _STEPS if step <= widest and step + geo <= most and _is_sane(step, geo)
-        ):
+        for rank in (step for step in STEPS if step <= widest and step + geo <= most and is_sane(step, geo)):
             damage = held.relative(latent_output(held, maps.truncate(rank), first_tokens)) ** 2
             choices.append(Choice(rank + geo, damage, (("sem_dim", rank), ("geo_dim", geo))))
     return choices
 
 
-def _is_sane(rank: int, geo: int) -> bool:
+def is_sane(rank: int, geo: int) -> bool:
     """Leave out splits that no layer has been seen to want: they are half of all."""
     return geo <= 2 * rank + 2 and rank <= 16 * geo
 
@@ -186,7 +188,7 @@ def _per_head_curve(
         maps = per_head_maps(layer, statistics, statistics.queries, (sem, geo, v), centres_values=centres)
         return held.relative(per_head_output(held, maps)) ** 2
 
-    steps = [step for step in _STEPS if step <= most // kv_heads]
+    steps = [step for step in STEPS if step <= most // kv_heads]
     values = {v: damage(1, dims.qk, v) for v in steps if v <= dims.v}
     keys = {
         (sem, geo): damage(sem, geo, dims.v)
@@ -206,7 +208,7 @@ def _per_head_curve(
     ]
 
 
-def _unrolled(node: Any, widths: Any) -> Any:
+def unroll(node: Any, widths: Any) -> Any:
     """Return the tree with the next widths of the iterator in each attention layer, repeats written out.
 
     A written-out repeat keeps the names of its weights: node i of repeat r is layers[r * n + i] in both.
@@ -216,6 +218,6 @@ def _unrolled(node: Any, widths: Any) -> Any:
     if not isinstance(node, TopologyConfig) or not attention_configs(node):
         return node
     if isinstance(node, NestedTopologyConfig):
-        layers = tuple(_unrolled(child, widths) for _ in range(node.repeat) for child in node.layers)
+        layers = tuple(unroll(child, widths) for _ in range(node.repeat) for child in node.layers)
         return SequentialTopologyConfig(layers=layers)
-    return node.model_copy(update={"layers": tuple(_unrolled(child, widths) for child in node.layers)})
+    return node.model_copy(update={"layers": tuple(unroll(child, widths) for child in node.layers)})

@@ -41,12 +41,17 @@ class CalibrationText:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the teacher's attention layers gave, in execution order, by the layers themselves."""
+    """What the teacher's attention layers gave, in execution order, by the layers themselves.
+
+    `tokens` are the held-out windows [n, T], with their `documents`.
+    """
 
     layers: tuple[tuple[str, AttentionLayer], ...]
     statistics: tuple[LayerStatistics, ...]
     held_out: tuple[EvalWindows, ...]
     n_tokens: int
+    tokens: Tensor | None = None
+    documents: Tensor | None = None
 
     def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, EvalWindows]:
         """Return the statistics and the held-out activations of a teacher layer, on its device."""
@@ -114,7 +119,9 @@ def calibrate(
             save_tensors(path, tensors, {_CHECKSUM: _checksum(tensors)})
     held_out = capture(teacher, layers, text.held_out, text.held_out_documents)
     counted = text.windows.numel() if text.documents is None else int((text.documents >= 0).sum())
-    return Calibration(layers, tuple(statistics), tuple(held_out), counted)
+    return Calibration(
+        layers, tuple(statistics), tuple(held_out), counted, text.held_out, text.held_out_documents
+    )
 
 
 def _read(path: Path) -> list[LayerStatistics] | None:

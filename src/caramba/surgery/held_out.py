@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from caramba.config.kvcache import KVCacheKind
 from caramba.errors import CheckpointError
 from caramba.layer import AttentionLayer, Documents
+from caramba.layer.cache_rounding import CacheRounding
 from caramba.layer.first_tokens import attend_with_prefix, read_first
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
@@ -140,10 +142,13 @@ def _kept_bytes(layers: Sequence[tuple[str, AttentionLayer]], windows: Tensor) -
 
 
 @torch.no_grad()
-def latent_output(held: EvalWindows, maps: LatentMaps, first_tokens: int = 0) -> Tensor:
+def latent_output(
+    held: EvalWindows, maps: LatentMaps, first_tokens: int = 0, kind: KVCacheKind | None = None
+) -> Tensor:
     """Return the block output, without bias, of a latent layer with these maps, [N, T, M].
 
-    The first `first_tokens` of each sequence, or document, keep their own keys and values.
+    The first `first_tokens` of each sequence, or document, keep their own keys and values. With a `kind` latent and
+    geometric keys are what a cache of it stores.
     """
     layer = held.layer
     dims, dtype = layer.dims, held.q.dtype
@@ -161,7 +166,12 @@ def latent_output(held: EvalWindows, maps: LatentMaps, first_tokens: int = 0) ->
     k_geo = (keys @ maps.geometry.key.to(dtype))[:, None]
     cos, sin = _table(held, maps.frequencies, rope.attention_factor)
     q = torch.cat((q_sem, rotate(q_geo, cos, sin)), -1) * dims.qk**-0.5
-    k = torch.cat((c[:, None], rotate(k_geo, cos, sin)), -1)
+    streams = {"c": c[:, None], "k_geo": rotate(k_geo, cos, sin)}
+    if kind is not None:
+        sizes = tuple((name, 1, x.shape[-1]) for name, x in streams.items())
+        streams = CacheRounding(kind, sizes)(streams)
+    c = streams["c"][:, 0]
+    k = torch.cat((streams["c"], streams["k_geo"]), -1)
     n = dims.n_kv_heads * dims.qk
     mean = maps.mean[n:].to(dtype).unflatten(0, (dims.n_kv_heads, dims.v))
     if first_tokens:

@@ -8,6 +8,7 @@ import torch
 
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import check_pair
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model, build_model, pair_attention
@@ -16,6 +17,7 @@ from caramba.surgery.budget import fit_widths
 from caramba.surgery.calibration import Calibration
 from caramba.surgery.copy_heads import copy_heads
 from caramba.surgery.dba import convert, describe
+from caramba.surgery.sensitivity import HeldOutKL, fit_budget
 from caramba.surgery.statistics import weight_statistics
 from caramba.surgery.weight_svd import weight_svd
 
@@ -55,7 +57,9 @@ def transplant(
         ConfigError: a weight of the student has no counterpart, the models do not pair, a part is not mapped by the
             method, or calibration is missing. Nothing is changed then.
     """
-    chosen = surgery.model_copy(update={"kv_budget_bytes": None})  # by now every width is a layer's own
+    chosen = surgery.model_copy(
+        update={"kv_budget_bytes": None, "kv_budget_formats": ()}
+    )  # by now every width is a layer's own
     converted = _converted(teacher, student, chosen)
     if converted and surgery.method in CALIBRATED and calibration is None:
         raise ConfigError(
@@ -137,8 +141,32 @@ def build_student(
     teacher: Model, config: ModelSpec, surgery: SurgeryConfig, calibration: Calibration | None, seed: int
 ) -> tuple[Model, TransplantReport]:
     """Build a student on the device of its teacher, with weights from it; widths follow `surgery.kv_budget_bytes`."""
+    predicted = None
     if surgery.kv_budget_bytes is not None and calibration is not None:
-        config = fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
-    device = teacher.embedder.token.weight.device
-    student = build_model(config, seed=seed).to(device).eval()
+        if surgery.kv_budget_formats:
+            predicted = fit_budget(
+                teacher,
+                config,
+                calibration,
+                surgery.kv_budget_bytes,
+                surgery.kv_budget_formats,
+                lambda spec: _build(teacher, spec, surgery, calibration, seed)[0],
+            )
+            config = predicted.spec
+        else:
+            config = fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
+    student, report = _build(teacher, config, surgery, calibration, seed)
+    if predicted is None or calibration is None:
+        return student, report
+    with torch.no_grad():
+        measured = HeldOutKL(teacher, calibration).of(student)
+    logger.info(f"kv_budget: predicted KL {predicted.kl:.4g} nats, measured {measured:.4g} without training")
+    return student, dataclasses.replace(report, predicted_kl=predicted.kl, measured_kl=measured)
+
+
+def _build(
+    teacher: Model, spec: ModelSpec, surgery: SurgeryConfig, calibration: Calibration | None, seed: int
+) -> tuple[Model, TransplantReport]:
+    weight = teacher.embedder.token.weight
+    student = build_model(spec, seed=seed).to(weight.device).eval()
     return student, transplant(teacher, student, surgery, calibration)

@@ -1,0 +1,222 @@
+"""Widths of every layer and one cache format under a budget of bytes, by the KL that each layer's choice costs alone.
+
+The KL of a whole student is larger than the sum of its layers' and grows faster. Two students near the budget are
+built and measured, and the prediction is the power law through them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from caramba.config.kvcache import KVCacheKind, bytes_of_streams
+from caramba.config.model import ModelSpec
+from caramba.config.surgery import attention_configs
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.layer import AttentionLayer
+from caramba.model import Model
+from caramba.ops.upcast import upcast
+from caramba.surgery.budget import REACH, STEPS, Choice, allocate, is_sane, lower_hull, unroll
+from caramba.surgery.calibration import Calibration
+from caramba.surgery.collect import batches
+from caramba.surgery.dba import split_keys
+from caramba.surgery.held_out import EvalWindows, latent_output
+from caramba.surgery.latent import latent_maps
+from caramba.surgery.statistics import LayerStatistics
+
+CHUNK = 1024
+ANCHORS = (0.8, 1.25)
+"""Budgets of the two measured students, relative to the one asked for."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A student's spec, the cache format of all its layers (None: 16 bits), and the KL predicted without training."""
+
+    spec: ModelSpec
+    format: KVCacheKind | None
+    kl: float
+
+
+class HeldOutKL:
+    """KL(teacher || model) in nats per held-out token of a calibration, of models and of replaced layer outputs."""
+
+    def __init__(self, teacher: Model, calibration: Calibration) -> None:
+        if calibration.tokens is None:
+            raise ConfigError(
+                "surgery.kv_budget_formats: the calibration has no held-out tokens; calibrate again"
+            )
+        self.teacher, self.tokens, self.documents = teacher, calibration.tokens, calibration.documents
+        self.device = teacher.embedder.token.weight.device
+        self.states = [teacher.hidden(x, documents=ids) for x, ids in self._batches()]
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return batches(self.tokens, self.documents, self.device)
+
+    def of(self, model: Model) -> float:
+        """Return the KL of a whole model."""
+        return self._mean(model, [model.hidden(x, documents=ids) for x, ids in self._batches()])
+
+    def replacing(self, layer: AttentionLayer, output: Tensor) -> float:
+        """Return the KL when a layer of the teacher gives `output` [N, T, M], without its bias."""
+        place = 0
+
+        def replace(_module: nn.Module, _inputs: object, found: Tensor) -> Tensor:
+            nonlocal place
+            part = output[place : place + len(found)].to(found.device, found.dtype)
+            place += len(found)
+            return part if layer.out.bias is None else part + layer.out.bias
+
+        handle = layer.register_forward_hook(replace)
+        try:
+            return self._mean(self.teacher, [self.teacher.hidden(x, documents=i) for x, i in self._batches()])
+        finally:
+            handle.remove()
+
+    @torch.no_grad()
+    def _mean(self, model: Model, states: Sequence[Tensor]) -> float:
+        total, n = 0.0, 0
+        for (_, ids), theirs, ours in zip(self._batches(), self.states, states, strict=True):
+            counted = torch.ones_like(theirs[..., 0], dtype=torch.bool) if ids is None else ids >= 0
+            theirs, ours = theirs[counted], ours[counted]
+            for start in range(0, len(ours), CHUNK):
+                part = slice(start, start + CHUNK)
+                log_p = F.log_softmax(upcast(self.teacher.logits(theirs[part])), dim=-1)
+                log_q = F.log_softmax(upcast(model.logits(ours[part])), dim=-1)
+                total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+            n += len(ours)
+        return total / n
+
+
+@torch.no_grad()
+def fit_budget(
+    teacher: Model,
+    spec: ModelSpec,
+    calibration: Calibration,
+    budget_bytes: int,
+    formats: Sequence[str],
+    make: Callable[[ModelSpec], Model],
+) -> Predicted:
+    """Choose latent and rotary width of every layer and one cache format under `budget_bytes` a token of all layers.
+
+    Each layer's choices that no other dominates in block error are measured by the KL that they alone cost. For each
+    format the widths of least total are found, and the format of least total is taken.
+
+    Args:
+        formats: `fp16` or quantised formats.
+        make: builds the untrained student of a spec.
+
+    Raises:
+        ConfigError: no format fits the budget, or a layer is not of the latent layout.
+    """
+    configs = attention_configs(spec.topology)
+    if any(config.layout != "latent" for config in configs):
+        raise ConfigError(
+            "surgery.kv_budget_formats: measures layout: latent alone; use it, or leave the key out"
+        )
+    measure, layers = HeldOutKL(teacher, calibration), teacher.attention_layers()
+    kinds = {name: None if name == "fp16" else KVCacheKind(name) for name in formats}
+    curves: dict[str, list[list[Choice]]] = {name: [] for name in formats}
+    most = REACH * budget_bytes // len(layers)
+    for number, ((_, layer), config) in enumerate(zip(layers, configs, strict=True)):
+        found = _curves(layer, *calibration.of(layer), measure, kinds, most, config.exact_first_tokens)
+        for name, curve in found.items():
+            curves[name].append(curve)
+        logger.info(
+            f"kv_budget: layer {number + 1} of {len(layers)} measured, {sum(map(len, found.values()))} choices"
+        )
+    chosen: dict[str, list[Choice]] = {}
+    refusals: list[str] = []
+    for name in formats:
+        try:
+            chosen[name] = allocate(curves[name], budget_bytes, unit_bytes=1)
+        except ConfigError as error:
+            refusals.append(f"{name}: {error}")
+    if not chosen:
+        raise ConfigError("; ".join(refusals))
+    sums = {name: _total(choices) for name, choices in chosen.items()}
+    best = min(sums, key=lambda name: sums[name])
+
+    def student(choices: Sequence[Choice]) -> ModelSpec:
+        kind = kinds[best]
+        widths = [
+            {**dict(choice.widths), "cache_format": None if kind is None else str(kind)} for choice in choices
+        ]
+        return spec.model_copy(update={"topology": unroll(spec.topology, iter(widths))})
+
+    anchors = []
+    for share in ANCHORS:
+        try:
+            choices = allocate(curves[best], round(share * budget_bytes), unit_bytes=1)
+        except ConfigError:  # less than the least there is
+            continue
+        anchors.append((_total(choices), measure.of(make(student(choices)))))
+    kl = predict(sums[best], anchors)
+    others = ", ".join(f"{name} {value:.4g}" for name, value in sums.items())
+    size = sum(choice.elements for choice in chosen[best])
+    logger.info(
+        f"kv_budget: {best}, widths by layer in {size:,} of {budget_bytes:,} bytes a token, predicted KL {kl:.4g} nats "
+        f"(sums of single layers: {others})"
+    )
+    return Predicted(student(chosen[best]), kinds[best], kl)
+
+
+def predict(total: float, anchors: Sequence[tuple[float, float]]) -> float:
+    """Return the KL of a student whose layers alone cost `total`, by measured (total, KL) of others.
+
+    With two of different totals it is the power law through both, with one it is proportional.
+    """
+    points = [(one, kl) for one, kl in anchors if one > 0 and kl > 0]
+    if not points or total <= 0:
+        return total
+    (x, y), *others = points
+    if others and not math.isclose(others[0][0], x, rel_tol=1e-3):
+        slope = math.log(others[0][1] / y) / math.log(others[0][0] / x)
+        return y * (total / x) ** slope
+    return y * total / x
+
+
+def _total(choices: Sequence[Choice]) -> float:
+    return sum(choice.damage for choice in choices)
+
+
+def _curves(
+    layer: AttentionLayer,
+    statistics: LayerStatistics,
+    held: EvalWindows,
+    measure: HeldOutKL,
+    kinds: dict[str, KVCacheKind | None],
+    most: int,
+    first_tokens: int,
+) -> dict[str, list[Choice]]:
+    """Return, for each format, bytes and KL of the choices on the lower hull of block error over bytes."""
+    dims = layer.dims
+    keys, joint = dims.n_kv_heads * dims.qk, len(statistics.mean)
+    by_error: dict[str, list[Choice]] = {name: [] for name in kinds}
+    maps_of = {}
+    for geo in (step for step in STEPS if step % 2 == 0 and step <= keys):
+        maps_of[geo] = latent_maps(
+            layer, statistics, split_keys(layer, statistics, geo), statistics.queries, joint, 1.0
+        )
+        for rank in (step for step in STEPS if step <= joint and is_sane(step, geo)):
+            for name, kind in kinds.items():
+                size = int(bytes_of_streams((("c", 1, rank), ("k_geo", 1, geo)), kind or KVCacheKind.FP16))
+                if size <= most:
+                    output = latent_output(held, maps_of[geo].truncate(rank), first_tokens, kind)
+                    widths = (("sem_dim", rank), ("geo_dim", geo))
+                    by_error[name].append(Choice(size, held.relative(output) ** 2, widths))
+    found: dict[str, list[Choice]] = {}
+    for name, choices in by_error.items():
+        found[name] = []
+        for choice in lower_hull(choices):
+            widths = dict(choice.widths)
+            maps = maps_of[widths["geo_dim"]].truncate(widths["sem_dim"])
+            kl = measure.replacing(layer, latent_output(held, maps, first_tokens, kinds[name]))
+            found[name].append(Choice(choice.elements, kl, choice.widths))
+    return found
