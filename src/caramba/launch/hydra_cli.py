@@ -15,10 +15,9 @@ from caramba.config.names import nearest
 from caramba.config.narrowing import is_mapping, mapping_of
 from caramba.errors import ConfigError
 from caramba.launch.argv import CommandLine
-from caramba.launch.commands.table import COMMANDS
+from caramba.launch.completion import complete_word
 from caramba.launch.compose import compose
 from caramba.launch.unsafe_keys import refuse_unsafe_folder, refuse_unsafe_overrides
-from caramba.runs import list_runs
 
 
 @hydra.main(config_path="pkg://caramba.conf", config_name="config", version_base="1.3")
@@ -40,20 +39,10 @@ def _complete(args: CommandLine) -> int:
     line = os.environ.get("COMP_LINE", "")
     typed = "" if line.endswith(" ") or not words else words[-1]
     before = words[: len(words) - bool(typed)]
-    if not before and "=" not in typed:
-        commands = [command for command in COMMANDS if command.startswith(typed)]
-        if typed and commands:
-            print("\n".join(commands))
-            return 0
-    command = before[0] if before and before[0] in COMMANDS else ""
-    if command and command not in ("launch", "compile", "run"):
-        # Other commands take a run or a folder: bash adds the names of files itself.
-        names = ["latest", *(f"runs/{run.parent.name}/{run.name}" for run in list_runs())]
-        found = [name for name in names if name.startswith(typed)] if len(before) == 1 else []
+    found = complete_word(before, typed)
+    if found is not None:
         print("\n".join(found), end="\n" if found else "")
         return 0
-    if any("=" not in word and not word.startswith("-") for word in before[bool(command) :]):
-        return 0  # A word that is no override: Hydra would print an error.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         try:
             return _ask_hydra(args)

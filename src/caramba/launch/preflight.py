@@ -21,6 +21,7 @@ from caramba.config.train import BLOCK_PHASES, check_batch_is_given, check_block
 from caramba.data.checkpoint.folder import weight_files
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder, hub_cache, hub_folder
 from caramba.errors import CheckpointError, ConfigError
+from caramba.launch.cpu_threads import note_on_threads
 from caramba.runs import MANIFEST, resolve_run
 from caramba.runs.shell import show_path
 
@@ -40,7 +41,8 @@ def check_startable(frozen: Frozen, *, is_plan: bool = False) -> tuple[Manifest,
         is_plan: whether it is only planned. A plan downloads nothing, and may lack data that nobody chose.
 
     Returns:
-        The manifest with absolute paths of its weights, and what a launch needs that its plan does without.
+        The manifest with absolute paths of its weights, and notes: what a launch needs that its plan does without, and
+        CPU threads that exceed the cores.
 
     Raises:
         ConfigError: a setting that contradicts another, or asks for what is not here.
@@ -62,6 +64,8 @@ def check_startable(frozen: Frozen, *, is_plan: bool = False) -> tuple[Manifest,
     frozen.refuse_unbuilt()
     check_phases(manifest)
     check_extras(manifest)
+    if (threads := note_on_threads(manifest)) is not None:
+        notes.append(threads)
     return manifest, notes
 
 

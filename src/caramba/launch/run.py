@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.launch.argv import CommandLine
 from caramba.launch.freeze import Frozen, freeze
@@ -63,8 +64,10 @@ def _launch_rank(args: CommandLine, inline: Inline) -> tuple[Path, int]:
 def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Frozen]:
     """Return a valid manifest whose weights and data are here, with nothing in it unbuilt."""
     frozen = freeze(overrides, config_dirs)
-    manifest, _ = check_startable(frozen)
+    manifest, notes = check_startable(frozen)
     check_launcher(manifest)
+    for note in notes:
+        logger.warning(note)
     return manifest, frozen
 
 
