@@ -30,6 +30,8 @@ from caramba.surgery.held_out import EvalWindows, latent_output
 from caramba.surgery.latent import latent_maps
 from caramba.surgery.statistics import LayerStatistics
 
+Curves = dict[str, list[list[Choice]]]
+"""Choices of every layer, by format."""
 CHUNK = 1024
 ANCHORS = (0.8, 1.25)
 """Budgets of the two measured students, relative to the one asked for."""
@@ -102,6 +104,7 @@ def fit_budget(
     budget_bytes: int,
     formats: Sequence[str],
     make: Callable[[ModelSpec], Model],
+    curves: Curves | None = None,
 ) -> Predicted:
     """Choose latent and rotary width of every layer and one cache format under `budget_bytes` a token of all layers.
 
@@ -111,6 +114,7 @@ def fit_budget(
     Args:
         formats: `fp16` or quantised formats.
         make: builds the untrained student of a spec.
+        curves: of `measure_curves`, which several budgets may share; by default measured here.
 
     Raises:
         ConfigError: no format fits the budget, or a layer is not of the latent layout.
@@ -120,17 +124,9 @@ def fit_budget(
         raise ConfigError(
             "surgery.kv_budget_formats: measures layout: latent alone; use it, or leave the key out"
         )
-    measure, layers = HeldOutKL(teacher, calibration), teacher.attention_layers()
-    kinds = {name: None if name == "fp16" else KVCacheKind(name) for name in formats}
-    curves: dict[str, list[list[Choice]]] = {name: [] for name in formats}
-    most = REACH * budget_bytes // len(layers)
-    for number, ((_, layer), config) in enumerate(zip(layers, configs, strict=True)):
-        found = _curves(layer, *calibration.of(layer), measure, kinds, most, config.exact_first_tokens)
-        for name, curve in found.items():
-            curves[name].append(curve)
-        logger.info(
-            f"kv_budget: layer {number + 1} of {len(layers)} measured, {sum(map(len, found.values()))} choices"
-        )
+    measure, kinds = HeldOutKL(teacher, calibration), kinds_of(formats)
+    most = REACH * budget_bytes // len(configs)
+    curves = measure_curves(teacher, spec, calibration, measure, formats, most) if curves is None else curves
     chosen: dict[str, list[Choice]] = {}
     refusals: list[str] = []
     for name in formats:
@@ -165,6 +161,34 @@ def fit_budget(
         f"(sums of single layers: {others})"
     )
     return Predicted(student(chosen[best]), kinds[best], kl)
+
+
+def kinds_of(formats: Sequence[str]) -> dict[str, KVCacheKind | None]:
+    """Return the cache kind of each format, None for 16 bits."""
+    return {name: None if name == "fp16" else KVCacheKind(name) for name in formats}
+
+
+@torch.no_grad()
+def measure_curves(
+    teacher: Model,
+    spec: ModelSpec,
+    calibration: Calibration,
+    measure: HeldOutKL,
+    formats: Sequence[str],
+    most: int,
+) -> Curves:
+    """Return, for each format and layer, bytes and KL of the choices of at most `most` bytes."""
+    layers, kinds = teacher.attention_layers(), kinds_of(formats)
+    curves: Curves = {name: [] for name in formats}
+    for number, ((_, layer), config) in enumerate(
+        zip(layers, attention_configs(spec.topology), strict=True), start=1
+    ):
+        found = _curves(layer, *calibration.of(layer), measure, kinds, most, config.exact_first_tokens)
+        for name, curve in found.items():
+            curves[name].append(curve)
+        n_choices = sum(map(len, found.values()))
+        logger.info(f"kv_budget: layer {number} of {len(layers)} measured, {n_choices} choices")
+    return curves
 
 
 def predict(total: float, anchors: Sequence[tuple[float, float]]) -> float:
