@@ -102,6 +102,7 @@ def test_a_source_trains_and_a_benchmark_measures(plugin: Callable[..., str]) ->
     assert 0.0 <= run.metrics["TopShare.student.share"] <= 1.0
     assert run.metrics["TopShare.student.entries"] == 257
     frozen = Run(run.path).manifest.groups[0]
+    assert frozen.data.source is not None
     assert frozen.data.source.model_dump() == {"type": "Counting", "n": 60}
     assert frozen.benchmarks[0].config.model_dump() == {"type": "TopShare", "block_size": 32}
     assert "train document 0: 0 1 2" in caramba.load(run, device="cpu").tokenizer.decode(_first_tokens())
