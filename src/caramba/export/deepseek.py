@@ -30,6 +30,8 @@ TRANSFORMERS_EPS = 1e-6
 """Epsilon of the latent's norm in transformers, whatever rms_norm_eps is; vLLM, SGLang and llama.cpp take that one."""
 
 
+VLLM_WIDTHS = (320, 576)
+"""Latent and rotary width together for which vLLM has kernels, at commit 002d6073."""
 _FOLDED = (
     "projection.q.weight",
     "projection.c.weight",
@@ -221,6 +223,18 @@ def deepseek_tensors(
         for name in ("gate", "up", "down"):
             copy(f"{prefix}mlp.{name}_proj.weight", f"{block.feed_forward[0]}.{name}.weight")
     return found
+
+
+def vllm_note(spec: ModelSpec) -> str | None:
+    """Return what to know where vLLM cannot cache a student's latent; None where it can."""
+    width = mla_blocks(spec, "export --format deepseek")[0].attention[1].dims().cached
+    if width in VLLM_WIDTHS:
+        return None
+    expected = " or ".join(map(str, VLLM_WIDTHS))
+    return (
+        f"vLLM caches latents of {expected} numbers a token and layer, this model has {width}: serve it with "
+        "VLLM_MLA_DISABLE=1, which caches all heads (docs/export.md)"
+    )
 
 
 def _final_norm(spec: ModelSpec) -> str:

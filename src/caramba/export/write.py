@@ -19,7 +19,14 @@ from caramba.data.checkpoint import save_tensors
 from caramba.data.checkpoint.formats import write_model_file
 from caramba.errors import ConfigError
 from caramba.export.card import model_card
-from caramba.export.deepseek import deepseek_config, deepseek_tensors, gguf_deepseek, has_mla, mla_blocks
+from caramba.export.deepseek import (
+    deepseek_config,
+    deepseek_tensors,
+    gguf_deepseek,
+    has_mla,
+    mla_blocks,
+    vllm_note,
+)
 from caramba.export.gguf import gguf_llama, write_gguf
 from caramba.export.llama import llama_config, llama_tensors, why_not_llama
 from caramba.export.precision import in_dtype
@@ -181,6 +188,9 @@ def _write_deepseek(
     config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels, "engine": engine}
     config["torch_dtype"] = config["dtype"]
     notes = [f"for {engine}: the latent's norm is scaled to its epsilon"]
+    note = vllm_note(model.spec) if engine == "vllm" else None
+    if note is not None:
+        notes.append(note)
     tensors = deepseek_tensors(model.spec, opened.weights, engine, dtype)
     save_tensors(part / "model.safetensors", tensors, {"format": "pt"})
     _write_companions(opened, part, config, notes)

@@ -13,7 +13,7 @@ from caramba.cli import main
 from caramba.data.checkpoint import load_tensors, read_metadata, save_tensors
 from caramba.errors import CheckpointError
 from caramba.export.check import check_folder
-from caramba.export.deepseek import deepseek_tensors, mla_blocks
+from caramba.export.deepseek import deepseek_tensors, mla_blocks, vllm_note
 from caramba.export.write import export_model
 from caramba.infer import load_model
 from tests.integration.export.samples import (
@@ -98,7 +98,9 @@ def test_llama_cpp_computes_the_same_text_from_a_cache_as_small(
     assert "bytes a token and layer" in said
 
 
-def test_a_folder_for_vllm_has_the_epsilon_of_the_other_norms_and_a_head(tmp_path: Path) -> None:
+def test_a_folder_for_vllm_has_the_epsilon_of_the_other_norms_and_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(tmp_path, "wide latent")
     for engine in ("transformers", "vllm"):
         words = [
@@ -112,6 +114,11 @@ def test_a_folder_for_vllm_has_the_epsilon_of_the_other_norms_and_a_head(tmp_pat
             str(tmp_path / engine),
         ]
         assert main(words) == 0
+    assert vllm_note(load_model(str(run)).model.spec) is not None
+    fits = transformer({**MLA, "sem_dim": 256, "geo_dim": 64})
+    assert vllm_note(fits) is None
+    said = capsys.readouterr()
+    assert "this model has 32: serve it with VLLM_MLA_DISABLE=1" in said.out + said.err
     ours, theirs = (load_tensors(tmp_path / name / "model.safetensors") for name in ("transformers", "vllm"))
     assert set(theirs) - set(ours) == {"lm_head.weight"}
     assert json.loads((tmp_path / "vllm" / "config.json").read_text())["tie_word_embeddings"] is False
