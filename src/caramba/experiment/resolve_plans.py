@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ from caramba.config.manifest import RunConfig
 from caramba.config.train import PhaseConfig, check_batch_is_given
 from caramba.console import logger
 from caramba.errors import BatchReduced, ConfigError, OutOfMemory
-from caramba.experiment.planning import Budget, PlanningContext, StepCandidate, Trial, TrialProcess, decide
+from caramba.experiment.planning import (
+    LEAST_SECONDS,
+    SHARE,
+    Budget,
+    PlanningContext,
+    StepCandidate,
+    Trial,
+    TrialProcess,
+    decide,
+)
 from caramba.experiment.probe import MODULE, request_of, shapes_of
 from caramba.experiment.session import Session
 from caramba.runs.environment import sharing_workers
@@ -208,13 +218,16 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
     for model in models if device.type != "cpu" else []:
         model.to("cpu")
     release_memory()
-    budget, began = Budget(), time.perf_counter()
+    open_phases = [run for run in session.group.runs if run.train is not None and run.train.measured_keys]
+    budget, began, trials = Budget.of_phases(len(open_phases)), time.perf_counter(), list[Trial]()
     ground = _ground(session, run, phase, device)
     try:
         with TrialProcess(MODULE, request_of(session, run)) as process:
 
             def measure(candidate: StepCandidate) -> Trial:
-                trial = process.measure(candidate, budget.left - ENDING_S)
+                # The first trial starts the process, and without it there is no plan.
+                left = budget.left if trials else max(budget.left, LEAST_SECONDS)
+                trial = process.measure(candidate, left - ENDING_S)
                 if not trial.refusal:
                     trial = dataclasses.replace(
                         trial, peak_bytes=max(0, trial.peak_bytes + ground.rank_bytes)
@@ -222,6 +235,7 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
                 if trial.refusal and not trial.is_out_of_memory:
                     budget.skip(candidate, trial.refusal)
                 logger.info(f"plan {run.id}: {_said(trial, ground)}")
+                trials.append(trial)
                 return trial
 
             decisions = decide(phase, ground, measure, budget)
@@ -235,9 +249,28 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
             decisions["step_seconds"].value / phase.gradient_accumulation_steps,
         )
     made = RuntimePlan(run.id, signature, device_facts(device), decisions)
-    append_event(session.run_dir, "planned", run=run.id, seconds=time.perf_counter() - began)
+    spent = time.perf_counter() - began
+    append_event(session.run_dir, "planned", run=run.id, seconds=spent)
+    why = explain_share(spent, decisions["step_seconds"].value * phase.steps, trials)
+    if why:
+        logger.info(f"{run.id}: {why}")
     logger.success(f"{run.id}: {_summary(made)}")
     return made
+
+
+def explain_share(spent: float, phase_seconds: float, trials: Sequence[Trial]) -> str:
+    """Return why planning took more than its share of a phase, empty where it did not."""
+    if spent <= SHARE * phase_seconds:
+        return ""
+    measured = [trial for trial in trials if not trial.refusal]
+    starting = sum(trial.start_seconds for trial in measured)
+    stepping = sum(sum(trial.seconds) for trial in measured) - starting
+    rest = max(0.0, spent - starting - stepping)
+    return (
+        f"planning took {spent:.0f} s, {spent / phase_seconds:.0%} of the {phase_seconds:.0f} s that the phase takes: "
+        f"{len(trials)} trials with {starting:.0f} s of compilation and first steps, {stepping:.0f} s of steps and "
+        f"{rest:.0f} s of starting processes and building models; later runs reuse the plan, and set keys need none"
+    )
 
 
 def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.device) -> PlanningContext:

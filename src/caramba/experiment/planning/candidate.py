@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WARM_UP = 2
-SHARE, LEAST_SECONDS = 0.02, 120.0
+SHARE, LEAST_SECONDS = 0.05, 120.0
+LEAST_OF_PHASE = 30.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ Measure = Callable[[StepCandidate], Trial]
 
 @dataclass
 class Budget:
-    """Seconds that planning may take: 2% of the run, at least 120. What did not fit is kept by name."""
+    """Seconds that the planning of a phase may take: 5% of it, at least `seconds`. What did not fit is kept by name."""
 
     seconds: float = LEAST_SECONDS
     clock: Callable[[], float] = time.monotonic
@@ -90,6 +91,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         self._began = self.clock()
+
+    @classmethod
+    def of_phases(cls, n_phases: int) -> Budget:
+        """Return the budget of one of `n_phases` that are planned for one run: they share the least."""
+        return cls(max(LEAST_OF_PHASE, LEAST_SECONDS / max(1, n_phases)))
 
     def cover(self, run_seconds: float) -> None:
         """Allow the share of a run that takes `run_seconds`."""
