@@ -41,7 +41,7 @@ class TimeLimit(Timer):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.lightning_module.micro_steps == 0:
             super().on_train_batch_end(trainer, *args, **kwargs)
-            if trainer.should_stop and not self.reason and self.time_remaining() <= 0:
+            if trainer.should_stop and not self.reason and (self.time_remaining() or 0.0) <= 0:
                 self.reason = f"trainer.max_time={self.limit}"
 
 
