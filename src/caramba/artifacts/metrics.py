@@ -27,7 +27,7 @@ STAGES = (
 # A count of tokens is the same for both models, so its ratio is meaningless.
 NO_RATIO = frozenset({"unique_tokens"})
 COMPARING = frozenset(
-    {"controls", "weights", "inference_ladder", "ladder"}
+    {"controls", "weights", "inference_ladder", "ladder", "generation"}
 )  # families that state their ratios themselves
 EXACT_16_BIT = ("fp16", "bf16")
 # Fields of the family perplexity whose ratio follows from the losses of the windows.

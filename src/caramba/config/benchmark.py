@@ -290,10 +290,30 @@ class LongContextBenchmarkConfig(Config):
         return self
 
 
-class PendingBenchmarkConfig(Config):
-    """`generation` is a known name whose benchmark comes with later work."""
+class GenerationBenchmarkConfig(Config):
+    """Quality of continuations of held-out text: repeated 4-grams, distinct 1- and 2-grams, length.
+
+    A student wins a prompt where its log-likelihood of the held-out continuation is above the teacher's by more than
+    `tie_margin` nats a token, and ties within it.
+    """
 
     type: Literal["generation"] = Field(description="kind of the benchmark")
+    num_prompts: Annotated[int, Field(ge=2)] = Field(default=64, description="number of prompts, at least 2")
+    prompt_length: Positive = Field(default=64, description="tokens of a prompt")
+    max_new_tokens: Positive = Field(default=64, description="most new tokens of a text")
+    batch_size: Positive = Field(default=8, description="prompts that are continued together")
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="softmax temperature; 0: the most likely token"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="keep the fewest tokens whose probabilities reach this sum"
+    )
+    tie_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.01, description="largest difference of log-likelihoods that is a tie, in nats a token"
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=1337, description="seed of the first prompt, one more for each further"
+    )
 
 
 BenchmarkKind = Annotated[
@@ -307,7 +327,7 @@ BenchmarkKind = Annotated[
     | LadderConfig
     | RecallBenchmarkConfig
     | LongContextBenchmarkConfig
-    | PendingBenchmarkConfig,
+    | GenerationBenchmarkConfig,
     Field(discriminator="type"),
     OrExtension(OwnBenchmarkConfig),
 ]

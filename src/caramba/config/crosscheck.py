@@ -20,7 +20,6 @@ from caramba.config.benchmark import (
     LatencyBenchmarkConfig,
     LongContextBenchmarkConfig,
     MemoryBenchmarkConfig,
-    PendingBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
 from caramba.config.ladder import LadderConfig
@@ -142,8 +141,6 @@ def find_unbuilt(value: Any, path: Path = ()) -> Iterator[NotImplementedKey]:
             yield from find_unbuilt(item, (*path, index))
     if not isinstance(value, BaseModel):
         return
-    if isinstance(value, PendingBenchmarkConfig):
-        yield NotImplementedKey((*path, "type"), value.type, "the benchmark work")
     for name, field in type(value).model_fields.items():
         item = getattr(value, name)
         for mark in field.metadata:

@@ -12,6 +12,7 @@ from typing import Any
 from caramba.config.benchmark import (
     AccuracyBenchmarkConfig,
     BenchmarkConfig,
+    GenerationBenchmarkConfig,
     InferenceLadderConfig,
     LatencyBenchmarkConfig,
     LongContextBenchmarkConfig,
@@ -24,6 +25,7 @@ from caramba.config.extension import OwnBenchmarkConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.evaluation.accuracy import accuracy
+from caramba.evaluation.generation import generation
 from caramba.evaluation.ladder import inference_ladder
 from caramba.evaluation.latency import latency
 from caramba.evaluation.long_context import long_context
@@ -75,11 +77,13 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
         return recall(config, subjects, bench.id)
     if isinstance(config, LongContextBenchmarkConfig):
         return long_context(config, subjects, bench.id)
+    if isinstance(config, GenerationBenchmarkConfig):
+        return generation(config, subjects, bench.id)
     if isinstance(config, OwnBenchmarkConfig):
         return own_benchmark(config, subjects, bench.id)
     raise ConfigError(
         f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory, accuracy, "
-        "weights, inference_ladder, recall or long_context"
+        "weights, inference_ladder, recall, long_context or generation"
     )
 
 

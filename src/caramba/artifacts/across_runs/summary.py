@@ -13,7 +13,18 @@ from caramba.errors import ConfigError
 # The default metric of a table: the first of these that was measured, else the held-out loss of the last phase, else
 # its training loss.
 HEADLINES = ("perplexity.student.perplexity", "ratio.perplexity")
-_HIGHER_IS_BETTER = ("tok_s", "acc", "accuracy", "top1", "acceptance", "recall", "energy_kept", "exact_match")
+_HIGHER_IS_BETTER = (
+    "tok_s",
+    "acc",
+    "accuracy",
+    "top1",
+    "acceptance",
+    "recall",
+    "energy_kept",
+    "exact_match",
+    "win_rate",
+    "win_tie_rate",
+)
 
 
 @dataclass(frozen=True)

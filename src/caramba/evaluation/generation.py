@@ -1,0 +1,128 @@
+"""Quality of generated text: repetition, distinct n-grams, length, and wins against the teacher by log-likelihood."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from caramba.artifacts.key import MetricKey
+from caramba.config.benchmark import GenerationBenchmarkConfig
+from caramba.errors import DataError
+from caramba.evaluation.subject import Subjects
+from caramba.infer import Generator, score_continuations
+from caramba.metrics import spread_windows
+from caramba.model import Model
+from caramba.result import Metric
+
+REPEATED = 4
+"""The length of the n-grams whose repeats are counted."""
+TEACHER = "teacher"
+
+
+def generation(
+    config: GenerationBenchmarkConfig, subjects: Subjects, source: str
+) -> tuple[list[Metric], list[dict[str, Any]]]:
+    """Continue held-out texts with each model, and compare how likely each model finds how they went on.
+
+    A model wins a prompt where its log-likelihood of the next `max_new_tokens` held-out tokens is above the teacher's
+    by more than `tie_margin` nats a token, and ties within it. `standard_error` is over prompts.
+
+    Raises:
+        DataError: the held-out text has no window of prompt and continuation.
+    """
+    prompts, truths = _texts(config, subjects)
+    scored = {
+        name: _log_likelihoods(config, model, prompts, truths) for name, model in subjects.models.items()
+    }
+    metrics: list[Metric] = []
+    rows: list[dict[str, Any]] = []
+    for name, model in subjects.models.items():
+        texts = _continuations(config, subjects, model, prompts)
+        values: dict[str, list[float]] = {
+            "repetition": [repeated_share(text) for text in texts],
+            "distinct_1": [distinct_share(text, 1) for text in texts],
+            "distinct_2": [distinct_share(text, 2) for text in texts],
+            "length": [float(len(text)) for text in texts],
+        }
+        if name != TEACHER and TEACHER in scored:
+            values |= wins_and_ties(scored[name], scored[TEACHER], config.tie_margin)
+        for field, per_prompt in values.items():
+            key = MetricKey("generation", name, field, {"gen": config.max_new_tokens}).format()
+            unit = "tokens" if field == "length" else "share"
+            metrics.append(_mean(key, unit, per_prompt, source))
+        rows.append(
+            {"model": name, "prompts": len(prompts)}
+            | {field: statistics.fmean(v) for field, v in values.items()}
+        )
+    return metrics, rows
+
+
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Return the share of n-grams of REPEATED tokens that occurred before in the text; 0 of a shorter text."""
+    grams = [tuple(tokens[at : at + REPEATED]) for at in range(len(tokens) - REPEATED + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def distinct_share(tokens: Sequence[int], n: int) -> float:
+    """Return distinct n-grams over all n-grams (distinct-n of Li et al., 2016, arXiv:1510.03055); 0 without any."""
+    grams = [tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def wins_and_ties(ours: Sequence[float], theirs: Sequence[float], margin: float) -> dict[str, list[float]]:
+    """Return 1 for every prompt that is won, and for every one that is won or tied; values are nats a token."""
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    return {
+        "win_rate": [float(difference > margin) for difference in differences],
+        "win_tie_rate": [float(difference >= -margin) for difference in differences],
+    }
+
+
+def _texts(config: GenerationBenchmarkConfig, subjects: Subjects) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts and how they go on, from windows spread over the held-out text."""
+    dataset = subjects.windows(config.prompt_length + config.max_new_tokens)
+    indices = spread_windows(len(dataset), config.num_prompts)
+    if not indices:
+        raise DataError(
+            f"held-out data: no window of prompt_length={config.prompt_length} and max_new_tokens="
+            f"{config.max_new_tokens}; use more data, or lower them"
+        )
+    windows = [[int(token) for token in dataset[index][0].tolist()] for index in indices]
+    cut = config.prompt_length
+    return [window[:cut] for window in windows], [window[cut:] for window in windows]
+
+
+def _log_likelihoods(
+    config: GenerationBenchmarkConfig, model: Model, prompts: list[list[int]], truths: list[list[int]]
+) -> list[float]:
+    """Return the log-likelihood of each true continuation, in nats a token."""
+    length = config.prompt_length + config.max_new_tokens
+    pairs = list(zip(prompts, truths, strict=True))
+    found = score_continuations(model.eval(), pairs, max_length=length, batch_size=config.batch_size)
+    return [score.logprob / len(truth) for score, truth in zip(found, truths, strict=True)]
+
+
+def _continuations(
+    config: GenerationBenchmarkConfig, subjects: Subjects, model: Model, prompts: list[list[int]]
+) -> list[tuple[int, ...]]:
+    generator = Generator(
+        model,
+        subjects.tokenizer,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+    )
+    found: list[tuple[int, ...]] = []
+    for start in range(0, len(prompts), config.batch_size):
+        batch = prompts[start : start + config.batch_size]
+        seeds = range(config.seed + start, config.seed + start + len(batch))
+        found += [row.tokens for row in generator.generate(batch, seeds=list(seeds))]
+    return found
+
+
+def _mean(key: str, unit: str, values: list[float], source: str) -> Metric:
+    n = len(values)
+    error = statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    return Metric(key, statistics.fmean(values), unit, n, None, source, error)
