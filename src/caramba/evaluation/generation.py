@@ -11,7 +11,7 @@ from caramba.artifacts.key import MetricKey
 from caramba.config.benchmark import GenerationBenchmarkConfig
 from caramba.errors import DataError
 from caramba.evaluation.subject import Subjects
-from caramba.infer import Generator, score_continuations
+from caramba.infer import Generator, score_continue_prompts
 from caramba.metrics import spread_windows
 from caramba.model import Model
 from caramba.result import Metric
@@ -32,22 +32,20 @@ def generation(
     Raises:
         DataError: the held-out text has no window of prompt and continuation.
     """
-    prompts, truths = _texts(config, subjects)
-    scored = {
-        name: _log_likelihoods(config, model, prompts, truths) for name, model in subjects.models.items()
-    }
+    prompts, truths = _read_texts(config, subjects)
+    scored = {name: _score_truths(config, model, prompts, truths) for name, model in subjects.models.items()}
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
-        texts = _continuations(config, subjects, model, prompts)
+        texts = _continue_prompts(config, subjects, model, prompts)
         values: dict[str, list[float]] = {
-            "repetition": [repeated_share(text) for text in texts],
-            "distinct_1": [distinct_share(text, 1) for text in texts],
-            "distinct_2": [distinct_share(text, 2) for text in texts],
+            "repetition": [measure_repetition(text) for text in texts],
+            "distinct_1": [measure_distinct(text, 1) for text in texts],
+            "distinct_2": [measure_distinct(text, 2) for text in texts],
             "length": [float(len(text)) for text in texts],
         }
         if name != TEACHER and TEACHER in scored:
-            values |= wins_and_ties(scored[name], scored[TEACHER], config.tie_margin)
+            values |= count_wins(scored[name], scored[TEACHER], config.tie_margin)
         for field, per_prompt in values.items():
             key = MetricKey("generation", name, field, {"gen": config.max_new_tokens}).format()
             unit = "tokens" if field == "length" else "share"
@@ -59,19 +57,19 @@ def generation(
     return metrics, rows
 
 
-def repeated_share(tokens: Sequence[int]) -> float:
+def measure_repetition(tokens: Sequence[int]) -> float:
     """Return the share of n-grams of REPEATED tokens that occurred before in the text; 0 of a shorter text."""
     grams = [tuple(tokens[at : at + REPEATED]) for at in range(len(tokens) - REPEATED + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def distinct_share(tokens: Sequence[int], n: int) -> float:
+def measure_distinct(tokens: Sequence[int], n: int) -> float:
     """Return distinct n-grams over all n-grams (distinct-n of Li et al., 2016, arXiv:1510.03055); 0 without any."""
     grams = [tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
-def wins_and_ties(ours: Sequence[float], theirs: Sequence[float], margin: float) -> dict[str, list[float]]:
+def count_wins(ours: Sequence[float], theirs: Sequence[float], margin: float) -> dict[str, list[float]]:
     """Return 1 for every prompt that is won, and for every one that is won or tied; values are nats a token."""
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     return {
@@ -80,7 +78,9 @@ def wins_and_ties(ours: Sequence[float], theirs: Sequence[float], margin: float)
     }
 
 
-def _texts(config: GenerationBenchmarkConfig, subjects: Subjects) -> tuple[list[list[int]], list[list[int]]]:
+def _read_texts(
+    config: GenerationBenchmarkConfig, subjects: Subjects
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return prompts and how they go on, from windows spread over the held-out text."""
     dataset = subjects.windows(config.prompt_length + config.max_new_tokens)
     indices = spread_windows(len(dataset), config.num_prompts)
@@ -94,17 +94,17 @@ def _texts(config: GenerationBenchmarkConfig, subjects: Subjects) -> tuple[list[
     return [window[:cut] for window in windows], [window[cut:] for window in windows]
 
 
-def _log_likelihoods(
+def _score_truths(
     config: GenerationBenchmarkConfig, model: Model, prompts: list[list[int]], truths: list[list[int]]
 ) -> list[float]:
     """Return the log-likelihood of each true continuation, in nats a token."""
     length = config.prompt_length + config.max_new_tokens
     pairs = list(zip(prompts, truths, strict=True))
-    found = score_continuations(model.eval(), pairs, max_length=length, batch_size=config.batch_size)
+    found = score_continue_prompts(model.eval(), pairs, max_length=length, batch_size=config.batch_size)
     return [score.logprob / len(truth) for score, truth in zip(found, truths, strict=True)]
 
 
-def _continuations(
+def _continue_prompts(
     config: GenerationBenchmarkConfig, subjects: Subjects, model: Model, prompts: list[list[int]]
 ) -> list[tuple[int, ...]]:
     generator = Generator(

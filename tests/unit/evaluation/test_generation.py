@@ -12,7 +12,7 @@ from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.model import ModelSpec
 from caramba.data import TokenDataset
 from caramba.errors import DataError
-from caramba.evaluation.generation import distinct_share, repeated_share, wins_and_ties
+from caramba.evaluation.generation import count_wins, measure_distinct, measure_repetition
 from caramba.evaluation.subject import Subjects
 from caramba.evaluation.suite import run_benchmark
 from caramba.model import build_model
@@ -56,16 +56,16 @@ def benchmark(**config: object) -> BenchmarkConfig:
 
 
 def test_shares_of_texts_worked_out_by_hand() -> None:
-    assert repeated_share([1, 2, 3, 4, 5, 6]) == 0
-    assert repeated_share([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
-    assert repeated_share([1, 2, 3]) == 0, "shorter than one 4-gram"
-    assert distinct_share([1, 2, 1, 2], 1) == 0.5
-    assert distinct_share([1, 2, 1, 2], 2) == pytest.approx(2 / 3)
-    assert distinct_share([], 1) == 0
+    assert measure_repetition([1, 2, 3, 4, 5, 6]) == 0
+    assert measure_repetition([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
+    assert measure_repetition([1, 2, 3]) == 0, "shorter than one 4-gram"
+    assert measure_distinct([1, 2, 1, 2], 1) == 0.5
+    assert measure_distinct([1, 2, 1, 2], 2) == pytest.approx(2 / 3)
+    assert measure_distinct([], 1) == 0
 
 
-def test_wins_and_ties_by_margin() -> None:
-    found = wins_and_ties([-2.0, -2.0, -2.0, -2.0], [-3.0, -2.005, -1.995, -1.0], 0.01)
+def test_count_wins_by_margin() -> None:
+    found = count_wins([-2.0, -2.0, -2.0, -2.0], [-3.0, -2.005, -1.995, -1.0], 0.01)
     assert found == {"win_rate": [1, 0, 0, 0], "win_tie_rate": [1, 1, 1, 0]}
 
 
