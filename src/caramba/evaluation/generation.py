@@ -11,7 +11,7 @@ from caramba.artifacts.key import MetricKey
 from caramba.config.benchmark import GenerationBenchmarkConfig
 from caramba.errors import DataError
 from caramba.evaluation.subject import Subjects
-from caramba.infer import Generator, score_continue_prompts
+from caramba.infer import Generator, score_continuations
 from caramba.metrics import spread_windows
 from caramba.model import Model
 from caramba.result import Metric
@@ -24,7 +24,7 @@ TEACHER = "teacher"
 def generation(
     config: GenerationBenchmarkConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
-    """Continue held-out texts with each model, and compare how likely each model finds how they went on.
+    """Continue held-out texts with each model, and compare how likely each model finds the true continuation.
 
     A model wins a prompt where its log-likelihood of the next `max_new_tokens` held-out tokens is above the teacher's
     by more than `tie_margin` nats a token, and ties within it. `standard_error` is over prompts.
@@ -70,7 +70,7 @@ def measure_distinct(tokens: Sequence[int], n: int) -> float:
 
 
 def count_wins(ours: Sequence[float], theirs: Sequence[float], margin: float) -> dict[str, list[float]]:
-    """Return 1 for every prompt that is won, and for every one that is won or tied; values are nats a token."""
+    """Return 1 for each prompt won, and for each won or tied, from nats a token."""
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     return {
         "win_rate": [float(difference > margin) for difference in differences],
@@ -81,7 +81,7 @@ def count_wins(ours: Sequence[float], theirs: Sequence[float], margin: float) ->
 def _read_texts(
     config: GenerationBenchmarkConfig, subjects: Subjects
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts and how they go on, from windows spread over the held-out text."""
+    """Return prompts and the tokens that follow, from windows spread over the held-out text."""
     dataset = subjects.windows(config.prompt_length + config.max_new_tokens)
     indices = spread_windows(len(dataset), config.num_prompts)
     if not indices:
@@ -100,7 +100,7 @@ def _score_truths(
     """Return the log-likelihood of each true continuation, in nats a token."""
     length = config.prompt_length + config.max_new_tokens
     pairs = list(zip(prompts, truths, strict=True))
-    found = score_continue_prompts(model.eval(), pairs, max_length=length, batch_size=config.batch_size)
+    found = score_continuations(model.eval(), pairs, max_length=length, batch_size=config.batch_size)
     return [score.logprob / len(truth) for score, truth in zip(found, truths, strict=True)]
 
 
