@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 from caramba.errors import visible
 
-NARROW, WIDE = 100, 150
-"""Columns of a terminal below which a progress bar is left out, or short."""
 T = TypeVar("T")
 
 # Logs and pipes have no width of their own.
 PLAIN_WIDTH = 110
-NARROW, WIDE = 100, 150  # columns below which a progress bar is left out, or short
+NARROW_COLUMNS = 100  # below which a progress bar is left out
+WIDE_COLUMNS = 150  # below which it is short
 
 
 class Console:
@@ -295,9 +294,9 @@ def _columns(is_terminal: bool, width: int) -> list[Any]:
     if not is_terminal:
         return [name, *counts, *values]
     left = [progress.TimeRemainingColumn(compact=True), progress.TextColumn("left")]
-    if width < NARROW:  # a row that does not fit would be cut
-        return [name, *counts[1:], values[0], *left] if width >= NARROW // 2 else [*counts[1:], *left]
-    return [name, progress.BarColumn(bar_width=30 if width >= WIDE else 10), *counts, *values, *left]
+    if width < NARROW_COLUMNS:  # a row that does not fit would be cut
+        return [name, *counts[1:], values[0], *left] if width >= NARROW_COLUMNS // 2 else [*counts[1:], *left]
+    return [name, progress.BarColumn(bar_width=30 if width >= WIDE_COLUMNS else 10), *counts, *values, *left]
 
 
 def _loss_text(fields: Mapping[str, Any]) -> str:
