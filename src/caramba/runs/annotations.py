@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from caramba.errors import ConfigError
 from caramba.runs.files import write_json
 
 ANNOTATIONS = "annotations.json"
@@ -35,6 +36,18 @@ def read_annotations(run: Path) -> Annotations:
     if not isinstance(tags, list) or not isinstance(note, str):
         return Annotations(problems=[f"{ANNOTATIONS}: expected tags (a list) and note (a text)"])
     return Annotations([str(tag) for tag in cast("list[Any]", tags)], note)
+
+
+def read_for_change(run: Path) -> Annotations:
+    """Return the annotations of a run.
+
+    Raises:
+        ConfigError: the file is damaged, so that a change would lose what it had.
+    """
+    found = read_annotations(run)
+    if found.problems:
+        raise ConfigError(f"{run}: {found.problems[0]}; repair {ANNOTATIONS}, or remove it")
+    return found
 
 
 def write_annotations(run: Path, annotations: Annotations) -> None:

@@ -21,6 +21,8 @@ PARSED = {
     "collect": [],
     "compare": [],
     "studio": [],
+    "tag": [],
+    "note": [],
     "export": [],
     "eval": [],
     "generate": [],

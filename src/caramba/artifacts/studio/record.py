@@ -13,6 +13,7 @@ from caramba.artifacts.across_runs.gather import UNREADABLE, read_labels, read_m
 from caramba.artifacts.across_runs.leaves import MOST_TEXT, flatten
 from caramba.artifacts.dispersion import is_standard_error
 from caramba.artifacts.studio.curve import Curve, read_phases
+from caramba.runs.annotations import ANNOTATIONS
 from caramba.runs.events import EVENTS
 from caramba.runs.jobs import JOB
 from caramba.runs.manifest import MANIFEST, OVERRIDES, read_overrides
@@ -65,7 +66,17 @@ def read_state(run: Path) -> RunState:
 
 def stamp(run: Path) -> str:
     """Return what changes when a file that a record is made of does: sizes and times."""
-    files = (EVENTS, RESULT, MANIFEST, OVERRIDES, SOURCES, JOB, "env.json", "artifacts/report.json")
+    files = (
+        EVENTS,
+        RESULT,
+        MANIFEST,
+        OVERRIDES,
+        SOURCES,
+        JOB,
+        ANNOTATIONS,
+        "env.json",
+        "artifacts/report.json",
+    )
     paths = [run / name for name in files]
     for group in sorted(run.glob("groups/*")):
         paths += [group / EVENTS, group / "artifacts/report.json"]

@@ -179,6 +179,14 @@ COMMANDS: dict[str, Command] = {
             **COMMON,
         },
     ),
+    "tag": Command(
+        "RUN [NAME]... [--remove]",
+        "give a run tags, or print those that it has; caramba studio shows them and filters by them",
+        {"--remove": "Remove these tags instead.", **COMMON},
+    ),
+    "note": Command(
+        "RUN [TEXT]", "write a note to a run, or print it; caramba studio shows it; '' removes it", COMMON
+    ),
     "export": Command(
         (
             "RUN|DIR --out DIR [--format hf|deepseek|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "

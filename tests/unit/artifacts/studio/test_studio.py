@@ -360,3 +360,44 @@ def test_server_has_the_page_new_data_and_artifacts_alone(root: Path, address: i
     ):
         assert get(address, path)[0] == 404, path
     assert get(address, "/", host="attacker.example:80")[0] == 403
+
+
+def test_tags_and_notes_are_kept_and_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    version = folder_version(root)
+    assert main(["tag", "demo/run-1", "best", "paper"]) == 0
+    assert main(["tag", "demo/run-1", "best", "lr"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "demo/run-1: best, paper, lr"
+    assert main(["tag", "demo/run-1", "paper", "--remove"]) == 0
+    assert main(["note", "demo/run-1", "the one\nwith <b>"]) == 0
+    assert read_annotations(root / "demo" / "run-1") == Annotations(["best", "lr"], "the one\nwith <b>")
+    run = run_named(build_data(find(root)), "demo/run-1")
+    assert (run["tags"], run["note"]) == (["best", "lr"], "the one\nwith <b>")
+    assert folder_version(root) != version, "a live page shows them"
+    capsys.readouterr()
+    assert main(["note", "demo/run-1"]) == 0
+    assert capsys.readouterr().out == "the one\nwith <b>\n"
+    assert main(["note", "demo/run-1", ""]) == 0
+    assert read_annotations(root / "demo" / "run-1") == Annotations(["best", "lr"], "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tag", "demo/run-1", "two words"], "expected one word"),
+        (["tag", "demo/run-1", "a,b"], "expected one word"),
+        (["tag", "demo/run-1", "n" * 81], "at most 80 characters"),
+        (["tag", "demo/run-1", "absent", "--remove"], "has no such tag; tags: none"),
+        (["tag", "demo/run-9", "x"], "no run there"),
+        (["note", "demo/run-0", "x"], "repair annotations.json, or remove it"),
+        (["tag", "demo/run-0", "x"], "repair annotations.json, or remove it"),
+    ],
+)
+def test_mistakes_of_tags_and_notes_lose_nothing(
+    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    file = root / "demo" / "run-0" / "annotations.json"
+    file.write_text('{"tags": ["kept"], "no')
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert file.read_text() == '{"tags": ["kept"], "no'
+    assert not (root / "demo" / "run-1" / "annotations.json").exists()
