@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 OWN = ("rows", "must", "plot", "left_out")
-"""What each file says for itself."""
+"""Keys that each file has for itself."""
 
 
 def merge_sittings(named: Iterable[str]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def first_light(data: dict[str, Any]) -> list[str]:
 
 
 def substrate(data: dict[str, Any]) -> list[str]:
-    """Loading, planning, and a step beside transformers."""
+    """Loading, planning, and a step against transformers."""
     rows = []
     if part := data.get("load"):
         ratio, memory = part["load_over_read"], part["peak_host_memory"]

@@ -37,11 +37,11 @@ def time_of(call: Callable[[], object], repeats: int = 20) -> dict[str, float]:
 def measure(shape: tuple[int, ...], backend: SDPBackend) -> dict[str, Any]:
     batch, heads, kv_heads, tokens, width, v_width = shape
 
-    def drawn(n: int, d: int) -> torch.Tensor:
+    def random_tensor(n: int, d: int) -> torch.Tensor:
         x = torch.randn(batch, tokens, n, d, device="cuda", dtype=torch.bfloat16)
         return x.transpose(1, 2).requires_grad_(True)
 
-    q, k, v = drawn(heads, width), drawn(kv_heads, width), drawn(kv_heads, v_width)
+    q, k, v = random_tensor(heads, width), random_tensor(kv_heads, width), random_tensor(kv_heads, v_width)
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(

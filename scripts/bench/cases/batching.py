@@ -2,10 +2,10 @@
 
 Usage on a GPU: python scripts/bench/run.py batching [--model 1b --slots 64 --requests 6144]
 The file is written after every side, and the same call again measures those that are not in it yet; what was measured
-on another device, at another commit or with another torch is measured anew.
+on another device, at another commit or with another torch is measured again.
 On any machine: --device cpu --model tiny --slots 8 --requests 32
 
-Random weights serve, as speed does not depend on what is said; no token ends a request early. Prompts and new tokens
+Random weights serve, as speed does not depend on the text; no token ends a request early. Prompts and new tokens
 are log-uniform between their bounds, the same for every side. Static batching takes what waits, up to all slots, when
 the last batch has ended as a whole; its prompts all run before its first step. Both sides run the same steps and the
 same captured forwards of prompts, and get requests faster than either can end them.
@@ -16,13 +16,13 @@ for each slot, that is 13 to 18% of all places in continuous steps by simulation
 where half as many again change the ratio by no more than 1%. With one chunk and one repeat the sides take about 130 s
 on an H200, of which static batching takes half.
 
-Rows for prompts ahead (`--ahead`) are cache that static batching has no use for: `cache_bytes` says how much.
+Rows for prompts ahead (`--ahead`) are cache that static batching has no use for: `cache_bytes` has their bytes.
 
 Requests come as fast whatever their number: 400 a second are nearly twice those that continuous batching ended there,
 215 a second, so that some wait at any time but in the first second, as at a server that has all it can do.
 
 Equal p99: a side counts where 99 of 100 tokens come within a bound after the one before, and the fastest side of either
-way of batching within that bound is held to that of the other. The must is at `--itl-ms`. Static batching never runs a
+kind of batching within that bound is compared with the other. The must is at `--itl-ms`. Static batching never runs a
 prompt between two tokens, so at its own p99 a step that takes in a new request is too late however short the prompt;
 the file has the ratios at the p99 of every side, and those at `BOUNDS_MS`.
 """
@@ -140,7 +140,7 @@ def static(engine: Engine, asked: list[Request], words: argparse.Namespace) -> f
     return began
 
 
-def measured(asked: list[Request], began: float) -> dict[str, float]:
+def latencies_of(asked: list[Request], began: float) -> dict[str, float]:
     """Return tokens a second, the time to the first token and between tokens."""
     gaps = sorted(b - a for request in asked for a, b in zip(request.seen, request.seen[1:], strict=False))
     first = sorted(request.seen[0] - began - request.at for request in asked)
@@ -168,7 +168,7 @@ def middle(runs: list[dict[str, float]]) -> dict[str, float]:
 def arrivals(
     model: Model, words: argparse.Namespace, rate: float, known: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Measure the ways that are not known yet at one rate of arrivals."""
+    """Measure the sides that are missing at one rate of arrivals."""
     whole = words.slots * words.prompt[1]  # all prompts of a batch before its first step
     sides = [("static", whole, 0, static)]
     for n_ahead in words.ahead:
@@ -186,7 +186,7 @@ def arrivals(
         runs = []
         for seed in range(words.repeats):
             asked = requests_of(words, rate, seed)
-            runs.append(measured(asked, way(engine, asked, words)))
+            runs.append(latencies_of(asked, way(engine, asked, words)))
         stats = engine.stats()
         n_later = captures_of(slots) - n_captured
         engine.close()
@@ -211,7 +211,7 @@ def batch(model: Model, words: argparse.Namespace, known: list[dict[str, Any]]) 
         speeds = []
         for _ in range(words.repeats):
             asked = [Request(0.0, [1 + index] * words.batch_prompt, words.batch_new) for index in range(n)]
-            speeds.append(measured(asked, continuous(engine, asked, words))["tokens_per_s"])
+            speeds.append(latencies_of(asked, continuous(engine, asked, words))["tokens_per_s"])
         stats = engine.stats()
         engine.close()
         del engine
@@ -231,7 +231,7 @@ def ratios(data: dict[str, Any]) -> dict[str, Any]:
         found["at_equal_p99"] = [within(bound, base, others) for bound in bounds]
         at_must = within(held_to, base, others)
         found["is_within_bound"] = at_must["way"] is not None and at_must["static_is_within"]
-        # Where one side is late, the fastest of the other that is not, over static as it is; the page says who is.
+        # Where one side is late, the fastest of the other that is not, over static as it is; the page names it.
         taken = [row for row in others if at_must["way"] in (None, row["way"])]
         found["over_static"] = max(row["tokens_per_s"] for row in taken) / base["tokens_per_s"]
     speeds = {row["at_once"]: row["tokens_per_s"] for row in data["batch"]}
@@ -241,7 +241,7 @@ def ratios(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def within(bound: float, base: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fastest side of either way whose p99 between tokens is within a bound of ms, and their ratio."""
+    """Return the fastest side of either kind whose p99 between tokens is within a bound of ms, and their ratio."""
     static, continuous = (
         max(
             (row for row in rows if row["itl_p99_ms"] <= bound),
@@ -296,7 +296,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", default="graph", choices=("false", "graph", "true"))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=420.0, help="no side begins later than this")
-    parser.add_argument("--before", type=Path, help="the file to go on from (default: --out)")
+    parser.add_argument("--before", type=Path, help="the file to continue (default: --out)")
 
 
 def run(words: argparse.Namespace, record: Record) -> int | None:

@@ -105,7 +105,7 @@ class Bench:
         return BlockwiseObjective(self.student, self.teacher, self.pairs, **how)
 
     def step(self, objective: BlockwiseObjective, mark: Callable[[str], None] = lambda _part: None) -> None:
-        """One step as a run makes it; `mark` is told which part has just ended."""
+        """One step as a run makes it; `mark` gets the name of the part that ended."""
 
         def backward(loss: torch.Tensor) -> None:
             mark("student forward")
@@ -129,7 +129,7 @@ class Bench:
     def headless(self) -> None:
         self.teacher.hidden(self.tokens)
 
-    def truncated(self) -> None:
+    def run_truncated(self) -> None:
         layers = [(name, source) for name, source, _ in self.pairs]
         capture_attention_io(self.teacher, layers, self.tokens, lambda *_: None)
 
@@ -147,8 +147,8 @@ class Bench:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def marked(self, objective: BlockwiseObjective, mark: Callable[[str], None]) -> None:
-        """One step; `mark` is told about the teacher's parts too, which end where a student layer starts."""
+    def run_marked(self, objective: BlockwiseObjective, mark: Callable[[str], None]) -> None:
+        """One step; `mark` also gets the teacher's parts, which end where a student layer starts."""
         hooks = [
             step.register_forward_pre_hook(lambda *_: mark("teacher")) for step in objective.steps.values()
         ]
@@ -171,7 +171,7 @@ class Bench:
 
         synchronize(self.device)
         mark("start")
-        self.marked(objective, mark)
+        self.run_marked(objective, mark)
         synchronize(self.device)
         spent = dict.fromkeys(PARTS, 0.0)
         for (_, before), (part, after) in itertools.pairwise(marks):
@@ -191,7 +191,7 @@ class Bench:
 
         return {
             "headless teacher forward": self.headless,
-            "truncated teacher forward": self.truncated,
+            "truncated teacher forward": self.run_truncated,
             **{f"concurrent, {name}": concurrent(name) for name in sorted(self.objectives)},
             "sequential, a step of each block": lambda: [self.step(item) for item in self.sequential],
             "naive, a step of each block": self.naive,

@@ -3,7 +3,7 @@
 Usage: python scripts/bench/run.py cached_steps [--models tiny,tiny_dba] [--new 512] [--repeats 9] [--compiled]
 
 Without a cache every token costs a forward over all before it, with the logits of the last token alone or, as plain
-loops have it, of all. The must is held to the former, the faster of the two. Sides take turns in one thread, and a
+loops have it, of all. The must applies to the former, the faster of the two. Sides take turns in one thread, and a
 ratio is that of the CPU seconds of two runs of one turn, which other work on its core lengthens less than the
 wall's: printed are the median over the turns and the range.
 """
@@ -31,7 +31,7 @@ MUST, MUST_MODEL = 10.0, "tiny"
 
 
 def model_of(preset: str, device: torch.device) -> Model:
-    """Return a preset's network with random weights: speed does not depend on what it says."""
+    """Return a preset's network with random weights: speed does not depend on the text."""
     tree = compose([f"model={preset}", "train=none", "benchmark=none", "verify=none"]).tree["model"]
     spec = ModelSpec.model_validate({key: tree[key] for key in ("embedder", "topology", "head")})
     return build_model(spec, seed=0, device=device).eval()
@@ -47,7 +47,7 @@ def uncached(model: Model, tokens: Tensor, new: int, *, all_logits: bool) -> Ten
     return tokens
 
 
-def measured(preset: str, words: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure_preset(preset: str, words: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Return seconds of every side, and how many times as fast as those without a cache the cached ones are."""
     model, new, prompt = model_of(preset, device), words.new, words.prompt
     source = torch.Generator().manual_seed(0)
@@ -108,7 +108,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
     kernels.load(device)
     rows = []
     for preset in words.models.split(","):
-        for row in measured(preset, words, device):
+        for row in measure_preset(preset, words, device):
             rows.append(row)
             low, high = row["range_over_uncached"]
             print(

@@ -84,7 +84,7 @@ def make(root: Path, runs: int) -> Path:
 
 
 def median_seconds(words: list[str], repeats: int) -> dict[str, float]:
-    """Median seconds of a command from start to exit, by the clock and of the CPU, which other load moves less."""
+    """Median seconds of a command from start to exit: wall time and CPU time."""
     times: list[float] = []
     busy: list[float] = []
     for _ in range(repeats):

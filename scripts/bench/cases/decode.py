@@ -1,7 +1,7 @@
-"""Decode attention on stored formats: times, bytes and errors beside stock attention on concatenated keys. Writes JSON.
+"""Decode attention on stored formats: times, bytes and errors against stock attention on joined keys. Writes JSON.
 
 Usage on a GPU: python scripts/bench/run.py decode [--tune] [--seconds 600] [--out docs/benchmarks/decode.json]
-`--tune` first times other ways to cut the work and writes kernels/triton/dba_decode_table.json, a shape at a time.
+`--tune` first times other tile configs and writes kernels/triton/dba_decode_table.json, a shape at a time.
 `--size tiny` runs the reference on a CPU, to see that the script works.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from cases import decode_cases as cases
-from cases.decode_times import captured
+from cases.decode_times import capture
 from record import Record, machine_facts
 from sections import decode as sections_decode
 from timing import device_seconds, host_seconds, interleave, spread, wall_seconds
@@ -36,7 +36,7 @@ STEPS = 12
 """Steps of a graph, in turn on all stores: a replay costs the host some 10 us before its first kernel, which a decode
 step of a model pays once for all its layers."""
 COMPILING = 0.45  # of the time, when tuning
-BEST = 4  # ways to read a tile that later shapes try
+BEST = 4  # tile configs that later shapes try
 CUDA = torch.device("cuda")
 TABLE = Path("kernels/triton/dba_decode_table.json")
 SIZES = {
@@ -87,10 +87,10 @@ def tune(
     good: dict[Any, None],
     options: Any,
 ) -> str:
-    """Time ways to cut a shape, put the best in the table, and say it.
+    """Time tile configs of a shape, put the best in the table, and print it.
 
-    First every way to read a tile with two programs a processor, then the best three with other counts of splits, and
-    the best of all with a join that begins late. `good` are the ways that were compiled, all where it is empty; it
+    First every tile config with two programs a processor, then the best three with other counts of splits, and
+    the best of all with a join that begins late. `good` are the configs that were compiled, all where it is empty; it
     becomes those that were best here, which later shapes of this layout and format try alone.
     """
     from caramba.kernels.cuda import nvrtc
@@ -102,7 +102,7 @@ def tune(
     shape = decode_shape(*q, kinds, *parts, tokens)
     by_reading: dict[Any, list[Any]] = {}
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    ways = wanted(table.candidates(shape, processors, in_cuda=nvrtc.version() is not None), options)
+    ways = select_configs(table.candidates(shape, processors, in_cuda=nvrtc.version() is not None), options)
     for config in ways:
         if config.early_join:
             by_reading.setdefault(config.reading, []).append(config)
@@ -113,10 +113,10 @@ def tune(
             if config in tried:
                 continue
             try:
-                replay = captured(calls(layout, stores, q, tokens, config), turns)
+                replay = capture(calls(layout, stores, q, tokens, config), turns)
             except (
                 Exception
-            ) as refused:  # more shared memory or registers than there are: told, and the next one
+            ) as refused:  # more shared memory or registers than there are: printed, and the next one
                 print(
                     f"  {config}: {type(refused).__name__}: {str(refused).splitlines()[0][:90]}", flush=True
                 )
@@ -138,7 +138,7 @@ def tune(
         attempt([present])
     best = sorted(tried, key=tried.__getitem__)
     if not best:
-        return "no way ran: the rule's choice stays"
+        return "no config ran: the rule's choice stays"
     attempt([late for late in (replace(way, early_join=False) for way in best[:2]) if late in ways])
     best = sorted(tried, key=tried.__getitem__)
     readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
@@ -152,8 +152,8 @@ def tune(
     return f"tuned over {len(tried)}: {best[0]}{gain}"
 
 
-def wanted(ways: list[Any], options: Any) -> list[Any]:
-    """Return what is to be timed: the ways in CUDA C++ where there are any, which were the faster ones so far."""
+def select_configs(ways: list[Any], options: Any) -> list[Any]:
+    """Return the configs to time: those in CUDA C++ if there are any, which were the faster ones so far."""
     in_cuda = [way for way in ways if way.in_cuda and way.variant in options.variants]
     rest = [way for way in ways if not way.in_cuda]
     return [*in_cuda, *rest] if options.triton or not in_cuda else in_cuda
@@ -166,9 +166,9 @@ def forget_plans() -> None:
 
 
 def warm(job: tuple[str, str, Any]) -> str:
-    """Compile one way of one layout and format into Triton's cache, in a process of its own."""
+    """Compile one config of one layout and format into Triton's cache, in a process of its own."""
     name, form, config = job
-    layout = cases.named([name])[0]
+    layout = cases.select_layouts([name])[0]
     try:
         stores = [cases.make(layout, form, 2, 4096, "cuda")]
         q = cases.queries(layout, 2, "cuda", torch.bfloat16)
@@ -190,12 +190,12 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
 
     kind, in_cuda = arch(torch.device("cuda")), nvrtc.version() is not None
     ranked: list[tuple[int, tuple[str, str, Any]]] = []
-    for layout in cases.named(options.layouts):
+    for layout in cases.select_layouts(options.layouts):
         for form in options.formats:
             kinds = layout.kinds(form)
             rows = layout.heads // layout.kv_heads
             shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            ways = wanted(candidates(shape, 132, in_cuda), options)
+            ways = select_configs(candidates(shape, 132, in_cuda), options)
             readings = dict.fromkeys(way.reading for way in ways)
             # The count of splits is not compiled in, but for one.
             ranked += [
@@ -210,7 +210,7 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
     found = {job: future.result() for future, job in futures.items() if not future.cancelled()}
     refused = [said for said in found.values() if said]
     compiled = {(name, form, way.reading) for (name, form, way), said in found.items() if not said}
-    print(f"compiled {len(compiled)} ways of {len(jobs)}", *refused, sep="\n  ", flush=True)
+    print(f"compiled {len(compiled)} configs of {len(jobs)}", *refused, sep="\n  ", flush=True)
     return compiled
 
 
@@ -243,11 +243,11 @@ def measure(
     if not on_gpu:
         return row | spread([wall_seconds(step, torch.device(device))], "us")
     row["host_us"] = 1e6 * host_seconds(step, CUDA, max(1, 20 // n_stores), 5) / n_stores
-    replays = {"caramba": captured(step, turns)}
+    replays = {"caramba": capture(step, turns)}
     if form == "bf16":
         for name, call in cases.peers(layout, stores, q).items():
             try:
-                replays[name] = captured(call, turns)
+                replays[name] = capture(call, turns)
             except RuntimeError as why:
                 refused[name] = str(why).splitlines()[0]
     n_steps = turns * n_stores
@@ -265,9 +265,7 @@ SMOKE_OPTIONS = ("--size", "tiny", "--formats", "bf16", "q8_0")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument(
-        "--triton", action="store_true", help="tune among Triton's ways too where there are others"
-    )
+    parser.add_argument("--triton", action="store_true", help="tune Triton's configs too if there are others")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layouts", nargs="*", help="names or their beginnings")
@@ -285,12 +283,12 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
     roof = None
     compiled: set[tuple[str, str, Any]] = set()
     if device == "cuda":
-        from cases.read_roof import read_roof
+        from cases.read_bandwidth import read_bandwidth
 
         chosen = kernels.load(device, "auto")
         if chosen["dba_decode"] != "triton":
             raise SystemExit("decode: the Triton kernel did not load; see the message above")
-        roof = read_roof()
+        roof = read_bandwidth()
         print(f"read roof {roof / 1e12:.2f} TB/s", flush=True)
         if options.tune:
             compiled = warm_all(options, options.seconds * COMPILING)
@@ -303,7 +301,7 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
         "rows": rows,
         "left_out": left_out,
     }
-    layouts = cases.named(options.layouts)
+    layouts = cases.select_layouts(options.layouts)
     good: dict[tuple[str, str], dict[Any, None]] = {}
     # Shapes outermost: what there is no time for is sizes, of which others are read alike, and no format or layout.
     for batch, tokens in SIZES[options.size]:

@@ -32,7 +32,7 @@ FORMATS = {
 class Layout:
     """Heads and widths of a layer; `latent` has one key/value head and no values of its own.
 
-    `one_part`: the keys have the first width, and beside them are zeros, which take no memory.
+    `one_part`: the keys have the first width, followed by zeros, which take no memory.
     """
 
     name: str
@@ -77,7 +77,7 @@ ON_REQUEST = (
 """Quantised keys of plain attention, which run only by name."""
 
 
-def named(beginnings: Sequence[str] | None) -> list[Layout]:
+def select_layouts(beginnings: Sequence[str] | None) -> list[Layout]:
     """Return the layouts whose names begin so, those of the table without any."""
     if not beginnings:
         return list(LAYOUTS)
@@ -99,7 +99,7 @@ class Store:
 
 
 def make(layout: Layout, form: str, batch: int, tokens: int, device: str) -> Store:
-    """Draw a store; codes and scales are drawn as such, so that nothing large passes through float32."""
+    """Draw a store; codes and scales are random themselves, so that nothing large passes through float32."""
     kv = layout.kv_heads
     if form == "bf16" and layout.latent:
         joined = _normal((batch, 1, tokens, sum(layout.widths)), device)

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def model_of(size: str, layout: str, device: torch.device) -> Model:
-    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on what it says."""
+    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on the text."""
     d_model, n_layers, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
     norm = {"type": "RMSNormLayer", "d_model": d_model}
     heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
@@ -49,7 +49,7 @@ def model_of(size: str, layout: str, device: torch.device) -> Model:
     return model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def timed(generator: Generator, prompts: list[list[int]]) -> float:
+def time_steps(generator: Generator, prompts: list[list[int]]) -> float:
     """Return steps per second of the decode alone, the capture of its graph included."""
     generator.generate(prompts)
     return generator.stats.steps / generator.stats.decode_s
@@ -80,7 +80,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
             name: Generator(model, None, compiled=FORMS[name], **options) for name in words.forms.split(",")
         }
         sides = {
-            name: lambda generator=generator, prompts=prompts: timed(generator, prompts)
+            name: lambda generator=generator, prompts=prompts: time_steps(generator, prompts)
             for name, generator in ways.items()
         }
         speeds = interleave(sides, repeats=words.repeats, warm=1)

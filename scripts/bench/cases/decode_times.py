@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def captured(call: Callable[[], Any], turns: int) -> Callable[[], Any]:
+def capture(call: Callable[[], Any], turns: int) -> Callable[[], Any]:
     """Return the replay of a graph of so many calls."""
     call()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Run the default experiment in an empty folder and keep what its report says, with the wall time. Writes JSON.
+"""Run the default experiment in an empty folder and keep its report, with the wall time. Writes JSON.
 
 Usage: python scripts/bench/run.py first_light [--device cpu|cuda] [--out FILE] [overrides...]
 """

@@ -3,7 +3,7 @@
 On a CUDA device with the kernels as they are. Elsewhere with kernels compiled for sm_90 and a driver that launches
 nothing: what is left is the Python of the ops, torch's dispatcher and allocations, and Triton's Python. What CUDA takes
 is missing there, so figures of the two kinds do not compare. A backward holds `torch.autograd.grad` itself, which is
-measured beside it.
+measured next to it.
 
 Usage: python scripts/bench/run.py host_cost [--only rms_norm,rope] [--calls 400] [--profile] [--out FILE]
 """
@@ -92,7 +92,7 @@ def calls_of_append(device: torch.device, only: set[str]) -> dict[str, dict[str,
     found: dict[str, dict[str, Call]] = {}
     for layout in decode_cases.LAYOUTS if not only or "dba_append" in only else ():
         kv, widths, turned = layout.kv_heads, layout.widths, layout.dims[1] // 2
-        # As projections give them, heads inside tokens; a latent lies beside its geometric keys.
+        # As projections give them, heads inside tokens; a latent is stored next to its geometric keys.
         streams = [
             torch.randn(1, 1, kv, width, device=device, dtype=torch.bfloat16).transpose(1, 2)
             for width in widths

@@ -1,10 +1,10 @@
-"""Tokens per second of whole decodes: short prefixes beside a hand-captured static loop, long ones, batches, and
+"""Tokens per second of whole decodes: short prefixes against a hand-captured static loop, long ones, batches, and
 speed against context under the memory bound. Writes JSON after every row, and a plot.
 
 Usage on a GPU: python scripts/bench/run.py inference [--parts short,long,batch,context] [--seconds 420] [--out FILE]
 The file is written after every case. The same call again measures the cases that are not in it yet, `--again` all of
-its parts anew; `--before FILE` goes on from another file. What was measured on another device, at another commit or
-with another torch is measured anew. `--size tiny --device cpu` shows that the script works.
+its parts again; `--before FILE` continues another file. What was measured on another device, at another commit or
+with another torch is measured again. `--size tiny --device cpu` shows that the script works.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CHUNK = 2048
 
 @dataclass
 class Side:
-    """One way to decode: `run` returns the seconds of its steps and how many there were."""
+    """One decoder: `run` returns the seconds of its steps and how many there were."""
 
     name: str
     run: Callable[[], tuple[float, int]]
@@ -138,7 +138,7 @@ def peer(
     return Side(name, run, lambda: {"ran": ran}), {"peer_error": error}
 
 
-def timed(sides: list[Side], repeats: int, batch: int) -> Iterator[dict[str, Any]]:
+def time_sides(sides: list[Side], repeats: int, batch: int) -> Iterator[dict[str, Any]]:
     """Yield a row a side: median, middle 60% and all of its tokens per second. Sides take turns, the first untimed."""
     speeds: dict[str, list[float]] = {side.name: [] for side in sides}
     for repetition in range(repeats + 1):
@@ -224,11 +224,11 @@ class Bench:
         if self.is_compiled:
             sides.append(ours("compiled and captured", model, 1, prompt, new, compiled=True, **limit))
         facts = {"part": "short", "layout": "gqa", "batch": 1, "context": prompt, "cache": cache, **error}
-        for row in timed(sides, self.repeats, 1):
+        for row in time_sides(sides, self.repeats, 1):
             yield facts | row
 
     def fewer_bits(self) -> Iterator[dict[str, Any]]:
-        """Weights of fewer bits beside those of 16, behind the first of the short prefixes, one sequence.
+        """Weights of fewer bits against those of 16, behind the first of the short prefixes, one sequence.
 
         Steps are captured.
         """
@@ -245,7 +245,7 @@ class Bench:
                 sides.append(ours(name, changed, 1, prompt, new, compiled=by_device, **limit))
             else:
                 skipped.append({"side": name, "skipped": reason})
-        for row in timed(sides, self.repeats, 1):
+        for row in time_sides(sides, self.repeats, 1):
             yield facts | row
         for row in skipped:
             yield facts | row
@@ -257,7 +257,7 @@ class Bench:
             ours("16-bit cache", model, 1, context, new, compiled=self.form, cache_kind=self.kind()),
             ours("mixed cache", model, 1, context, new, compiled=self.form, cache_kind="mixed"),
         ]
-        for row in timed(sides, self.repeats, 1):
+        for row in time_sides(sides, self.repeats, 1):
             yield {"part": "long", "layout": "llama32_dba", "batch": 1, "context": context} | row
 
     def batch(self) -> Iterator[dict[str, Any]]:
@@ -276,7 +276,7 @@ class Bench:
             ours(name, model, batch, context, new, compiled=self.form, cache_kind=kind)
             for name, kind in kinds.items()
         ]
-        for row in timed(sides, self.repeats, batch):
+        for row in time_sides(sides, self.repeats, batch):
             size = models.bytes_of_step(model, batch, context + new // 2, kinds[row["side"]])
             facts = {
                 "part": "caches",
@@ -297,7 +297,7 @@ class Bench:
             ours(name, self.model(layout), batch, context, new, compiled=self.form, cache_kind=self.kind())
             for name, layout in layouts.items()
         ]
-        for row in timed(sides, self.repeats, batch):
+        for row in time_sides(sides, self.repeats, batch):
             layout = layouts[row["side"]]
             # The middle of the steps, and one token more.
             size = models.bytes_of_step(self.model(layout), batch, context + new // 2, self.kind())
@@ -314,9 +314,9 @@ class Bench:
 def read_rate(device: torch.device) -> float:
     """Return bytes per second of reading memory: the roof of a decode step."""
     if device.type == "cuda":
-        from cases.read_roof import read_roof
+        from cases.read_bandwidth import read_bandwidth
 
-        return read_roof()
+        return read_bandwidth()
     x = torch.ones(1 << 24)
     return x.numel() * 4 / median_seconds(x.sum, device, 5)
 
@@ -327,7 +327,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seconds", type=float, default=420.0, help="no case begins later than this")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
-    parser.add_argument("--before", type=Path, help="the file to go on from (default: --out)")
+    parser.add_argument("--before", type=Path, help="the file to continue (default: --out)")
     parser.add_argument("--repeats", type=int, default=5)
 
 

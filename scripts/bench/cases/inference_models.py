@@ -24,7 +24,7 @@ SCALING = {
 
 
 def latent(geo_dim: int) -> dict[str, Any]:
-    """Return the attention of a latent student: 128 features of content beside `geo_dim` of place."""
+    """Return the attention of a latent student: 128 features of content and `geo_dim` of position."""
     return {"mode": "decoupled", "layout": "latent", "sem_dim": 128, "geo_dim": geo_dim}
 
 
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def model_of(size: str, layout: str, device: torch.device) -> Model:
-    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on what it says."""
+    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on the text."""
     d_model, n_blocks, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
     norm = {"type": "RMSNormLayer", "d_model": d_model}
     rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
@@ -52,7 +52,7 @@ def model_of(size: str, layout: str, device: torch.device) -> Model:
             "head": {"tied": True},
         }
     )
-    # Drawn on the device: 1.2 billion normal numbers take the host half a minute.
+    # Sampled on the device: 1.2 billion normal numbers take the host half a minute.
     model = build_model(spec, device="meta").to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Time of caramba's kernels beside torch in eager and torch.compile, bf16, against a copy. Writes JSON and PNG.
+"""Time of caramba's kernels against torch in eager and torch.compile, bf16, against a copy. Writes JSON and PNG.
 
 Sides run in turns as replays of CUDA graphs over sets of tensors larger than the cache, all results kept. The roof of a
 row is a copy of as many bytes in the same turns. Errors are against float64.

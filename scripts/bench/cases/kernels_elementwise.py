@@ -22,13 +22,13 @@ LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
 
 def drawer(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    def drawn(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=torch.float32).to(dtype).requires_grad_()
 
-    return drawn
+    return draw
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE in plain torch, as a compiled model computes it."""
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
@@ -54,15 +54,15 @@ def lion_of(stacked: tuple[Tensor, ...]) -> Callable[[], None]:
 
 
 def norms(device: torch.device, dtype: torch.dtype, width: int) -> list[Case]:
-    drawn, size = drawer(device, dtype), dtype.itemsize * width
+    draw, size = drawer(device, dtype), dtype.itemsize * width
     rows = 2**26 // width
 
     def plain_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-        def added(x: Tensor, r: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        def add_reference(x: Tensor, r: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
             total = x + r
             return norm(total, *vectors), total
 
-        return added
+        return add_reference
 
     def rms(x: Tensor, w: Tensor) -> Tensor:
         return F.rms_norm(x, (width,), w, EPS)
@@ -71,23 +71,23 @@ def norms(device: torch.device, dtype: torch.dtype, width: int) -> list[Case]:
         return F.layer_norm(x, (width,), w, b, EPS)
 
     made = {
-        "rms_norm": (lambda n: (drawn(n, width), drawn(width)), lambda x, w: rms_norm(x, w, EPS), rms, 2, 3),
+        "rms_norm": (lambda n: (draw(n, width), draw(width)), lambda x, w: rms_norm(x, w, EPS), rms, 2, 3),
         "add_rms_norm": (
-            lambda n: (drawn(n, width), drawn(n, width), drawn(width)),
+            lambda n: (draw(n, width), draw(n, width), draw(width)),
             lambda x, r, w: add_rms_norm(x, r, w, EPS),
             plain_sum(rms),
             4,
             4,
         ),
         "layer_norm": (
-            lambda n: (drawn(n, width), drawn(width), drawn(width)),
+            lambda n: (draw(n, width), draw(width), draw(width)),
             lambda x, w, b: layer_norm(x, w, b, EPS),
             layer,
             2,
             3,
         ),
         "add_layer_norm": (
-            lambda n: (drawn(n, width), drawn(n, width), drawn(width), drawn(width)),
+            lambda n: (draw(n, width), draw(n, width), draw(width), draw(width)),
             lambda x, r, w, b: add_layer_norm(x, r, w, b, EPS),
             plain_sum(layer),
             4,
@@ -111,24 +111,24 @@ def norms(device: torch.device, dtype: torch.dtype, width: int) -> list[Case]:
 
 
 def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
-    drawn = drawer(device, dtype)
+    draw = drawer(device, dtype)
     heads, width, d_ff, model = 32, 64, 8192, 2048
 
     def heads_of(n: int) -> tuple[Tensor, ...]:
-        x = drawn(1, n, heads, width).detach().transpose(1, 2).requires_grad_()
+        x = draw(1, n, heads, width).detach().transpose(1, 2).requires_grad_()
         angles = torch.arange(n, device=device)[:, None] * torch.logspace(0, -4, width // 2, device=device)
         return x, angles.cos()[None], angles.sin()[None]
 
-    def dropped(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    def drop(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.gelu(F.dropout(F.layer_norm(x, (model,), w, b, EPS), P))
 
-    def dropped_alike(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    def drop_exact(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         """With the mask that the op draws."""
         mask = dropout_mask(SEED, P, x.shape[0], model, x.device)
         return F.gelu(F.layer_norm(x, (model,), w, b, EPS) * mask / (1 - P))
 
     def tensors_of(n: int) -> tuple[Tensor, ...]:
-        return tuple(drawn(n, 1024, 1024).detach() for _ in range(3))
+        return tuple(draw(n, 1024, 1024).detach() for _ in range(3))
 
     size = dtype.itemsize
     return [
@@ -139,7 +139,7 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
             f"1 x {heads} x {{rows}} x {width}, heads inner",
             heads_of,
             rope,
-            rotated,
+            rotate,
             2 * heads * width * size,
             2 * heads * width * size,
             backward_must=0.88,
@@ -149,7 +149,7 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
             "swiglu",
             8192,
             f"{{rows}} x {d_ff}",
-            lambda n: (drawn(n, d_ff), drawn(n, d_ff)),
+            lambda n: (draw(n, d_ff), draw(n, d_ff)),
             swiglu,
             lambda gate, up: F.silu(gate) * up,
             3 * d_ff * size,
@@ -161,7 +161,7 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
             "swiglu_packed",
             8192,
             f"{{rows}} x 2 x {d_ff}",
-            lambda n: (drawn(n, 2 * d_ff),),
+            lambda n: (draw(n, 2 * d_ff),),
             swiglu,
             lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
             3 * d_ff * size,
@@ -173,12 +173,12 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
             "norm_dropout_activation",
             32768,
             f"{{rows}} x {model}",
-            lambda n: (drawn(n, model), drawn(model), drawn(model)),
+            lambda n: (draw(n, model), draw(model), draw(model)),
             lambda x, w, b: norm_dropout_activation(x, w, b, activation="gelu", eps=EPS, p=P, seed=SEED),
-            dropped,
+            drop,
             2 * model * size,
             3 * model * size,
-            exact=dropped_alike,
+            exact=drop_exact,
         ),
         Case(
             "lion",

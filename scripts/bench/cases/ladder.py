@@ -1,10 +1,10 @@
 """The training ladder of `benchmark=ladder` on a 1B model, in as many calls as it takes. Writes JSON and a plot.
 
-A call that is over its time stops the run, and the next one goes on with it: rows that are on record are kept, the one
-in progress is measured anew. At another commit, on another device, with another torch or other words a run of its own
+A call that is over its time stops the run, and the next one resumes it: rows that are on record are kept, the one
+in progress is measured again. At another commit, on another device, with another torch or other words a run of its own
 begins; with --again, too. The JSON and the plot hold the rows so far. The top, which the musts are about, is the
 ladder's own: the fastest row that keeps all activations and row 0's held-out loss, of which the musts take the mean
-over the runs of the top, beside their noise.
+over the runs of the top, with their noise.
 
 Usage on a GPU: python scripts/bench/run.py ladder [--seconds 580] [--size 1b_quarter] [--batch 8]
     [--work runs/bench_ladder] [--out docs/benchmarks/ladder.json] [-- OVERRIDES]
@@ -86,7 +86,7 @@ def words_of(size: str, batch: int, tokens: Path, overrides: list[str]) -> list[
     return [*words, *COMMON, *(f"++{CONFIG}.{key}={value}" for key, value in values.items()), *overrides]
 
 
-def prepared(work: Path) -> Path:
+def prepare_data(work: Path) -> Path:
     """Return the folder of the tokens, which is made by the first call."""
     folder = work / "tokens"
     if not all((folder / name).is_file() for name in FILES):
@@ -96,7 +96,7 @@ def prepared(work: Path) -> Path:
     return folder
 
 
-def ended(child: subprocess.Popen[bytes], seconds: float = 6.0) -> int:
+def wait_for_end(child: subprocess.Popen[bytes], seconds: float = 6.0) -> int:
     """Ask a run to stop, and end it where it does not within `seconds`, as while it compiles: what is on record stays.
 
     Returns its exit status.
@@ -110,13 +110,13 @@ def ended(child: subprocess.Popen[bytes], seconds: float = 6.0) -> int:
 
 
 def folder_of(work: Path, words: list[str], machine: dict[str, Any], commit: str) -> Path:
-    """Return where a run lies that alone may be gone on with: of these words, device, torch and commit."""
+    """Return the only run that may be resumed: of these words, device, torch and commit."""
     facts = [words, machine["name"], machine["torch"], commit]
     return work / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 def climb(words: list[str], work: Path, cache: Path, seconds: float) -> tuple[Path | None, int]:
-    """Run or go on with the ladder of a folder for so long, and return its run directory and exit status."""
+    """Run or resume the ladder of a folder for `seconds`; return its run directory and exit status."""
     folders = sorted(work.glob("runs/*/*"))
     command = ["resume", str(folders[-1])] if folders else ["launch", *words]
     if folders and (folders[-1] / "result.json").is_file():
@@ -126,7 +126,7 @@ def climb(words: list[str], work: Path, cache: Path, seconds: float) -> tuple[Pa
     try:
         status = child.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        status = ended(child)
+        status = wait_for_end(child)
     folders = sorted(work.glob("runs/*/*"))
     return (folders[-1] if folders else None), status
 
@@ -151,7 +151,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def musts_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the ladder's top is held against, its change of held-out loss beside the noise of its own runs."""
+    """Return what the ladder's top is compared with, its change of held-out loss and the noise of its own runs."""
     top = top_of(rows, LOSS)
     if top is None or top["row"] == "baseline":
         return []
@@ -176,7 +176,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smoke", action="store_true", help="the size that takes a minute")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step in every row")
     parser.add_argument(
-        "--seconds", type=float, default=580.0, help="after which the run is stopped, to go on later"
+        "--seconds", type=float, default=580.0, help="after which the run is stopped, to resume later"
     )
     parser.add_argument("--again", action="store_true", help="forget the run that was begun")
     parser.add_argument("--work", type=Path, default=Path("runs/bench_ladder"))
@@ -188,7 +188,7 @@ def run(given: argparse.Namespace, record: Record) -> int | None:
     if given.again:
         shutil.rmtree(work, ignore_errors=True)
     size = "smoke" if given.smoke else given.size
-    tokens = work / "tokens" if size == "tiny" else prepared(work)
+    tokens = work / "tokens" if size == "tiny" else prepare_data(work)
     words = words_of(size, given.batch, tokens, given.overrides)
     machine, commit = device_facts(choose_device("auto")), head_commit()
     folder = folder_of(work, words, machine, commit)
@@ -229,9 +229,7 @@ def run(given: argparse.Namespace, record: Record) -> int | None:
         verdict = "met" if must["is_met"] else "MISSED"
         print(f"{must['row']}: {must['what']} {must['got']:.4g} (must {must['limit']:.4g}): {verdict}")
     print(
-        f"whole, exit status {status}"
-        if is_whole
-        else f"exit status {status}; call this again to go on with it"
+        f"whole, exit status {status}" if is_whole else f"exit status {status}; call this again to resume it"
     )
     return 0
 

@@ -101,7 +101,7 @@ def time_monitors() -> Callable[[], float]:
 
     total = [0.0]
 
-    def timed(owner: type, name: str) -> None:
+    def time_method(owner: type, name: str) -> None:
         original = getattr(owner, name)
         original = getattr(original, "untimed", original)
 
@@ -116,9 +116,9 @@ def time_monitors() -> Callable[[], float]:
         call.untimed = original  # type: ignore[attr-defined]
         setattr(owner, name, call)
 
-    timed(Monitoring, "on_train_batch_end")
-    timed(StepNorms, "_begin")
-    timed(StepNorms, "_end")
+    time_method(Monitoring, "on_train_batch_end")
+    time_method(StepNorms, "_begin")
+    time_method(StepNorms, "_end")
     return lambda: total[0]
 
 

@@ -32,7 +32,7 @@ def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
 
-def chunked_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def reference_by_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The op with its softmax in plain PyTorch, whatever is attached."""
     present = torch.ops.caramba.cross_entropy_rows.default
     torch.ops.caramba.cross_entropy_rows.default = reference_cross_entropy_rows
@@ -47,7 +47,7 @@ def sides(device: torch.device, chunks: list[int]) -> dict[str, Loss]:
     return {
         "caramba": linear_cross_entropy,
         **{f"caramba, chunk {rows}": partial(linear_cross_entropy, chunk=rows) for rows in chunks},
-        "caramba, reference softmax": chunked_reference,
+        "caramba, reference softmax": reference_by_chunks,
         "torch, all logits": dense,
         "torch.compile, all logits": torch.compile(dense),
     }
@@ -86,7 +86,7 @@ def backward(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def memory(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Peak bytes beside the inputs: with the two gradients, without them, and without the weight's alone."""
+    """Peak bytes besides the inputs: with the two gradients, without them, and without the weight's alone."""
     if not hidden.is_cuda:
         backward(loss, hidden, weight, targets)
         return {}
@@ -113,7 +113,7 @@ def errors(
     h, w = (x.detach().double().requires_grad_() for x in (few, weight))
     exact = linear_cross_entropy(
         h, w, wanted, chunk=128
-    )  # float64, held against all logits in the unit tests
+    )  # float64, compared with all logits in the unit tests
     exact.backward()
     out = {}
     for name, loss in losses.items():

@@ -1,7 +1,7 @@
 """One optimiser step of every optimiser, clipping and kind of weights at the shapes of a model: time and memory.
 
 Usage on a GPU: python scripts/bench/run.py optimizer_steps [--size 1b] [--out docs/benchmarks/optimizer_steps.json]
-`--adamw` measures AdamW's step alone, a quarter of a minute: our kernel beside torch's fused one, over weights of every
+`--adamw` measures AdamW's step alone, for 15 s: our kernel against torch's fused one, over weights of every
 kind, rounded to nearest, from masters, which may be in the moments, or at random, in device time, bytes a second and as
 a share of a copy of memory, with the peak of memory; `--sweep` also sizes of its blocks. The rest of what --out holds
 is kept.
@@ -68,7 +68,7 @@ def parameters_of(size: str, device: torch.device, dtype: torch.dtype) -> list[t
     return made
 
 
-def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+def time_calls(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
     """Return milliseconds of each call, host and device, after three to warm up."""
     taken = interleave({"": lambda: wall_seconds(call, device)}, repeats=repeats, warm=3)[""]
     return [1e3 * seconds for seconds in taken]
@@ -77,7 +77,7 @@ def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> list[f
 def device_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """Return the median milliseconds of a call on the device, queued behind others so that it waits for no host."""
     if device.type != "cuda":
-        return statistics.median(timed(call, device, repeats))
+        return statistics.median(time_calls(call, device, repeats))
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -220,7 +220,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
                 grad, weight.grad = weight.grad, None
                 weight.data = weight.data.bfloat16()
                 weight.grad = None if grad is None else grad.bfloat16()
-        rows.append(row(name, timed(optimizer.step, device, words.repeats), device))
+        rows.append(row(name, time_calls(optimizer.step, device, words.repeats), device))
         del optimizer, named
     named = parameters_of(words.size, device, torch.float32)
     weights = [weight for _, weight in named]
@@ -231,7 +231,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
     }
     for name, way in ways.items():
         call = (lambda clip: lambda: clip([weights]))(way) if name == "adagc" else way
-        rows.append(row(name, timed(call, device, words.repeats), device))
+        rows.append(row(name, time_calls(call, device, words.repeats), device))
     parameters = sum(weight.numel() for weight in weights)
     facts = {
         **record.head(machine_facts(device)),

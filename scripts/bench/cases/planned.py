@@ -1,10 +1,10 @@
-"""What `auto` chooses beside batches set by hand: speed, memory, the time of planning, runs that fit. Writes JSON.
+"""What `auto` chooses against batches set by hand: speed, memory, the time of planning, runs that fit. Writes JSON.
 
 Parts, each the real command: `plan` measures batch and checkpointing and trains; `replay` is the same command again,
 which plans in 0 s; `runs` takes a few steps of many more runs, none of which may run out of memory; `hand` fixes
 batches around the chosen one; `modes` leaves compilation and workers open too, and ends when it is planned. Before
 that nothing is compiled, which would be once for every batch. The JSON is written after every part. Called again, it
-does what is missing: what was measured at another commit or on another machine is measured anew.
+does what is missing: what was measured at another commit or on another machine is measured again.
 
 Usage on a GPU: python scripts/bench/run.py planned [--parts plan,replay,runs,hand,modes] [--seconds 580] [--runs 20]
     [--work runs/bench_planned] [--out docs/benchmarks/planned.json] [-- OVERRIDES]
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases.ladder import ended
+from cases.ladder import wait_for_end
 from cases.training import head_commit
 from record import Record
 from registry import UsageError
@@ -73,7 +73,7 @@ class Bench:
             "command": " ".join(["caramba launch", *self.base, *AUTO]),
             "parts": self.parts,
         }
-        # Sweeps go on in a folder that is theirs alone: a point that another commit finished is not skipped.
+        # Sweeps resume in a folder that is theirs alone: a point that another commit finished is not skipped.
         self.work = words.work.absolute() / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
         if words.again:
             shutil.rmtree(self.work, ignore_errors=True)
@@ -114,7 +114,7 @@ class Bench:
                 "finished": (run / "result.json").is_file(),
             }
         if not rows:
-            raise RuntimeError(f"no batch by hand made a run; it said:\n{said}")
+            raise RuntimeError(f"no batch by hand made a run; its output:\n{said}")
         self._keep("hand", dict(sorted(rows.items(), key=lambda item: int(item[0]))))
 
     def _runs(self) -> None:
@@ -170,7 +170,7 @@ class Bench:
         run = next(folder.glob("runs/*/*"), None)
         if run is None:
             raise RuntimeError(
-                f"caramba {' '.join([*self.base, *more])} made no run: exit status {status}; it said:\n{said}"
+                f"caramba {' '.join([*self.base, *more])} made no run: exit status {status}; its output:\n{said}"
             )
         events = list(read_events(run))
         decisions = self._decisions(run)
@@ -203,7 +203,7 @@ class Bench:
         return {} if found is None else json.loads(found.read_text())["pretrain"]["decisions"]
 
     def _call(self, words: list[str], folder: Path, until: str | None = None) -> tuple[int, str]:
-        """Run caramba; it is asked to stop when it has said the event `until`, and when the time is up.
+        """Run caramba; it is asked to stop when it has logged the event `until`, and when the time is up.
 
         Raises:
             OutOfTimeError: it was stopped for the time.
@@ -225,7 +225,7 @@ class Bench:
                 time.sleep(0.2)
                 is_late = time.monotonic() > self.deadline
                 if is_late or (until is not None and _has_said(folder, until)):
-                    ended(child)
+                    wait_for_end(child)
         if is_late:
             raise OutOfTimeError
         return child.returncode, log.read_text(errors="replace")[-500:]
@@ -236,7 +236,7 @@ def _has_said(folder: Path, kind: str) -> bool:
 
 
 def musts_of(parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what is asked of planning, what it was held against, and whether that is met."""
+    """Return what is asked of planning, what it was compared with, and whether that is met."""
     found: list[dict[str, Any]] = []
 
     def add(what: str, got: Any, limit: Any, is_met: bool) -> None:

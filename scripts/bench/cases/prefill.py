@@ -1,4 +1,4 @@
-"""Seconds of the prefill of one long prompt, by layout, and of the attention of wide keys beside stock backends.
+"""Seconds of the prefill of one long prompt, by layout, and of the attention of wide keys against stock backends.
 
 Usage on a GPU: python scripts/bench/run.py prefill [--tokens 32768] [--parts model,op] [--repeats 5] [--seconds 420]
 The file is written after every case. `--size tiny --device cpu --tokens 96 --chunk 32` shows that the script works.
@@ -52,11 +52,11 @@ def prefilling(model: Model, n_tokens: int, chunk: int, kind: KVCacheKind) -> Ca
 
 
 def without(run: Callable[[], float]) -> Callable[[], float]:
-    def plain() -> float:
+    def plain_prefill() -> float:
         with without_kernels(OP):
             return run()
 
-    return plain
+    return plain_prefill
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The op `decoupled_attention` beside scaled_dot_product_attention on joined keys: times, arithmetic and errors."""
+"""The op `decoupled_attention` against scaled_dot_product_attention on joined keys: times, arithmetic and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Call = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Batch, queries, keys, heads, and widths of both parts of a key and of a value; the geometric key is of one head.
+    """Batch, queries, keys, heads, and widths of both key parts and of a value.
+
+    The geometric key has one head.
 
     `trains`: forward and backward are timed, in place of the forward alone. `is_absorbed`: all of a key and the value
     are of one head, as in the cache of a latent layer.
@@ -56,18 +58,20 @@ class Shape:
         sem, geo, value = self.widths
         generator = torch.Generator(device).manual_seed(0)
 
-        def drawn(n_tokens: int, heads: int, width: int, scale: float = 1.0) -> Tensor:
+        def random_tensor(n_tokens: int, heads: int, width: int, scale: float = 1.0) -> Tensor:
             x = torch.randn(self.batch, n_tokens, heads, width, device=device, generator=generator) * scale
             return x.to(dtype).requires_grad_(self.trains)
 
-        q = drawn(self.n_queries, self.heads, sem + geo, (sem + geo) ** -0.5)
+        q = random_tensor(self.n_queries, self.heads, sem + geo, (sem + geo) ** -0.5)
         own = 1 if self.is_absorbed else self.heads
-        return [q, *(drawn(self.n_keys, k, d) for k, d in ((own, sem), (1, geo), (own, value)))]
+        return [q, *(random_tensor(self.n_keys, k, d) for k, d in ((own, sem), (1, geo), (own, value)))]
 
 
 def shapes(size: str, tokens: int, chunk: int) -> list[Shape]:
-    """Return training at 8 x 2048, forward and both ways, the last chunk of a prompt, and a short one in the absorbed
-    form, at llama32_dba's widths."""
+    """Return the shapes at llama32_dba's widths.
+
+    Training at 8 x 2048 with and without backward, the last chunk of a prompt, and a short one in absorbed form.
+    """
     if size == "tiny":
         batch, block, heads, widths, latent = 2, 32, 4, (16, 48, 16), (24, 48, 24)
     else:
@@ -80,7 +84,7 @@ def shapes(size: str, tokens: int, chunk: int) -> list[Shape]:
     return [whole, replace(whole, name=f"{batch} x {block}, both ways", trains=True), behind, absorbed]
 
 
-def joined(inputs: list[Tensor], *, is_padded: bool) -> list[Tensor]:
+def join_inputs(inputs: list[Tensor], *, is_padded: bool) -> list[Tensor]:
     """Return q, k and v as scaled_dot_product_attention takes them, heads first, with as many leaves for gradients."""
     q, k_sem, k_geo, v = (x.detach() for x in inputs)
     k = torch.cat((k_sem, k_geo.expand(-1, -1, k_sem.shape[2], -1)), dim=-1)
@@ -110,7 +114,7 @@ def sides(shape: Shape, inputs: list[Tensor]) -> Iterator[tuple[str, Call, list[
                     with sdpa_kernel([backend]):
                         return sdpa(*operands)
 
-                yield name + ", padded" * is_padded, attend, joined(inputs, is_padded=is_padded)
+                yield name + ", padded" * is_padded, attend, join_inputs(inputs, is_padded=is_padded)
 
 
 def once(call: Call, operands: list[Tensor], grad: Tensor | None) -> list[Tensor]:
@@ -131,8 +135,10 @@ def gradient_of(call: Call, operands: list[Tensor], shape: Shape) -> Tensor | No
 
 
 def error_of(shape: Shape, name: str, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest |got - want| / |want|, in norms, over output and gradient of queries, against float64, on few
-    heads and tokens of the same widths."""
+    """Return the largest |got - want| / |want|, in norms, over output and gradient of queries.
+
+    The reference is float64, on few heads and tokens of the same widths.
+    """
     n_keys = min(shape.n_keys, 1024)
     small = replace(shape, batch=1, n_queries=min(shape.n_queries, n_keys // 2), n_keys=n_keys, heads=2)
     if shape.n_queries == shape.n_keys:

@@ -39,7 +39,7 @@ def sources(root: Path) -> Iterator[str]:
 
 
 def write_text(file: Path, size: int, given: Path | None) -> None:
-    """Write `size` bytes of documents with a separator after each; a repetition is told apart by its first line."""
+    """Write `size` bytes of documents with a separator after each; repetitions differ in their first line."""
     written, turn = 0, 0
     with open(file, "w", encoding="utf-8", newline="") as out:
         while written < size:

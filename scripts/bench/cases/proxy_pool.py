@@ -30,7 +30,7 @@ def serve(device: int, state: Path, size: str, work: Callable[..., Any], jobs: A
 
 
 class Pool:
-    """Processes that each hold one device and do one job at a time, in the order in which they are given."""
+    """Processes with one device each, which do one job at a time in the given order."""
 
     def __init__(self, n_devices: int, state: Path, size: str, work: Callable[..., Any]) -> None:
         context = multiprocessing.get_context("spawn")

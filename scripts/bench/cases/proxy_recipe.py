@@ -65,7 +65,7 @@ class Run:
     def name(self) -> str:
         return f"distil_{self.budget}_{self.method}_{self.seed}_{round(self.tokens / 1e6, 1)}M"
 
-    def changed(self, **changes: Any) -> Run:
+    def with_changes(self, **changes: Any) -> Run:
         """Return the run with another `method`, other `widths` or other parts of the recipe."""
         own = {name: changes.pop(name) for name in ("method", "widths") if name in changes}
         return replace(self, **own, recipe=replace(self.recipe, **changes))
@@ -112,7 +112,7 @@ def optimizers(
     return made
 
 
-def corrupted(batch: Tensor, share: float, generator: torch.Generator) -> Tensor:
+def corrupt(batch: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """Replace a share of the tokens [B, T] by tokens of other places of the batch."""
     others = torch.randint(batch.numel(), batch.shape, generator=generator, device=batch.device)
     replaced = torch.rand(batch.shape, generator=generator, device=batch.device) < share
@@ -138,7 +138,7 @@ def train(
                 group["lr"] = rate(step, steps, group["peak"], max(steps // 30, 1))
         x, y = study.batch(batch, 100 + run.seed, first + step, fresh=True)
         if run.recipe.corrupt and isinstance(objective, TeacherLogitsObjective):
-            x = corrupted(x, run.recipe.corrupt, noise)
+            x = corrupt(x, run.recipe.corrupt, noise)
         objective.at(step, steps)
         with study.autocast():
             losses = objective.step((x, y), lambda loss: loss.backward())
@@ -177,7 +177,7 @@ def phases(study: Study, run: Run) -> list[tuple[str, int, float]]:
 
 
 def distil(study: Study, run: Run, *, selection: bool = False) -> dict[str, Any]:
-    """Do one run and return all that is known of it; with `selection` it is measured on the windows to choose by."""
+    """Do one run and return its record. `selection` measures it on the windows for selection."""
     began = time.monotonic()
     teacher, recipe = study.frozen_teacher, run.recipe
     rest = [m for m in teacher.modules() if isinstance(m, RMSNormLayer | SwiGLULayer)]

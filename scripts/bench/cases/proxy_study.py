@@ -155,7 +155,7 @@ class Study:
     def attention(self) -> AbstractContextManager:
         return attention_backends(self.device)
 
-    def compiled(self, module: Any) -> Any:
+    def compile_module(self, module: Any) -> Any:
         return torch.compile(module) if self.device.type == "cuda" else module
 
     def write(self, name: str, value: dict[str, Any]) -> None:
@@ -221,14 +221,14 @@ class Study:
     def batch(
         self, batch_size: int, seed: int, step: int, *, fresh: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of a step, the same for every run with this seed, of the students' or the teacher's text."""
+        """Return the batch of a step, the same for every run with this seed. `fresh` reads the teacher's text."""
         generator = torch.Generator(self.device).manual_seed(seed * 1_000_003 + step)
         tokens = self.corpus.fresh if fresh else self.corpus.train
         return training_batch(self.corpus, tokens, batch_size, self.size.n_tokens, RECALL_SHARE, generator)
 
 
 def transplant_into(study: Study, student: Model, method: str, seed: int) -> dict[str, Any]:
-    """Initialise a student by a method and return what its report says."""
+    """Initialise a student by a method and return its report."""
     if method == "random":
         init_weights(student)
     if method == CONTINUED:
@@ -254,7 +254,7 @@ def transplant_into(study: Study, student: Model, method: str, seed: int) -> dic
 
 
 def measure(study: Study, teacher: Model, student: Model, *, selection: bool = False) -> dict[str, Any]:
-    """Return everything that is reported of a student beside its teacher; bytes are counted from cache tensors."""
+    """Return everything that is reported of a student and its teacher; bytes are counted from cache tensors."""
     data = study.selection if selection else study.held_out
     with study.autocast():
         found = agreement(

@@ -1,11 +1,11 @@
-"""Products of a decode step's few rows beside torch's: microseconds and share of the read roof. Writes JSON.
+"""Products of a decode step's few rows against torch's: microseconds and share of the read roof. Writes JSON.
 
 Usage on a GPU: python scripts/bench/run.py row_linear [--codes [8|4]] [--tune] [--compiled] [--rows 1,2,4,8]
     [--out FILE]
 Weights are of a model of a billion weights; every side runs as a CUDA graph over as many weights as exceed the cache.
-`--tune` first times tiles of one row and writes the fastest beside the kernel, where later processes find them.
+`--tune` first times tiles of one row and writes the fastest next to the kernel, where later processes find them.
 `--compiled` adds products as reductions that Inductor makes. `--codes`: weights are codes of 8 bits with a scale of
-each row, or of 4 with one and a zero of each group of inputs (`--codes 4`), beside the same weights in 16 bits by ours
+each row, or of 4 with one and a zero of each group of inputs (`--codes 4`), against the same weights in 16 bits by ours
 (`numbers`). `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
 """
 
@@ -28,7 +28,7 @@ from cases.row_linear_cases import (
     n_sets,
     numbers_of,
     ours,
-    timed,
+    time_products,
 )
 from cases.row_linear_tiles import keep_tiles, tune
 from record import Record, machine_facts
@@ -43,7 +43,7 @@ MUST = 0.85
 """Share of the read roof on the widest products."""
 
 
-def measured(
+def measure_products(
     shape: Shape,
     n_rows: int,
     dtype: torch.dtype,
@@ -78,7 +78,7 @@ def measured(
         if bits < 16:
             plain = [(x, numbers_of(weight, scale, dtype), None, *rest) for x, weight, scale, *rest in some]
             sides["numbers"] = Side(ours(shape), plain, False)
-        found = timed(sides, 0.3)
+        found = time_products(sides, 0.3)
     return {
         "name": shape.name,
         "weight": [shape.n_rows, shape.width],
@@ -124,13 +124,15 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
             keep_tiles(module.TABLE, data["tiles"])
     roof = 1e12
     if device.type == "cuda":
-        from cases.read_roof import read_roof
+        from cases.read_bandwidth import read_bandwidth
 
-        roof = read_roof()
+        roof = read_bandwidth()
     data["read_bytes_per_s"] = roof
     for n_rows in (int(n) for n in words.rows.split(",")):
         for shape in shapes:
-            row = measured(shape, n_rows, dtype, device, roof, is_compiled=words.compiled, bits=words.codes)
+            row = measure_products(
+                shape, n_rows, dtype, device, roof, is_compiled=words.compiled, bits=words.codes
+            )
             data["rows"].append(row)
             said = ", ".join(
                 f"{name} {us:.2f} us ({row['of_roof'][name]:.0%})" for name, us in row["us"].items()

@@ -53,10 +53,10 @@ Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
 def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, bits: int = 16) -> Given:
     """Return what a product is of: a weight of the dtype, or its codes of 8 bits or 4."""
 
-    def drawn(*size: int) -> Tensor:
+    def random_tensor(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)
 
-    weight, scale = drawn(shape.n_rows, shape.width) * shape.width**-0.5, None
+    weight, scale = random_tensor(shape.n_rows, shape.width) * shape.width**-0.5, None
     if bits == 4:
         group = group_of(shape.width)
         assert group is not None
@@ -64,7 +64,13 @@ def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, b
     elif bits == 8:
         scale = weight.float().abs().amax(1) / 127
         weight = (weight / scale[:, None]).round().to(torch.int8)
-    return drawn(rows, shape.width), weight, scale, drawn(rows, shape.n_out), drawn(shape.width)
+    return (
+        random_tensor(rows, shape.width),
+        weight,
+        scale,
+        random_tensor(rows, shape.n_out),
+        random_tensor(shape.width),
+    )
 
 
 def numbers_of(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -111,8 +117,10 @@ def by_torch(shape: Shape) -> Callable[..., Tensor]:
 
 
 def alone(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
-    """Return the library's product and nothing else; of codes of 8 bits as torchao makes it of one row and of many, of
-    those of 4 by a weight made for it."""
+    """Return the library's product alone.
+
+    torchao multiplies codes of 8 bits; codes of 4 bits use a weight made for it.
+    """
     if scale is not None and weight.dtype == WORDS:
         return F.linear(x, dequantize_int4(weight, scale, x.dtype))
     return F.linear(x, weight) if scale is None else (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
@@ -123,7 +131,7 @@ def n_sets(n_bytes: int, device: torch.device) -> int:
     return min(max(2, -(-COLD_BYTES // n_bytes)), 64) if device.type == "cuda" else 1
 
 
-def timed(sides: dict[str, Side], seconds: float) -> dict[str, float]:
+def time_products(sides: dict[str, Side], seconds: float) -> dict[str, float]:
     """Return the median microseconds of every side, which take turns."""
     times = interleave(
         {name: side.seconds for name, side in sides.items()}, repeats=3, warm=2, seconds=seconds

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from cases.kernel_case import Side
-from cases.row_linear_cases import Shape, bytes_of, made, n_sets, ours, timed
+from cases.row_linear_cases import Shape, bytes_of, made, n_sets, ours, time_products
 
 from caramba.runs.files import write_json
 
@@ -43,7 +43,7 @@ def tune(
             found = {}
             for tile in tiles(shape, itemsize):
                 module.load_tuned([(product, list(tile))])
-                found[tile] = timed({"ours": Side(ours(shape), some, False)}, 0.05)["ours"]
+                found[tile] = time_products({"ours": Side(ours(shape), some, False)}, 0.05)["ours"]
             best = min(found, key=lambda tile: found[tile])
             module.load_tuned([(product, list(best))])
             entries.append([product, list(best)])

@@ -46,7 +46,7 @@ SIZES = {
     "8b": (4096, 32, 32, 8, 14336, 128256),
 }
 MUST = {"ddp": 0.93, "fsdp2": 0.90, "losses_within": 5e-3}
-"""Shares of linear scaling, and how far losses of equal steps may be apart: products of autocast are in bfloat16."""
+"""Shares of linear scaling, and how far losses of equal steps may differ: products of autocast are in bfloat16."""
 
 
 class Losses(pl.Callback):
@@ -211,7 +211,7 @@ def measure(words: argparse.Namespace, record: Record) -> int:
 
 
 def merge(files: list[str], record: Record) -> int:
-    """Put the rows of several numbers of devices, and of several sittings, into one file, with a plot beside it.
+    """Merge the rows of several device counts and sittings into one file, with a plot next to it.
 
     Return 1 when they are of different machines or shapes, or when losses of strategies are not as near as they must
     be, whichever sitting they are of: seeds and samples are the same.

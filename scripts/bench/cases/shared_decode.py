@@ -2,7 +2,7 @@
 
 Usage on a machine with two GPUs: python scripts/bench/run.py shared_decode [--out docs/benchmarks/shared_decode.json]
 `--size tiny --forms false` shows on a CPU that the script works. Rows: median of `--repeats` generations, prefill and
-step apart; `speed_up` is two ranks against one device in the same form.
+step separately; `speed_up` is two ranks against one device in the same form.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ class Block:
             .transpose(1, 2)
             .split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         )
-        self.k.index_copy_(2, at, turned(k, cos, sin))
+        self.k.index_copy_(2, at, rotate(k, cos, sin))
         self.v.index_copy_(2, at, v)
         # The heads of a group as queries of one: backends that take a mask do not take grouped heads.
-        grouped = turned(q, cos, sin).unflatten(1, (self.kv_heads, -1)).squeeze(-2)
+        grouped = rotate(q, cos, sin).unflatten(1, (self.kv_heads, -1)).squeeze(-2)
         masked = mask.expand(-1, -1, grouped.shape[2], -1)
         read = F.scaled_dot_product_attention(grouped, self.k, self.v, attn_mask=masked)
         x = x + F.linear(read.flatten(1)[:, None], self.out)
@@ -58,7 +58,7 @@ class Block:
         return x + F.linear(F.silu(gate) * up, self.down)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate features p and p + D/2 of [B, N, 1, D] by the angles [1, D/2]."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -111,7 +111,7 @@ class StaticDecoder:
 
     @torch.inference_mode()
     def fill(self, streams: list[tuple[Tensor, Tensor]], token: Tensor) -> None:
-        """Begin behind the keys and values of a prompt, [B, K, S, D] each a block, with the token that follows it."""
+        """Begin after the keys and values of a prompt, [B, K, S, D] for each block, with its next token."""
         for block, (k, v) in zip(self.blocks, streams, strict=True):
             block.k[:, :, : k.shape[2]].copy_(k)
             block.v[:, :, : v.shape[2]].copy_(v)

@@ -1,4 +1,4 @@
-"""The kernels that a compiled training step of a 1B model calls, each beside the least time that its bytes take.
+"""The kernels that a compiled training step of a 1B model calls, each with the least time that its bytes take.
 
 Usage on a GPU: python scripts/bench/run.py step_kernels [--out docs/benchmarks/step_kernels.json]
 About 20 s. `--size tiny` shows on any machine that it runs, and no more.
@@ -57,19 +57,22 @@ def cases(size: dict[str, int], device: torch.device) -> list[Case]:
     batch, tokens, heads, kv_heads = (size[name] for name in ("batch", "tokens", "heads", "kv_heads"))
     rows, width = batch * tokens, (heads + 2 * kv_heads) * size["width"]
 
-    def drawn(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     angles = torch.rand(1, tokens, size["width"] // 2, device=device) * 6
     cos, sin = angles.cos(), angles.sin()
-    joined = drawn(batch, tokens, width).requires_grad_()
+    joined = random_tensor(batch, tokens, width).requires_grad_()
     parts = rope_qkv(joined, cos, sin, heads, kv_heads, 0.125)
     grads = [torch.randn_like(x) for x in parts]
-    packed = drawn(rows, 2 * size["d_ff"]).requires_grad_()
+    packed = random_tensor(rows, 2 * size["d_ff"]).requires_grad_()
     hidden = swiglu(packed)
     grad = torch.randn_like(hidden)
     n_rows = min(2048, rows)
-    logits, weight = drawn(n_rows, size["classes"]), drawn(size["classes"], heads * size["width"])
+    logits, weight = (
+        random_tensor(n_rows, size["classes"]),
+        random_tensor(size["classes"], heads * size["width"]),
+    )
     targets = torch.randint(size["classes"], (n_rows,), device=device)
     losses = torch.empty(n_rows, device=device)
     one, half = torch.ones((), device=device), torch.full((), 0.999, device=device)
@@ -102,7 +105,7 @@ def cases(size: dict[str, int], device: torch.device) -> list[Case]:
     ]
 
 
-def tried(case: Case, device: torch.device) -> dict[str, float]:
+def try_case(case: Case, device: torch.device) -> dict[str, float]:
     """Times of a case with other constants of its kernel, which stay as they were."""
     found: dict[str, float] = {}
     for name, values in case.tries.items():
@@ -139,7 +142,7 @@ def run(arguments: argparse.Namespace, record: Record) -> int | None:
     for case in cases(SIZES[arguments.size], device):
         us = 1e6 * median_seconds(case.call, device, ROUNDS, QUEUE_CYCLES)
         row = {"name": case.name, "us": us, "bytes": case.n_bytes, "tb_per_s": case.n_bytes / us / 1e6}
-        row["other"] = tried(case, device) if device.type == "cuda" else {}
+        row["other"] = try_case(case, device) if device.type == "cuda" else {}
         rows.append(row)
         others = ", ".join(f"{name} {value:.1f}" for name, value in row["other"].items())
         print(f"{case.name:45} {us:9.1f} us {row['tb_per_s']:6.2f} TB/s  {others}", flush=True)

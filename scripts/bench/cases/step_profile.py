@@ -1,4 +1,4 @@
-"""A training step's trace as a table of its work beside the roofs, and the largest gaps between the two.
+"""A training step's trace as a table of its work against the roofs, and the largest gaps between the two.
 
 A trace of torch's profiler with shapes becomes calls: an op with all the kernels it launched. A matrix product or
 attention call has FLOPs from the shapes of its op, anything else bytes: each tensor argument once, which is the least
@@ -74,7 +74,7 @@ def analyse(
     Args:
         events: the complete events of a trace of `steps` steps.
         step_ms: what a step takes without the profiler, which slows the host: the device is idle for what it is not
-            busy of that. Without it, for what the trace says.
+            busy of that. Without it, from the trace alone.
     """
     on_device = [event for event in events if event.get("cat") in DEVICE_CATS]
     works: dict[str, Work] = {}
@@ -170,7 +170,7 @@ def _places(idle: list[tuple[float, str]], steps: int) -> list[dict[str, Any]]:
 
 
 def roofs_of(device: torch.device, params: int) -> Roofs:
-    """Return the roofs of an H200 as measured before, or on a CPU what one product and one copy take now."""
+    """Return the recorded roofs of an H200, or measure one product and one copy on a CPU."""
     if device.type == "cuda":
         return Roofs(H200_FLOPS, H200_BYTES, float(ADAMW_BYTES * params))
     a, x = torch.randn(512, 512), torch.randn(2**23)
@@ -215,7 +215,7 @@ def as_markdown(found: dict[str, Any]) -> list[str]:
 def report(
     trace: Path, steps: int, step_ms: float | None, roofs: Roofs, out: Path, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Analyse a trace, write it as JSON and Markdown beside each other, and return where they are and what they say."""
+    """Analyse a trace, write it as JSON and Markdown, and return their paths and the analysis."""
     found = analyse(load_trace(trace), steps, roofs, step_ms)
     lines = as_markdown(found)
     write_json(out, {"benchmark": "step_profile", **about, **found})

@@ -1,8 +1,8 @@
-"""What the model substrate costs: loading a checkpoint, planning, and a step beside transformers. Writes JSON.
+"""What the model substrate costs: loading a checkpoint, planning, and a step against transformers. Writes JSON.
 
 Parts: `load` reads a Llama 3.2 1B checkpoint (2.5 GB, written by transformers) against reading its bytes, and its peak
 host memory; `logits` launches it from the command line and compares with transformers in float32; `compile` times
-`caramba compile` of an 8B preset; `gpu` runs forward and training step beside transformers' LlamaForCausalLM.
+`caramba compile` of an 8B preset; `gpu` runs forward and training step against transformers' LlamaForCausalLM.
 
 Usage: python scripts/bench/run.py substrate [--parts load,logits,compile,gpu] [--folder DIR] [--out FILE]
 """

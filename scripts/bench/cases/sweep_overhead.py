@@ -26,7 +26,7 @@ WORDS = [
     *("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512"),
     *("train.steps=20", "train.batch_size=2", "train.block_size=32", "settings.instrument=none"),
 ]
-# Composes all points, as a sweep does before it starts one, and prints its peak memory in KiB along the way.
+# Composes all points, as a sweep does before it starts one, and prints its peak memory in KiB meanwhile.
 FRONT_END = """
 import gc, resource, sys
 from caramba.launch.sweeps.grid import check_point
@@ -111,7 +111,7 @@ def cpu_seconds() -> float:
 
 
 def measure(folder: Path, points: int, jobs: int) -> dict[str, float | int | list[int]]:
-    """Measure a sweep and the bare runs, in folders of their own with one token cache that is warm for both."""
+    """Measure a sweep and the bare runs, in separate folders with one warm token cache."""
     os.environ["CARAMBA_HOME"] = str(folder / "cache")
     for name in ("warm", "sweep", "bare"):
         (folder / name).mkdir()

@@ -137,7 +137,7 @@ def told(value: int) -> int:
 
 
 def rows_of(words: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what to measure: one device beside all in every form, and then what else all can do."""
+    """Return what to measure: one device and all in every form, and then what else all can do."""
     world, forms = get_world_size(), words.forms.split(",")
     shapes = [(form, devices, False) for form in forms for devices in (1, world)]
     shapes += [(form, world, True) for form in reversed(forms)]

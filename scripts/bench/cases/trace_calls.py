@@ -47,7 +47,7 @@ def load_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def device_calls(events: list[dict[str, Any]], on_device: list[dict[str, Any]]) -> Iterator[Call]:
-    """The ops that launched the kernels, by the id that both carry or the launch that one of them was running.
+    """The ops that launched the kernels, by a common id or the launch that the op was running.
 
     A kernel of no op is a call of its own.
     """

@@ -1,11 +1,11 @@
-"""Training steps through caramba's module and Trainer beside bare loops and transformers, in turns in one process.
+"""Training steps through caramba's module and Trainer against bare loops and transformers, in turns in one process.
 
 Parts: `bf16` weights and states in bfloat16, `masters` with float32 masters, each at every shape; `fp8` products in
-float8 beside our own bfloat16 at the first shape: `--float8` through the Trainer, all of `--recipes` bare, with the
+float8 against our own bfloat16 at the first shape: `--float8` through the Trainer, all of `--recipes` bare, with the
 losses of their first steps (`rowwise/torchao` leaves the casts to torchao); `long` is the peak memory of one sequence
-under full checkpointing; `profile` the kernels of our step at the first shape beside their roofs (step_profile.py), and
+under full checkpointing; `profile` the kernels of our step at the first shape against roofs (step_profile.py), and
 `profile_fp8` those of the step with `--float8`. Peers take their turns within a callback of our
-Trainer, which stands still meanwhile: LlamaForCausalLM compiled, as it comes and with the attention backend that
+Trainer, which is idle meanwhile: LlamaForCausalLM compiled, as it comes and with the attention backend that
 caramba picks; a bare loop with joined products; and our own compiled model without Lightning, callbacks and monitors
 (the overhead is the ratio to that one). Peers read the same batch again and again from the device; our side reads its
 own data. Nobody clips unless --clip.
@@ -14,7 +14,7 @@ Usage on a GPU: python scripts/bench/run.py training [--parts bf16,masters,fp8,l
     [--shapes 8x2048,2x8192] [--float8 rowwise] [--recipes rowwise,tensorwise] [--seconds 580] [--again]
     [--out docs/benchmarks/training.json]
 The JSON is written after every part. Called again, it measures what is missing: parts of another commit or machine, or
-that failed, are measured anew, and all with --again.
+that failed, are measured again, and all with --again.
 `--size tiny --steps 2 --turns 2 --out FILE` shows on a CPU that the script works.
 """
 
@@ -138,7 +138,7 @@ class Bench:
             )
 
     def sides(self, part: str, batch: int, length: int) -> dict[str, Side]:
-        """What a part is measured beside; float8 only beside our own model, in bfloat16 and by every recipe."""
+        """The peers of a part; float8 has our own model alone, in bfloat16 and by every recipe."""
         drawn = torch.randint(self.spec.embedder.vocab_size, (batch, length + 1), device=self.device)
         x, y = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         options: dict[str, Any] = {"has_masters": part == "masters", "clip": self.words.clip}
@@ -217,7 +217,7 @@ class Bench:
         }
 
     def profile(self, part: str, batch: int, length: int) -> dict[str, Any]:
-        """Trace steps of ours and hold their kernels against the roofs; the report lies beside the JSON."""
+        """Trace steps of ours and compare their kernels with the roofs; the report is next to the JSON."""
         trace = self.words.trace or Path(tempfile.gettempdir()) / f"training_{batch}x{length}.trace.json.gz"
         if is_float8 := part == "profile_fp8":
             trace = trace.with_name(f"float8_{trace.name}")
@@ -244,7 +244,7 @@ class Bench:
 
 
 def musts_of(part: str, length: int, ratios: dict[str, float]) -> list[dict[str, Any]]:
-    """Return what the ratios of a part are held against; float8 has its own, over bfloat16."""
+    """Return what the ratios of a part are compared with; float8 has its own, over bfloat16."""
     if part == "fp8":
         return []
     limits = MUST | {THEIRS: MUST_THEIRS.get(length)}
@@ -312,7 +312,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
         began = time.monotonic()
         try:
             found: dict[str, Any] = run()
-        except (CarambaError, RuntimeError) as error:  # memory, a peer, a compiler: the other parts go on
+        except (CarambaError, RuntimeError) as error:  # memory, a peer, a compiler: the other parts continue
             found, failed = {"skipped": f"{type(error).__name__}: {error}"[:500]}, failed + 1
         about = {
             "attention": bench.choice.order,

@@ -1,4 +1,4 @@
-"""Steps with products in float8: the recipes that take turns, and what comes of them beside bfloat16."""
+"""Steps with products in float8: the recipes that take turns, and their results against bfloat16."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ WITHOUT = {"": (), "apart": ("float8_swiglu",), "torchao": ("float8_cast",)}
 
 
 def recipes_of(words: str, device: torch.device) -> Iterator[tuple[str, Float8Recipe]]:
-    """Yield name and recipe of NAME, several with commas; of NAME/apart SwiGLU is made apart from its casts, and those
-    of NAME/torchao torchao makes."""
+    """Yield name and recipe of each NAME in a list with commas.
+
+    NAME/apart separates SwiGLU from its casts, and NAME/torchao casts by torchao.
+    """
     for asked in words.split(","):
         name, _, casts = asked.partition("/")
         if name not in RECIPES.split(",") or casts not in WITHOUT:
@@ -35,7 +37,7 @@ def recipes_of(words: str, device: torch.device) -> Iterator[tuple[str, Float8Re
 
 
 def float8_of(turns: Turns, sides: dict[str, Side], bf16: str, through_trainer: str) -> dict[str, Any]:
-    """Return every side's speed over the side `bf16`, the Trainer's with its recipe held against what is asked, and
+    """Return every side's speed over the side `bf16`, the Trainer's with its recipe compared with the must, and
     losses.
 
     `loss_change` is of the last step of those whose losses are kept, from the same weights on the same batch.

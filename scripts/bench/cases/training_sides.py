@@ -1,4 +1,4 @@
-"""What caramba's training step is measured beside: transformers, a bare loop with joined products, our model bare."""
+"""What caramba's training step is measured against: transformers, a bare loop with joined products, our model bare."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def ours_bare(
 
 
 def our_optimizer(net: nn.Module, has_masters: bool) -> torch.optim.Optimizer:
-    """AdamW as a phase steps it, so that what stands beside it is Lightning, callbacks and monitors alone."""
+    """AdamW as a phase steps it, so that the difference is Lightning, callbacks and monitors alone."""
     named = list(net.named_parameters())
     if not has_masters:
         return AdamW([weight for _, weight in named], lr=1e-5)

@@ -7,7 +7,7 @@
 
 `surgery` makes the untrained students, `search` chooses the recipe on other validation windows than those that are
 reported. Every stage adds whole files to DIR and does what is missing there, so that a call that is cut short loses
-the jobs under way at most; on one device run the teacher by `python`. `--size tiny` tries the same on a CPU. All
+the running jobs at most; on one device run the teacher by `python`. `--size tiny` tries the same on a CPU. All
 results are of a proxy: they support no claim about Llama.
 """
 
@@ -55,7 +55,7 @@ HEADLINE = "5.33x"
 WIDTHS = {"5.33x": (60, 12), "6.4x": (50, 10), "10.7x": (30, 6)}
 # What a budget's recipe has otherwise than the one before it, before any trial.
 OWN: dict[str, dict[str, Any]] = {"10.7x": {"global_lr": 1e-3, "map_lr": 1.0}}
-# Single changes of the recipe, tried in this order on top of the best so far, the first ones beside each other.
+# Single changes of the recipe, tried in this order on top of the best so far, the first ones in parallel.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     HEADLINE: ({}, {"kl_weight": 0.85}),
     "10.7x": ({}, {"global_lr": 1.5e-3}),
@@ -91,7 +91,7 @@ def train_teacher(study: Study, clock: Clock) -> bool:
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
 
-    compiled = study.compiled(loss_of)
+    compiled = study.compile_module(loss_of)
     began, first, shown = time.monotonic(), step, time.monotonic()
     while step < steps and (world > 1 or clock.left() > 12):
         for group in optimizer.param_groups:
@@ -159,7 +159,7 @@ def average_gradients(model: nn.Module, world: int) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def untrained(study: Study, budget: str, method: str) -> dict[str, Any]:
+def measure_untrained(study: Study, budget: str, method: str) -> dict[str, Any]:
     """Make and measure a student of a budget by a method, without training."""
     student = study.student(budget, method)
     surgery = transplant_into(study, student, method, 0)
@@ -177,7 +177,7 @@ def work(study: Study, what: str, *arguments: Any) -> Any:
     if what == "calibrate":
         return len(study.calibration.layers)
     if what == "untrained":
-        return untrained(study, *arguments)
+        return measure_untrained(study, *arguments)
     (run,) = arguments
     if what == "trial":
         name = f"trial_{hashlib.sha256(repr(run).encode()).hexdigest()[:12]}"
@@ -216,7 +216,7 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
         while waiting and clock.left() > each:
             tried, waiting = waiting[:n_devices], waiting[n_devices:]
             began = time.monotonic()
-            runs = [best.changed(**change) for change in tried]
+            runs = [best.with_changes(**change) for change in tried]
             found = jobs.map([("trial", run) for run in runs], clock, [each] * len(runs))
             each = max(each, (time.monotonic() - began) * 1.05)
             better = []
@@ -242,10 +242,10 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
 def beginning(study: Study, before: Run, budget: str) -> Run:
     """Return what a budget begins with, after what was found for the one before it."""
     widths = WIDTHS.get(budget) if study.size_name == "full" else None
-    return replace(before, budget=budget, widths=widths).changed(**OWN.get(budget, {}))
+    return replace(before, budget=budget, widths=widths).with_changes(**OWN.get(budget, {}))
 
 
-def planned(study: Study) -> list[Run]:
+def plan_runs(study: Study) -> list[Run]:
     """Return the distillations of the study, by the recipe that the search chose."""
     found = study.read("search")
     chosen = found["best"] if found else {}
@@ -283,7 +283,7 @@ def planned(study: Study) -> list[Run]:
 
 def distillations(study: Study, jobs: Pool, clock: Clock, seconds_each: float) -> None:
     """Do the distillations that are not done yet, while there is time."""
-    runs = planned(study)
+    runs = plan_runs(study)
     seconds = [seconds_each * (0.15 + 0.85 * run.tokens / study.size.distil_tokens) for run in runs]
     jobs.map([("distil", run) for run in runs], clock, seconds)
 
@@ -324,7 +324,7 @@ def collect(study: Study, out: Path) -> None:
             "distilled": distilled,
         },
     )
-    print(f"wrote {out}: {len(distilled)} distillations, {len(planned(study))} to go")
+    print(f"wrote {out}: {len(distilled)} distillations, {len(plan_runs(study))} to go")
 
 
 STAGES = ("teacher", "surgery", "search", "distil", "collect")

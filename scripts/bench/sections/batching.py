@@ -12,7 +12,7 @@ def batching(data: dict[str, Any]) -> list[str]:
     lines = [
         f"## Batching requests ({words['model']}, {words['layout']}, {words['slots']} slots)",
         "",
-        f"{words['requests']} requests arrive at random, {words['rate']:g} a second; prompts of {words['prompt'][0]} to"
+        f"{words['requests']} requests arrive randomly, {words['rate']:g} a second; prompts of {words['prompt'][0]} to"
         f" {words['prompt'][1]} tokens and {words['new'][0]} to {words['new'][1]} new ones, log-uniform; {runs}."
         " Both sides run the same steps and differ in when a request may join.",
         "",
@@ -44,18 +44,18 @@ def batching(data: dict[str, Any]) -> list[str]:
 
 
 def _gigabytes(row: dict[str, Any]) -> str:
-    """Say what a way's cache takes, where that was noted."""
+    """Return the bytes of a side's cache, if recorded."""
     return f"{row['cache_bytes'] / 1e9:.2f}" if "cache_bytes" in row else ""
 
 
 def _over_static(row: dict[str, Any], data: dict[str, Any]) -> str:
-    """Say a way's throughput over static batching's."""
+    """Return a side's throughput over that of static batching."""
     base = next((other for other in data["arrivals"] if other["way"] == "static"), None)
     return "" if base in (None, row) else f"{row['tokens_per_s'] / base['tokens_per_s']:.2f}x"
 
 
 def _at_must(data: dict[str, Any]) -> str:
-    """Say at which time between tokens the must is held, and which way of batching is later than that."""
+    """Return the time between tokens of the must, and which kind of batching exceeds it."""
     held_to = data["settings"]["itl_ms"]
     bound = f"{held_to:g} ms between tokens (p99)"
     if data["is_within_bound"]:

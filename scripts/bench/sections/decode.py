@@ -11,7 +11,7 @@ STEADY = 30e6  # bytes from which bf16's time does
 TICKS = 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10  # TB/s
 ON_RECORD = {"NVIDIA H200": 4.48e12}
 """Read roofs of devices. A machine on which a plain reduction reads less, while decode attention reads more than that,
-is held to what has been read elsewhere."""
+is compared with the read bandwidth on record."""
 
 
 def roof_of(data: dict[str, Any]) -> float:
@@ -35,7 +35,7 @@ def decode(data: dict[str, Any]) -> list[str]:
         + (
             "."
             if roof == measured
-            else f", as on record (a reduction read {measured / 1e12:.2f} TB/s beside this run)."
+            else f", as on record (a reduction read {measured / 1e12:.2f} TB/s next to this run)."
         ),
         "",
         f"![Bytes per second against bytes read](benchmarks/{data.get('plot', 'decode.png')})",
@@ -60,7 +60,7 @@ def decode(data: dict[str, Any]) -> list[str]:
         "",
         "Useful bytes are codes and scales of every stored token, read once. Errors are relative to float64 attention"
         " on the dequantised tokens."
-        + ("" if is_plain else " Stock backends read keys that lie concatenated already."),
+        + ("" if is_plain else " Stock backends read keys that are concatenated already."),
     ]
 
 

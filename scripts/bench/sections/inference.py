@@ -47,7 +47,7 @@ def inference(data: dict[str, Any]) -> list[str]:
             ran = row["ran"] + (f" ({row['why_not']})" if row.get("why_not") else "")
             speed = f"{row['tok_s']:,.1f} ({row['p20']:,.1f} to {row['p80']:,.1f})"
             share = f"{100 * row['tok_s'] / bound(row, roof):.0f}%" if "bytes_of_step" in row else ""
-            lines.append(f"{where} | {ran} | {speed} | {share} | {reached(row, rows, is_full)} |")
+            lines.append(f"{where} | {ran} | {speed} | {share} | {share_of_must(row, rows, is_full)} |")
     if data["left_out"]:
         lines += ["", f"Left out: {'; '.join(data['left_out'])}."]
     errors = [row["peer_error"] for row in data["rows"] if "peer_error" in row]
@@ -68,9 +68,9 @@ def cached_steps(data: dict[str, Any]) -> list[str]:
     lines = [
         f"## Decoding with and without a cache, {first['new_tokens']} tokens",
         "",
-        "One thread, eager steps unless said. Without a cache each token costs a forward over all before it. Ratios are"
-        " of the CPU seconds of runs of one turn: the median over the turns, and the range; load averages before and"
-        f" after {data['load_before']:.1f} and {data['load_after']:.1f}.",
+        "One thread, eager steps unless stated. Without a cache each token costs a forward over all before it. Ratios"
+        " are of the CPU seconds of runs of one turn: the median over the turns, and the range; load averages before"
+        f" and after {data['load_before']:.1f} and {data['load_after']:.1f}.",
         "",
         "| model | side | tokens/s | a CPU second | over uncached | over uncached with all logits | same text |",
         "|---|---|---|---|---|---|---|",
@@ -102,7 +102,7 @@ def speculation(data: dict[str, Any]) -> list[str]:
         f"## Speculation, {words['new']} tokens behind {words['prompt']}, {words['prompts']} prompts, "
         f"temperature {words['temperature']:g}",
         "",
-        "| batch | way | ran as | tokens/s | over the best plain | ms a step | of a plain step | drafts accepted | "
+        "| batch | method | ran as | tokens/s | over the best plain | ms a step | of a plain step | drafts accepted | "
         "tokens a step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -122,7 +122,7 @@ def bound(row: dict[str, Any], roof: float) -> float:
     return row["batch"] * roof / row["bytes_of_step"]
 
 
-def reached(row: dict[str, Any], rows: list[dict[str, Any]], is_full: bool) -> str:
+def share_of_must(row: dict[str, Any], rows: list[dict[str, Any]], is_full: bool) -> str:
     """Return the figure that a row is judged by, and of models of full size what it must be."""
     case = ("batch", "context", "cache")
     beside = [

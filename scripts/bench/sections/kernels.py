@@ -8,7 +8,7 @@ SIDES = ("ours", "eager", "compiled")
 
 
 def kernels(data: dict[str, Any]) -> list[str]:
-    """Kernels beside torch, as shares of a copy's bandwidth."""
+    """Kernels against torch, as shares of a copy's bandwidth."""
     lines = [
         "## Norms, RoPE, SwiGLU, dropout and Lion, bf16",
         "",

@@ -12,7 +12,7 @@ def linear_cross_entropy(data: dict[str, Any]) -> list[str]:
         f"## Head and cross-entropy, forward and backward ({sizes['tokens']:,} tokens, width {sizes['width']:,}, "
         f"vocabulary {sizes['vocabulary']:,})",
         "",
-        "| side | ms (middle 60%) | TFLOP/s | beside inputs and gradients, GB | peak beside inputs, GB "
+        "| side | ms (middle 60%) | TFLOP/s | besides inputs and gradients, GB | peak besides inputs, GB "
         "| error of dhidden, dweight |",
         "|---|---|---|---|---|---|",
     ]

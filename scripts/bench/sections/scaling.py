@@ -8,7 +8,7 @@ from merge_runs import sitting_of
 
 
 def scaling(data: dict[str, Any]) -> list[str]:
-    """Tokens per second by strategy and number of devices, beside one device, and how far losses are apart."""
+    """Tokens per second by strategy and number of devices, against one device, and how far losses differ."""
     sittings = any(sitting_of(row) for row in data["rows"])
     lines = [
         f"## Weak scaling of pretraining ({data['size']}, {data['batch']} x {data['block']:,} tokens a device, "
@@ -69,7 +69,7 @@ def verdicts(data: dict[str, Any]) -> list[str]:
 
 
 def losses_apart(data: dict[str, Any]) -> float:
-    """Return how far the losses of equal steps are apart at most, among rows of as many devices."""
+    """Return how far the losses of equal steps differ at most, among rows of as many devices."""
     curves: dict[int, list[list[float]]] = {}
     for row in data["rows"]:
         curves.setdefault(row["devices"], []).append(row["losses"])
@@ -83,7 +83,7 @@ def settings_of(row: dict[str, Any]) -> str:
 
 
 def tensor_parallel_step(data: dict[str, Any]) -> list[str]:
-    """Seconds of a training step on one device and split over several, and how far their losses are apart."""
+    """Seconds of a training step on one device and split over several, and how far their losses differ."""
     lines = [
         f"## A training step split over devices ({data['size']}, {data['batch']} x {data['block']:,} tokens, weights "
         f"and states in bfloat16, {data['machine']['device']})",

@@ -1,4 +1,4 @@
-"""scaling.png: tokens/s against devices by strategy, beside one device times their number and what is a must."""
+"""scaling.png: tokens/s against devices by strategy, with one device times their number and the must."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def draw_scaling(data: dict[str, Any]) -> bytes | None:
         for strategy in dict.fromkeys(strategy for strategy, _, _ in curves):
             if (must := data["must"].get(strategy)) is not None:
                 shares.axhline(must, color=COLOURS.get(strategy, "#009E73"), linewidth=1.2, linestyle=":")
-                shares.annotate(  # beside the axes, where no curve is
+                shares.annotate(  # next to the axes, where no curve is
                     f"{strategy} must {must:.0%}",
                     (1.0, must),
                     xycoords=("axes fraction", "data"),

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def step_kernels(data: dict[str, Any]) -> list[str]:
-    """Kernels of a compiled training step beside a copy of memory."""
+    """Kernels of a compiled training step against a copy of memory."""
     rows = []
     for row in data["rows"]:
         rate = f"{row['tb_per_s']:.2f}" if row["bytes"] else ""
@@ -24,7 +24,7 @@ def step_kernels(data: dict[str, Any]) -> list[str]:
 
 
 def optimizer_steps(data: dict[str, Any]) -> list[str]:
-    """Optimiser steps, and AdamW's beside torch's fused one."""
+    """Optimiser steps, and AdamW's against torch's fused one."""
     lines = ["## Optimiser steps of a 1B model", ""]
     if "rows" in data:
         lines += ["| step | ms | peak, GB |", "|---|---|---|"]
@@ -48,7 +48,7 @@ def optimizer_steps(data: dict[str, Any]) -> list[str]:
 
 
 def row_linear(data: dict[str, Any]) -> list[str]:
-    """Linear maps of a few rows beside torch's own chain and its product alone."""
+    """Linear maps of a few rows against torch's own chain and its product alone."""
     has_codes = data.get("codes", False)
     form = f"weights in codes of {data.get('bits', 8)} bits" if has_codes else "bf16"
     more = " of 16 bits by ours, us |" if has_codes else ""
@@ -70,6 +70,6 @@ def row_linear(data: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"Read roof: {data['read_bytes_per_s'] / 1e12:.2f} TB/s; what the L2 still holds of a weight comes on top. "
-        "`torch` is the chain that ours stands for: norm, product, gate or sum.",
+        f"Read roof: {data['read_bytes_per_s'] / 1e12:.2f} TB/s; what the L2 still holds of a weight is extra. "
+        "`torch` is the chain that ours replaces: norm, product, gate or sum.",
     ]

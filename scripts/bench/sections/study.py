@@ -63,7 +63,7 @@ def upcycle_proxy(data: dict[str, Any]) -> list[str]:
 
 
 def _targets(data: dict[str, Any]) -> list[str]:
-    """What was asked of the study beside what it found."""
+    """The musts of the study and its results."""
     rows = [
         (f"{row['budget']}, untrained", _ratio(row), f"{MUST_UNTRAINED[row['budget']]:.2f}")
         for row in data["untrained"]

@@ -1,4 +1,4 @@
-"""Section of the benchmarks page about training steps beside other loops."""
+"""Section of the benchmarks page about training steps against other loops."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TRAINER, OURS_BARE = "caramba", "our model bare"
 TITLES = {
     "bf16": "weights and states in bfloat16",
     "masters": "bfloat16 weights rounded from float32 masters",
-    "fp8": "products in float8, beside our own model in bfloat16",
+    "fp8": "products in float8, against our own model in bfloat16",
 }
 
 
 def training(data: dict[str, Any]) -> list[str]:
     """Speed, MFU and memory of every side at every shape, and what one long sequence takes."""
-    lines = [f"## Training steps of {data['model']} through the Trainer, beside bare loops, in turns"]
+    lines = [f"## Training steps of {data['model']} through the Trainer, against bare loops, in turns"]
     lines += _plot(data, "Tokens/s of every side")
     for name, part in data["parts"].items():
         if "skipped" in part:
@@ -76,14 +76,14 @@ def _float8(part: dict[str, Any]) -> list[str]:
     lines = [f"Over our own model in bfloat16 (caramba with `float8={part['float8']}`): {over}."]
     if changes:
         said = ", ".join(f"{name} {change:+.4f}" for name, change in changes.items())
-        lines += ["", f"Loss beside bfloat16's after equal first steps from the same weights: {said}."]
+        lines += ["", f"Loss against bfloat16's after equal first steps from the same weights: {said}."]
     return lines
 
 
 def _verdicts(part: dict[str, Any]) -> list[str]:
     """Say of every figure that is asked for whether it was reached; nothing where none are on record.
 
-    Of float8 it is the recipe that ran through the Trainer. A ratio of two optimisers says nothing about Lightning.
+    Of float8 it is the recipe that ran through the Trainer. A ratio of two optimisers does not measure Lightning.
     """
     if "over_bf16" in part:
         got, recipe = part["over_bf16"][TRAINER], f"{TRAINER} with float8={part['float8']}"
@@ -186,9 +186,9 @@ def ladder(data: dict[str, Any]) -> list[str]:
 
 
 def planned(data: dict[str, Any]) -> list[str]:
-    """What auto chose, batches set by hand, and what planning is held against."""
+    """What auto chose, batches set by hand, and the must of planning."""
     chosen = data["parts"].get("plan", {})
-    lines = ["## Planning: `batch: auto` beside batches set by hand", "", f"`{data['command']}`", ""]
+    lines = ["## Planning: `batch: auto` against batches set by hand", "", f"`{data['command']}`", ""]
     if chosen:
         words = ", ".join(f"{key} {value}" for key, value in chosen["chosen"].items())
         lines += [

@@ -36,10 +36,10 @@ def _milliseconds(row: dict[str, Any]) -> str:
 
 
 def documents(data: dict[str, Any]) -> list[str]:
-    """Attention layers on rows of documents, by what keeps these apart."""
+    """Attention layers on rows of documents, by what separates these."""
     batch, tokens = data["sizes"]
     lines = [
-        f"## Documents of a row kept apart, one attention layer, forward and backward ({batch} x {tokens} tokens)",
+        f"## Documents of a row separated, one attention layer, forward and backward ({batch} x {tokens} tokens)",
         "",
         "| layer | documents a row | mask, ms | varlen, ms | peak memory, mask and varlen, GB | difference |",
         "|---|---|---|---|---|---|",

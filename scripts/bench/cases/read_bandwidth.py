@@ -19,7 +19,7 @@ def add_up(x, out, n, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):  # noqa: N803
     tl.store(out + pid, tl.sum(total))
 
 
-def read_roof(repeats: int = 20) -> float:
+def read_bandwidth(repeats: int = 20) -> float:
     """Return bytes per second, the median over reads of 4 GiB of random numbers."""
     x = torch.randn(1 << 30, device="cuda")
     n_programs = triton.cdiv(x.numel(), 4096 * 16)
