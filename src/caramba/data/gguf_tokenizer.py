@@ -35,10 +35,11 @@ def tokenizer_metadata(
     """
     model = definition.get("model", {})
     kind = model.get("type", "BPE")
-    if kind != "BPE" or model.get("byte_fallback"):
+    falls_back = bool(model.get("byte_fallback")) and _has_byte_tokens(definition)
+    if kind != "BPE" or falls_back:
         raise ConfigError(
             f"{where}: GGUF cannot hold its tokenizer: a byte-level BPE is expected, got {kind}"
-            f"{' with byte_fallback' if model.get('byte_fallback') else ''}; convert the folder with llama.cpp's own "
+            f"{' with byte_fallback' if falls_back else ''}; convert the folder with llama.cpp's own "
             "convert_hf_to_gguf.py, or export --format hf"
         )
     merges = [item if isinstance(item, str) else " ".join(item) for item in model.get("merges", ())]
@@ -54,11 +55,24 @@ def tokenizer_metadata(
     return {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": merges}
 
 
+def _splits(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the steps that split text before merges."""
+    split = definition.get("pre_tokenizer") or {}
+    return split.get("pretokenizers", []) if split.get("type") == "Sequence" else [split]
+
+
+def _has_byte_tokens(definition: Mapping[str, Any]) -> bool:
+    """Whether a fallback to tokens of bytes can apply: not in a byte-level BPE without tokens such as <0x0A>."""
+    is_byte_level = any(step.get("type") == "ByteLevel" for step in _splits(definition)[-1:])
+    vocab = definition.get("model", {}).get("vocab", {})
+    return not is_byte_level or any(f"<0x{byte:02X}>" in vocab for byte in range(256))
+
+
 def _split_name(definition: Mapping[str, Any], *, has_merges: bool, where: str) -> str:
     """Return GGUF's name of how a tokenizer splits text before its merges."""
-    normalizer = (definition.get("normalizer") or {}).get("type")
-    split = definition.get("pre_tokenizer") or {}
-    steps = split.get("pretokenizers", []) if split.get("type") == "Sequence" else [split]
+    normalizer = definition.get("normalizer") or {}
+    normalizer = None if normalizer.get("normalizers") == [] else normalizer.get("type")  # a sequence of none
+    steps = _splits(definition)
     kinds = [step.get("type") for step in steps]
     is_byte_level = bool(kinds) and kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space")
     uses_regex = is_byte_level and steps[-1].get("use_regex", True)

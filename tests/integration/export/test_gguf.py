@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,9 +180,27 @@ def test_a_tokenizer_that_gguf_cannot_name_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="GGUF has no name for how its tokenizer splits text"):
             tokenizer_metadata(definition, 3, 1, "export")
+    partly: dict[str, Any] = {
+        "pre_tokenizer": {"type": "ByteLevel"},
+        "model": {**model, "byte_fallback": True},
+    }
+    partly["model"]["vocab"] = {"a": 0, "b": 1, "<0x0A>": 2}
+    with pytest.raises(ConfigError, match="got BPE with byte_fallback"):
+        tokenizer_metadata(partly, 3, 1, "export")
     for kind in ({"type": "Unigram"}, {**model, "byte_fallback": True}):
         with pytest.raises(ConfigError, match="GGUF cannot hold its tokenizer"):
             tokenizer_metadata({"model": kind}, 3, 1, "export")
+
+
+def test_a_fallback_that_never_applies_is_accepted() -> None:
+    """As transformers writes the tokenizer of a GGUF file: no token of a byte, and a sequence of no normalizers."""
+    from caramba.data.gguf_tokenizer import tokenizer_metadata
+
+    definition = json.loads(train_bpe(["the cat sat on the mat\n" * 30], 280).definition)
+    plain = tokenizer_metadata(definition, 280, 256, "export")
+    definition["model"]["byte_fallback"] = True
+    definition["normalizer"] = {"type": "Sequence", "normalizers": []}
+    assert tokenizer_metadata(definition, 280, 256, "export") == plain
 
 
 @pytest.mark.parametrize("name", ["qwen3"])
