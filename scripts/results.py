@@ -29,6 +29,11 @@ def ratio(text: dict[str, Any], name: str) -> str:
     return f"{found['ratio']:.3f} [{low:.3f}, {high:.3f}]"
 
 
+def plain(value: dict[str, float]) -> str:
+    """Return a ratio with its interval, rounded."""
+    return f"{value['ratio']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
 
@@ -44,11 +49,14 @@ def points(tasks: dict[str, Any], name: str) -> str:
 def section(data: dict[str, Any]) -> str:
     """Return the section as Markdown."""
     students, teacher, control = data["students"], data["teacher"], data["control"]
-    judged = [item for item in students if "tasks" in item]
+    newest = [item for item in students if "text_against_control" in item]
+    judged = [item for item in students if "tasks" in item and item not in newest]
+    former = [item for item in students if "tasks" not in item]
     rows = [
         (
             f"{item['bytes_ratio']}x",
             item["label"],
+            item["objective"],
             f"{item['tokens'] / 1e6:.1f}M",
             *(ratio(item["text"], name) for name in TEXTS[:3]),
             points(item.get("tasks", {}), "mean_six_full"),
@@ -60,13 +68,22 @@ def section(data: dict[str, Any]) -> str:
         (
             "1x",
             "teacher, trained further",
+            "CE",
             f"{control['tokens'] / 1e6:.1f}M",
             *(ratio(control["text"], name) for name in TEXTS[:3]),
             points(control["tasks"], "mean_six_full"),
             "",
         )
     )
-    shown = [*judged, students[len(judged)]]
+    shown = [*judged, former[0]]
+    against_control = [
+        (
+            name.removeprefix("at_").replace("_", " to "),
+            *(ratio(item["text_against_control"], f"heldout_{name}") for item in newest),
+        )
+        for name in POSITIONS
+    ]
+    names = [f"{item['bytes_ratio']}x, {item['objective']}" for item in newest]
     positions = [
         (
             name.removeprefix("at_").replace("_", " to "),
@@ -78,7 +95,7 @@ def section(data: dict[str, Any]) -> str:
         (
             name,
             f"{100 * teacher[name]:.2f}",
-            *(points(item["tasks"], name) for item in (*judged, control)),
+            *(points(item["tasks"], name) for item in (*newest, *judged, control)),
         )
         for name in (*TASKS, "mean_six_full", *OTHER_TASKS)
     ]
@@ -110,14 +127,19 @@ def section(data: dict[str, Any]) -> str:
     return "\n".join(
         [
             START,
-            f"Measured on one {data['device']}, {data['date']}, one seed. {data['what']}. Ratios are the student's "
-            f"perplexity over the teacher's, with a {data['interval']}. Windows: {data['windows']}. Task differences "
+            "",
+            f"Measured on one {data['device']}, {data['date']}, and one {control['device']}, {control['date']}; one "
+            f"seed. {data['what']}.",
+            "",
+            f"Ratios are the student's perplexity over the teacher's, with a {data['interval']}. "
+            f"Windows: {data['windows']}. Task differences "
             "are points of the mean of six tasks (zero shots), paired by item.",
             "",
             *table(
                 (
                     "fewer bytes a token",
                     "latent + rotary",
+                    "objective",
                     "tokens",
                     *TEXTS[:3],
                     "six tasks, less teacher",
@@ -131,25 +153,44 @@ def section(data: dict[str, Any]) -> str:
             + ", ".join(f"{teacher[f'{name}_perplexity']:.2f} ({name})" for name in TEXTS[:3])
             + ".",
             "",
-            *(f"- {item['bytes_ratio']}x: `{item['command']}`" for item in students[: len(judged) + 1]),
+            f"*KL* students learn the teacher's distribution, *KL and CE* ones the text as well. CONTROL is the "
+            f"control as a teacher: that student saw {2 * newest[0]['tokens'] / 1e6:.1f}M tokens with its teacher's, "
+            "and its teacher is a second run of the control's command. Students and control of one GPU are compared, "
+            f"{control['device']} for the first {len(newest)} rows.",
+            "",
+            *(
+                f"- {item['bytes_ratio']}x, {item['objective']}: `{item['command']}`"
+                for item in (*newest, *shown)
+            ),
             f"- Control: `{control['command']}`",
             "",
             f"Training text: {data['training_text']['new']}. The students in 16 bits had "
-            f"{data['training_text']['old']}. The first student took {judged[0]['wall_seconds']} s from "
-            f"start to end ({judged[0]['note']}); the second "
+            f"{data['training_text']['old']}. Of the students of KL alone the first took "
+            f"{judged[0]['wall_seconds']} s from start to end ({judged[0]['note']}); the second "
             f"{judged[1]['wall_seconds']} s ({judged[1]['note']}). Measured with plan=off, benchmark=none and "
             "verify=none.",
             "",
             "Bytes: four exact first tokens add 92,160 bytes a sequence. A cache keeps its last 64 tokens in 16 bits; "
             "the judge rounds all tokens.",
             "",
-            "Ratio by position in windows of 2,048 tokens of the held-out encyclopedia:",
+            "Perplexity over the control's by position in windows of 2,048 tokens of the held-out encyclopedia:",
+            "",
+            *table(("positions", *names), against_control),
+            "",
+            "The same over the teacher's, for students of KL alone:",
             "",
             *table(("positions", *heads), positions),
             "",
             "Tasks (teacher in percent, the others in points less the teacher):",
             "",
-            *table(("task", "teacher", *(f"{item['bytes_ratio']}x" for item in judged), "control"), tasks),
+            *table(
+                ("task", "teacher", *names, *(f"{item['bytes_ratio']}x, KL" for item in judged), "control"),
+                tasks,
+            ),
+            "",
+            f"Multi-head latent attention (`surgery.target: mla`) for stock engines: {data['mla']['what']}. Over the "
+            f"teacher's perplexity {plain(data['mla']['mla_over_teacher'])}, `target: caramba` at the same bytes "
+            f"{plain(data['mla']['caramba_over_teacher'])}.",
             "",
             f"Width and precision under one budget ({data['formats']['what']}):",
             "",
