@@ -29,7 +29,7 @@ def ratio(text: dict[str, Any], name: str) -> str:
     return f"{found['ratio']:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def interval_text(value: dict[str, float]) -> str:
+def spread(value: dict[str, float]) -> str:
     """Return a ratio with its interval, rounded."""
     return f"{value['ratio']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
@@ -189,8 +189,8 @@ def section(data: dict[str, Any]) -> str:
             ),
             "",
             f"Multi-head latent attention (`surgery.target: mla`) for stock engines: {data['mla']['what']}. Over the "
-            f"teacher's perplexity {interval_text(data['mla']['mla_over_teacher'])}, `target: caramba` at the same bytes "
-            f"{interval_text(data['mla']['caramba_over_teacher'])}.",
+            f"teacher's perplexity {spread(data['mla']['mla_over_teacher'])}, `target: caramba` at the same bytes "
+            f"{spread(data['mla']['caramba_over_teacher'])}.",
             "",
             f"Width and precision under one budget ({data['formats']['what']}):",
             "",
