@@ -36,7 +36,7 @@ def test_walk_passes_at_most_its_ceiling_of_files(walk: str, ceilings: dict[str,
     assert found["count"] <= ceilings[f"walk: {walk}"], f"{ADVICE} {walk}\n{found['files']}"
     expected = {
         "training": "src/caramba/train/",
-        "token": "src/caramba/layer/attention.py",
+        "token": "src/caramba/lower/cpu_decode.py",
         "generation": "caramba",
         "decoding": "caramba.layer.attention",
     }

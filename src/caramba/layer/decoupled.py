@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.cache_view import CacheView
-from caramba.layer.fused_small_batch import norm_linear
+from caramba.layer.fused_linear import norm_linear
 from caramba.layer.gated import GatedProjection
 from caramba.layer.projection import (
     Angles,

@@ -7,8 +7,10 @@ from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.quantized_linear import linear
+from caramba.layer.quantized_linear import QuantizedLinear, linear
+from caramba.layer.rms_norm import RMSNorm
 from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.small_batch_linear import small_batch_linear
 
 
 class FusedLinear(NamedTuple):
@@ -81,3 +83,19 @@ def uses_fused_linears(device: torch.device, *, is_compiled: bool) -> bool:
 def has_fusible_linears(module: nn.Module) -> TypeGuard[HasFusibleLinears]:
     """True if a module declares `fusible_linears`."""
     return hasattr(type(module), "fusible_linears")
+
+
+def norm_linear(
+    layer: nn.Linear | QuantizedLinear | FusedLinear, x: Tensor, norm: RMSNorm, *, gated: bool = False
+) -> Tensor:
+    """Return layer(norm(x)), or silu(gate) * up of a fused layer if `gated`. Shape: [..., M] to [..., N]."""
+    scale = None if isinstance(layer, nn.Linear) else layer.scale
+    return small_batch_linear(
+        x, layer.weight, layer.bias, scale=scale, norm=norm.weight, eps=norm.eps, gated=gated
+    )
+
+
+def linear_residual(layer: nn.Linear | QuantizedLinear, x: Tensor, residual: Tensor) -> Tensor:
+    """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
+    scale = None if isinstance(layer, nn.Linear) else layer.scale
+    return small_batch_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)

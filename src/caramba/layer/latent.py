@@ -13,8 +13,7 @@ from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.cache_view import CacheView
 from caramba.layer.first_tokens import FirstTokens, attend_with_prefix, read_all
-from caramba.layer.fused_linear import FusedLinear, can_use_fused
-from caramba.layer.fused_small_batch import norm_linear
+from caramba.layer.fused_linear import FusedLinear, can_use_fused, norm_linear
 from caramba.layer.gated import GatedProjection
 from caramba.layer.projection import Angles, Queries, angles_at, select_rows, split_heads
 from caramba.layer.rms_norm import RMSNorm

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
-from caramba.layer.fused_small_batch import linear_residual, norm_linear
+from caramba.layer.fused_linear import linear_residual, norm_linear
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, has_hooks, has_separate_norm, is_small_batch
