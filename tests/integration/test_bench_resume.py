@@ -60,5 +60,5 @@ def test_a_launch_that_makes_no_run_says_why(tmp_path: Path) -> None:
     words = argparse.Namespace(
         work=tmp_path, out=tmp_path / "o.json", seconds=60.0, overrides=["modle=tiny"], again=False
     )
-    with pytest.raises(RuntimeError, match=r"(?s)made no run: exit status 2; it said:.*modle"):
+    with pytest.raises(RuntimeError, match=r"(?s)made no run: exit status 2; its output:.*modle"):
         planned.Bench(words, record.Record("planned", tmp_path / "o.json", ["planned"])).run("plan")
