@@ -69,8 +69,8 @@ def test_a_pretraining_asks_for_nothing_that_it_does_not_need(
     assert not {
         name
         for name in loaded
-        if name.startswith(
-            ("caramba.export", "caramba.serve", "caramba.artifacts.across_runs", "caramba.paper")
+        if f"{name}.".startswith(
+            ("caramba.export.", "caramba.serve.", "caramba.artifacts.across_runs.", "caramba.paper.")
         )
     }
 

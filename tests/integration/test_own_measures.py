@@ -73,6 +73,7 @@ _numbers = itertools.count()
 @pytest.fixture(name="plugin")
 def _plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARAMBA_HOME", str(tmp_path / ".caramba"))
     monkeypatch.setattr(sys, "path", sys.path[:])
     names: list[str] = []
 
