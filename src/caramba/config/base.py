@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from caramba.config.names import nearest
 from caramba.config.narrowing import is_list, is_mapping, is_sequence
 
-__all__ = ["EXECUTABLE_KEYS", "Config", "Later", "Seed", "nearest", "refuse_executable"]
+__all__ = ["EXECUTABLE_KEYS", "Config", "Later", "PathText", "Seed", "nearest", "refuse_executable"]
 
+LONGEST_NAME, LONGEST_PATH = 255, 4_095
+"""Bytes of one name and of a whole path that file systems of Linux and macOS hold."""
+
+
+def _fits_file_system(path: str) -> str:
+    longest = max(len(part.encode(errors="replace")) for part in path.split("/"))
+    if longest > LONGEST_NAME or len(path.encode(errors="replace")) > LONGEST_PATH:
+        raise ValueError(
+            f"got a path of {len(path):,} characters with a name of {longest:,} bytes; "
+            f"expected at most {LONGEST_NAME} bytes in a name and {LONGEST_PATH:,} in all"
+        )
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_fits_file_system)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """What torch's and NumPy's generators all take."""
 

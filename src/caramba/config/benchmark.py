@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config, Later, PathText
 from caramba.config.extension import OrExtension, OwnBenchmarkConfig
 from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.ladder import LadderConfig
@@ -106,7 +106,7 @@ class AccuracyBenchmarkConfig(Config):
     num_fewshot: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="examples in front of each item; unset: the number of the task"
     )
-    include_path: str | None = Field(
+    include_path: PathText | None = Field(
         default=None, description="folder of more task files for lm-evaluation-harness"
     )
     eval_data: str | None = Field(default=None, description="folder of local tasks, which need no harness")

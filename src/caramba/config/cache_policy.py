@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config
+from caramba.config.base import Config, PathText
 from caramba.config.kvcache import CacheKind, KVCacheKind
 from caramba.config.layer_base import Positive
 
@@ -56,7 +56,7 @@ class CacheKeys(Config):
     cache_plan: Literal["reuse", "refresh"] = Field(
         default="reuse", description="refresh measures again what an earlier call has written down"
     )
-    cache_plan_path: str | None = Field(
+    cache_plan_path: PathText | None = Field(
         default=None,
         description="file of the measurements; unset: one per model and machine in the cache folder",
     )

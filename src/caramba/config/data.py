@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config
+from caramba.config.base import Config, PathText
 from caramba.config.extension import DataSource
 from caramba.config.layer import Positive
 
@@ -36,7 +36,7 @@ class DataConfig(Config):
         default="bpe",
         description="bpe (trained on the corpus), byte, model (the folder of the model), or auto",
     )
-    tokenizer_path: str | None = Field(
+    tokenizer_path: PathText | None = Field(
         default=None, description="folder of tokenizer=model, which a launch fills in"
     )
     vocab_size: Positive | None = Field(
@@ -48,8 +48,10 @@ class DataConfig(Config):
         default=None,
         description="hash of the tokenizer that the tokens must have been made with; unset: not checked",
     )
-    path: str | None = Field(default=None, description="token folder, .npy or .tokens file of type=tokens")
-    val_path: str | None = Field(default=None, description="held-out tokens; unset: the end of the data")
+    path: PathText | None = Field(
+        default=None, description="token folder, .npy or .tokens file of type=tokens"
+    )
+    val_path: PathText | None = Field(default=None, description="held-out tokens; unset: the end of the data")
     val_frac: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.05, description="share of the data that is held out for validation"
     )

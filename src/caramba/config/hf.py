@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -35,7 +36,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn")
 
 def is_hf_folder(path: Path) -> bool:
     """Whether `path` is a folder with a config.json that names a model type, as transformers writes it."""
-    if not (path / CONFIG).is_file():
+    if not os.path.isfile(path / CONFIG):  # False for a name that is too long, where Path raises
         return False
     try:
         return "model_type" in read_object(path / CONFIG, CheckpointError, "", max_bytes=MAX_CONFIG_BYTES)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import SLUG, Config, Later, Seed, nearest
+from caramba.config.base import SLUG, Config, Later, PathText, Seed, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback, MetricLogger
@@ -230,13 +230,13 @@ class Manifest(Config):
         default="auto", description="device: auto (the fastest one available), cpu, cuda or mps"
     )
     group: str | None = Field(default=None, description="the only group to run; unset: all")
-    resume: str = Field(default="auto", description="auto, never, or the path of a run to resume")
+    resume: PathText = Field(default="auto", description="auto, never, or the path of a run to resume")
     kernels: Literal["auto", "require", "reference"] = Field(
         default="auto",
         description="device kernels: auto (where available), require (an error without them) or reference "
         "(none)",
     )
-    plan: str = Field(
+    plan: PathText = Field(
         default="auto",
         description="auto: measure what a key leaves to auto, once per machine; refresh: again; off: measure nothing; "
         "else the path of a plan.json to go by",

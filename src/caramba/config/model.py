@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 import caramba.config.layer  # noqa: F401  # pyright: ignore[reportUnusedImport]  registers layers
-from caramba.config.base import Config
+from caramba.config.base import Config, PathText
 from caramba.config.kvcache import CacheFormat
 from caramba.config.layer_base import Dimension, Positive
 from caramba.config.node import parse_node
@@ -109,7 +109,7 @@ class TeacherConfig(Config):
     the checkpoint does not carry its own description, or when the teacher is trained here.
     """
 
-    checkpoint: str | None = Field(
+    checkpoint: PathText | None = Field(
         default=None,
         description="run, safetensors file, Hugging Face folder or hub id with the weights; unset: trained here",
     )
@@ -182,11 +182,11 @@ class SurgeryConfig(Config):
 class ModelConfig(ModelSpec):
     """The `model` section: a network, and optionally the teacher that it is upcycled from."""
 
-    path: str | None = Field(
+    path: PathText | None = Field(
         default=None,
         description="a Hugging Face folder or hub id: embedder, topology, head and weights come from it",
     )
-    checkpoint: str | None = Field(
+    checkpoint: PathText | None = Field(
         default=None,
         description="weights to start this model from: a run, a safetensors file or a Hugging Face folder",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _text_tokens(tree: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the tokens of train and val of a token folder, else None; the data's own checks name what is wrong."""
     data = tree.get("data")
     place = data.get("path") if is_mapping(data) and data.get("type") == "tokens" else None
-    if not isinstance(place, str) or not (Path(place).expanduser() / "meta.json").is_file():
+    if not isinstance(place, str) or not os.path.isfile(Path(place).expanduser() / "meta.json"):
         return None
     try:
         splits = json.loads((Path(place).expanduser() / "meta.json").read_text(encoding="utf-8"))["splits"]
