@@ -27,7 +27,7 @@ BLOCK_N, BLOCK_J, WARPS = 8, 256, 4
 MOST_IN_CUDA = 16
 """Rows up to which the kernel in CUDA C++ is taken: of 32 and 64 it took longer than numbers of 16 bits (docs/log.md)."""
 N_TENSORS = 7
-_tuned: dict[in_cuda.Product, in_cuda.TileConfig] = {}
+_tuned: dict[in_cuda.Int4Shape, in_cuda.Int4Tile] = {}
 _made: dict[tuple, CudaLaunch | Launch] = {}
 """What is launched for calls, of either kernel."""
 
@@ -135,12 +135,12 @@ def _words_kernel(
 _launches = Launches(_words_kernel)
 
 
-def launch_config(product: in_cuda.Product) -> in_cuda.TileConfig:
+def launch_config(product: in_cuda.Int4Shape) -> in_cuda.Int4Tile:
     """Return the tuned config of a product, else the heuristic one."""
     return _tuned.get(product) or in_cuda.heuristic_tile(product)
 
 
-def load_tuned(entries: dict[in_cuda.Product, in_cuda.TileConfig]) -> None:
+def load_tuned(entries: dict[in_cuda.Int4Shape, in_cuda.Int4Tile]) -> None:
     """Use measured configs; later launches choose again."""
     _tuned.update(entries)
     _made.clear()
@@ -204,7 +204,7 @@ def _of_tensor_cores(
     is_half = x.dtype in (torch.bfloat16, torch.float16)
     if not is_half or width != n_groups * in_cuda.GROUP or not is_ready(x.device):
         return None
-    product = in_cuda.Product(n_out, width, in_cuda.most_rows(rows), gated)
+    product = in_cuda.Int4Shape(n_out, width, in_cuda.most_rows(rows), gated)
     config, kind = launch_config(product), in_cuda.norm_kind(x, norm, eps)
     macros = in_cuda.macros(
         product,

@@ -53,7 +53,8 @@ if seed == 9 and first:
     pathlib.Path("waiting").touch()
     time.sleep(60)
 rate = json.loads((run / "manifest.json").read_text())["groups"][0]["runs"][0]["train"]["lr"]
-loss = {"id": "pretrain", "loss": (rate - 0.003) ** 2 if rate != "auto" else 1.0, "steps": 0}
+value = (rate - 0.003) ** 2 if rate != "auto" else 1.0
+loss = {"id": "pretrain", "loss": value, "val_loss": value, "steps": 0}
 (run / "artifacts").mkdir(exist_ok=True)
 (run / "artifacts" / "report.json").write_text(json.dumps({"metrics": {}, "phases": [loss]}))
 (run / "result.json").write_text('{"status": "finished"}')
@@ -262,7 +263,7 @@ def test_a_search_draws_from_what_has_finished_and_goes_on(sweep):
     for point in finished:
         assert point.values["value"] == pytest.approx((rates[point.number] - 0.003) ** 2)
     best = min(finished, key=lambda point: point.values["value"])
-    assert f"best loss.pretrain: {best.values['value']:.6g} at {best.title}" in text
+    assert f"best val_loss.pretrain: {best.values['value']:.6g} at {best.title}" in text
     status, _, again = sweep(*words, "hydra.sweeper.n_trials=7", "hydra.sweeper.seed=3")
     assert (status, again.folder) == (0, found.folder)
     assert [point.overrides for point in again.points[:5]] == drawn

@@ -49,7 +49,7 @@ def test_a_run_without_training_is_verified(bound: float, status: int, tmp_path:
     run = only_run(tmp_path / "here")
     (verdict,) = json.loads((run / "result.json").read_text())["verdicts"]
     assert (verdict["run_id"], verdict["type"]) == ("look", "fidelity")
-    assert verdict["checks"][0]["name"] == "delta_nll"
+    assert "delta_nll" in [check["name"] for check in verdict["checks"]]
     if status:
         assert "verify fidelity after look: delta_nll=" in done.stderr
         again = caramba(["resume", str(run)], tmp_path / "here", cache)

@@ -128,7 +128,7 @@ def test_what_heads_do_not_read(
     ids=("one row", "gate and up", "wide, float16", "eight rows, uneven", "most rows"),
 )
 def test_words_of_codes(product: tuple[int, int, int, bool], form: dict[str, Any], tmp_path: Path) -> None:
-    shape = int4_gemv.Product(*product)
+    shape = int4_gemv.Int4Shape(*product)
     way = int4_gemv.heuristic_tile(shape)
     plain = {"in_bf16": True, "norm": "none", "has_bias": False, "has_residual": False}
     assert int4_gemv.shared_bytes(shape, way, is_normed="norm" in form) <= SHARED_BYTES

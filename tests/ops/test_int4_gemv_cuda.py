@@ -24,7 +24,7 @@ def run(given: dict[str, Any], way: Any = None, mode: int = 0) -> Tensor:
     x, norm = given["x"], given["norm"]
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     n_out = given["weight"].shape[0] // (2 if given["gated"] else 1)
-    product = int4_gemv.Product(n_out, width, int4_gemv.most_rows(rows), given["gated"])
+    product = int4_gemv.Int4Shape(n_out, width, int4_gemv.most_rows(rows), given["gated"])
     way = way or int4_gemv.heuristic_tile(product)
     kind = int4_gemv.norm_kind(x, norm, given["eps"])
     macros = int4_gemv.macros(
@@ -83,7 +83,7 @@ def test_every_way_each_time_alike(way: tuple[int, int, int]) -> None:
         given |= {"norm": None if norm is None else given["norm"].to(norm)}
         given |= {} if rows == 1 else {"eps": None}
         wide = reference_small_batch_linear(**upcast(given))
-        found = [run(given, int4_gemv.TileConfig(*way), mode) for mode in MODES]
+        found = [run(given, int4_gemv.Int4Tile(*way), mode) for mode in MODES]
         assert float((found[0].double() - wide).norm() / wide.norm()) <= BOUNDS[torch.float16]
         assert all(torch.equal(one, found[0]) for one in found[1:])
 
@@ -125,8 +125,8 @@ def test_the_launcher_hands_over_what_the_kernel_takes(
     given = in_words(arguments(rows, 256, 19, True, torch.bfloat16), 128)
     given |= {"norm": given["norm"].to(norm)} if norm else {"norm": None, "eps": None}
     wide = reference_small_batch_linear(**upcast(given))
-    product = int4_gemv.Product(19, 256, int4_gemv.most_rows(rows), True)
-    for way in (int4_gemv.heuristic_tile(product), int4_gemv.TileConfig(2, 1, 1)):
+    product = int4_gemv.Int4Shape(19, 256, int4_gemv.most_rows(rows), True)
+    for way in (int4_gemv.heuristic_tile(product), int4_gemv.Int4Tile(2, 1, 1)):
         module.load_tuned({product: way})
         found = module.int4_gemv(**given, y=torch.empty_like(given["residual"]))
         assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[torch.bfloat16]
@@ -147,7 +147,7 @@ def test_ways_fill_a_device_and_fit_it() -> None:
         (3072, 2048, 1, False), (2048, 2048, 1, False), (8192, 2048, 1, True), (2048, 8192, 64, False),
         (128256, 2048, 64, False), (40, 16384, 1, False),
     ):  # fmt: skip
-        product = int4_gemv.Product(n_out, width, rows, gated)
+        product = int4_gemv.Int4Shape(n_out, width, rows, gated)
         way = int4_gemv.heuristic_tile(product)
         blocks = int4_gemv.n_blocks(product, way)
         assert blocks * way.warps >= 1024 or way.warps == int4_gemv.MOST_WARPS // (1 if rows == 1 else 2)

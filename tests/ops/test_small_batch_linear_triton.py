@@ -147,13 +147,13 @@ def test_measured_tiles_are_taken_and_others_guessed(monkeypatch: pytest.MonkeyP
     module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
     monkeypatch.setattr(module, "_measured", {})
     # Tiles fill a device where there are rows enough, and rows of x leave less room beside them.
-    assert module.heuristic_tile(module.Product(2048, 2048, 1, 2, False)) == module.Tile(4, 4)
-    assert module.heuristic_tile(module.Product(128256, 2048, 1, 2, False)) == module.Tile(8, 4)
-    assert module.heuristic_tile(module.Product(8192, 2048, 8, 2, True)) == module.Tile(2, 4)
-    product = module.Product(40, 64, 1, 4, False)
+    assert module.heuristic_tile(module.GemvShape(2048, 2048, 1, 2, False)) == module.GemvTile(4, 4)
+    assert module.heuristic_tile(module.GemvShape(128256, 2048, 1, 2, False)) == module.GemvTile(8, 4)
+    assert module.heuristic_tile(module.GemvShape(8192, 2048, 8, 2, True)) == module.GemvTile(2, 4)
+    product = module.GemvShape(40, 64, 1, 4, False)
     guess = module.tile_of(product)
     module.load_tuned([(list(product), [guess.block_n * 2, 2])])
-    assert module.tile_of(product) == module.Tile(guess.block_n * 2, 2)
+    assert module.tile_of(product) == module.GemvTile(guess.block_n * 2, 2)
 
 
 # Rows rounded up, and a tile of each form: warps that share the width, tensor cores of a group of warps, programs that
@@ -181,8 +181,8 @@ def test_every_form_of_tiles_each_time_alike(
     wide = upcast(given)
     want = reference_small_batch_linear(**wide)
     with pytest.MonkeyPatch.context() as patch:
-        product = module.Product(n_out, width, rows, gated)
-        patch.setattr(module, "_tiles", {product: module.Tile(*tile)})
+        product = module.GemmShape(n_out, width, rows, gated)
+        patch.setattr(module, "_tiles", {product: module.GemmTile(*tile)})
         module.load_tuned({})
         results = [
             module.small_batch_gemm(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)
@@ -192,7 +192,7 @@ def test_every_form_of_tiles_each_time_alike(
         assert torch.equal(*results)
         # A row is the same whatever lies beside it.
         one = given | {"x": given["x"][1:2], "residual": given["residual"][1:2]}
-        patch.setitem(module._tiles, module.Product(n_out, width, 8, gated), module.Tile(*tile))
+        patch.setitem(module._tiles, module.GemmShape(n_out, width, 8, gated), module.GemmTile(*tile))
         alone = module.small_batch_gemm(**one, y=torch.empty_like(one["residual"]))
         torch.testing.assert_close(alone, results[0][1:2], rtol=4e-3, atol=4e-3)
     module.load_tuned({})
@@ -222,7 +222,7 @@ def test_launches_of_graphs_count_programs_by_counters_of_their_own(monkeypatch:
 
 def test_tiles_fit_the_device() -> None:
     module = importlib.import_module("caramba.kernels.triton.small_batch_gemm")
-    tile = module.Tile(64, 128, 1, 4, 4, 6)
+    tile = module.GemmTile(64, 128, 1, 4, 4, 6)
     assert module.fitting(tile, 64, module.SHARED_BYTES) == tile
     assert module.fitting(tile, 64, 99 * 1024).stages == 3, "32 KiB a stage"
     assert module.fitting(tile, 64, 48 * 1024).stages == 2
