@@ -62,8 +62,12 @@ def test_compiles_as_it_is_launched(case: Case) -> None:
         assert shared <= SHARED_BYTES, f"{where} needs {shared} bytes of shared memory of {SHARED_BYTES}"
 
 
+CUDNN = {"prefix_attention", "prefix_attention_backward"}
+"""Ops whose launcher calls cuDNN through ATen: there is no kernel of ours to compile."""
+
+
 def test_every_launcher_has_a_case() -> None:
-    assert sorted(set(all_ops()) - {case.op for case in CASES}) == [], "in tests/ops/kernel_cases.py"
+    assert sorted(set(all_ops()) - {case.op for case in CASES} - CUDNN) == [], "in tests/ops/kernel_cases.py"
 
 
 def test_heads_together_compile_and_need_the_shared_memory_that_the_table_counts_on() -> None:
