@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.extension import name_of
@@ -13,6 +13,7 @@ from caramba.config.extension import name_of
 if TYPE_CHECKING:
     from caramba.config.train import PhaseConfig
 
+NonNegative = Annotated[float, Field(ge=0)]
 BETAS = (0.9, 0.95)
 LION_BETAS = (0.9, 0.99)  # Chen et al., 2023, arXiv:2302.06675
 MOMENTUM = {"sgd": 0.9, "muon": 0.95}
@@ -20,6 +21,7 @@ MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 LR_HINTS = {
     "lion": "lr, 3 to 10 times smaller than AdamW's",
     "sgd": "lr, which depends on the size of the gradients",
+    "pidao": "lr, whose square scales the gradient",
     "adafactor": "lr, the most that a weight may change by relative to its size: 1e-2 is usual",
 }
 
@@ -41,13 +43,51 @@ class AdaGCConfig(Config):
     )
 
 
+class SwatsConfig(Config):
+    """When `optimizer: swats` goes from Adam to SGD; see `SWATS`."""
+
+    tolerance: Annotated[float, Field(gt=0)] = Field(
+        default=1e-9,
+        description="distance between the SGD rate of a step and its average at which SGD takes over; the paper's 1e-9 "
+        "is met by few runs",
+    )
+
+
+class PidaoConfig(Config):
+    """Coefficients of `optimizer: pidao` and `pidao_adaptive`; see `PIDAO`."""
+
+    kp: NonNegative = Field(default=25.0, description="weight of the gradient")
+    ki: NonNegative = Field(default=1.0, description="weight of the gradient's integral")
+    kd: NonNegative = Field(default=0.5, description="weight of the gradient's change")
+    damping: Annotated[float, Field(gt=0)] = Field(
+        default=25.0, description="friction; a velocity is forgotten in 1 / (damping lr) steps"
+    )
+
+    @model_validator(mode="after")
+    def _is_stable(self) -> PidaoConfig:
+        if self.ki >= self.damping * self.kp:
+            raise ValueError(
+                f"ki={self.ki:g} reaches damping * kp = {self.damping * self.kp:g}, from where a minimum repels; "
+                "lower ki, or raise damping"
+            )
+        return self
+
+
 def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:
     """Yield what is wrong with a phase's optimiser, schedule and clipping taken together."""
     name = name_of(phase.optimizer)
     if name in LR_HINTS and phase.lr == "auto":
         yield f"lr=auto uses AdamW's published rates, got optimizer={name}; give {LR_HINTS[name]}"
-    if name in ("sgd", "adafactor") and phase.betas != BETAS:
-        yield f"betas belongs to optimizer=adamw, lion or muon, got optimizer={name}; remove it"
+    for key, owners in (("swats", ("swats",)), ("pidao", ("pidao", "pidao_adaptive"))):
+        if getattr(phase, key) is not None and name not in owners:
+            yield f"{key} belongs to optimizer={' or '.join(owners)}, got optimizer={name}; remove it"
+    if name == "swats" and (phase.master_weights or phase.stochastic_rounding or phase.optimizer_offload):
+        yield (
+            "optimizer=swats decides for all weights together, and master_weights, stochastic_rounding and "
+            "optimizer_offload step some at a time; remove them"
+        )
+    if name in ("sgd", "adafactor", "pidao") and phase.betas != BETAS:
+        yield f"betas belongs to optimizer=adamw, lion, muon, swats or pidao_adaptive, got optimizer={name}; remove it"
     if phase.momentum is not None and name not in MOMENTUM:
         yield f"momentum belongs to optimizer={' or '.join(MOMENTUM)}, got optimizer={name}; remove it"
     if not phase.fused_optimizer and name not in ("adamw", "sgd"):

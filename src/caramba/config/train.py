@@ -18,6 +18,8 @@ from caramba.config.optimizer import (
     LION_BETAS,
     MOMENTUM,
     AdaGCConfig,
+    PidaoConfig,
+    SwatsConfig,
     optimizer_conflicts,
     precision_conflicts,
 )
@@ -110,7 +112,9 @@ OWN_KEYS = {
 }
 
 
-OPTIMIZERS = NameOrExtension(Literal["adamw", "sgd", "adafactor", "lion", "muon"], OptimizerConfig)
+OPTIMIZERS = NameOrExtension(
+    Literal["adamw", "sgd", "adafactor", "lion", "muon", "swats", "pidao", "pidao_adaptive"], OptimizerConfig
+)
 SCHEDULES = NameOrExtension(Literal["none", "constant", "linear", "cosine", "wsd"], ScheduleConfig)
 
 
@@ -172,12 +176,17 @@ class PhaseConfig(Config):
     optimizer: Annotated[Any, BeforeValidator(OPTIMIZERS), WithJsonSchema(OPTIMIZERS.schema())] = Field(
         default="adamw",
         description="lion wants an lr 3 to 10 times smaller than AdamW's, and a weight_decay as many times larger; "
-        "muon takes AdamW's, which also steps what is no matrix of the stack; or one of a plugin, {type: NAME}",
+        "muon takes AdamW's, which also steps what is no matrix of the stack; swats goes from Adam to SGD; or one of a "
+        "plugin, {type: NAME}",
     )
     fused_optimizer: bool = Field(
         default=True, description="one kernel for all weights; false steps adamw and sgd weight by weight"
     )
     betas: tuple[Beta, Beta] = Field(default=BETAS, description="0.9 and 0.99 where none are given for lion")
+    swats: SwatsConfig | None = Field(default=None, description="keys of swats; unset: its defaults")
+    pidao: PidaoConfig | None = Field(
+        default=None, description="coefficients of pidao and pidao_adaptive; unset: their defaults"
+    )
     momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
     scheduler: Annotated[Any, BeforeValidator(SCHEDULES), WithJsonSchema(SCHEDULES.schema())] = Field(
         default="cosine",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from caramba.config.optimizer import PidaoConfig, SwatsConfig
 from caramba.config.train import PhaseConfig
 from caramba.optim.adamw import AdamW
 from caramba.optim.groups import Named, is_stack_matrix, parameter_groups
@@ -25,7 +26,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfi
     stochastic rounding or for masters packed into its moments. With `optimizer_offload` it steps copies on the host.
 
     Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101 (AdamW); Chen et al., 2023, arXiv:2302.06675 (Lion);
-    Shazeer and Stern, 2018, arXiv:1804.04235 (Adafactor); Jordan et al., 2024 (Muon).
+    Shazeer and Stern, 2018, arXiv:1804.04235 (Adafactor); Jordan et al., 2024 (Muon); Keskar and Socher, 2017,
+    arXiv:1712.07628 (SWATS); Chen et al., 2024, Nature Communications 15:10263 (PIDAO).
     """
     assert phase.lr != "auto", "lr is resolved for the model's width before a phase starts"
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -61,6 +63,16 @@ def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimize
     way: dict[str, Any] = {"fused": True} if phase.fused_optimizer else {"fused": False, "foreach": False}
     if phase.optimizer == "lion":
         return Lion(groups, lr=lr, betas=phase.betas)
+    if phase.optimizer == "swats":
+        from caramba.optim.swats import SWATS
+
+        return SWATS(groups, lr=lr, betas=phase.betas, tolerance=(phase.swats or SwatsConfig()).tolerance)
+    if phase.optimizer in ("pidao", "pidao_adaptive"):
+        from caramba.optim.pidao import PIDAO
+
+        gains = (phase.pidao or PidaoConfig()).model_dump()
+        adaptive = phase.optimizer == "pidao_adaptive"
+        return PIDAO(groups, lr=lr, adaptive=adaptive, beta2=phase.betas[1], **gains)
     if phase.optimizer == "sgd":
         if phase.fused_optimizer and any(is_sharded(parameter) for _, parameter in trained):
             way = {"fused": False, "foreach": True}  # torch's fused SGD knows no sharded weights

@@ -177,7 +177,10 @@ def test_a_saved_state_goes_on_bit_equal(optimizer: str) -> None:
             {"optimizer": "adafactor", "lr": "auto"},
             "got optimizer=adafactor; give lr, the most that a weight may",
         ),
-        ({"optimizer": "sgd", "betas": (0.9, 0.99)}, "betas belongs to optimizer=adamw, lion or muon, got"),
+        (
+            {"optimizer": "sgd", "betas": (0.9, 0.99)},
+            "betas belongs to optimizer=adamw, lion, muon, swats or pidao_adaptive, got",
+        ),
         ({"momentum": 0.5}, "momentum belongs to optimizer=sgd or muon, got optimizer=adamw"),
         ({"lr_scaling": "sqrt"}, "a scaled lr needs the sequences of a step that lr is for"),
         ({"lr_base_batch": 8}, "lr_scaling=none and lr_base_batch=8"),

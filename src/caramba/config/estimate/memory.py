@@ -35,7 +35,16 @@ from caramba.config.estimate.spread import ParallelLayout, RankMemory, holdings
 from caramba.config.extension import name_of
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 
-OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}
+OPTIMIZER_STATES = {
+    "adamw": 2,
+    "sgd": 1,
+    "lion": 1,
+    "muon": 1,
+    "adafactor": 0,
+    "swats": 2,
+    "pidao": 2,
+    "pidao_adaptive": 3,
+}
 
 
 @dataclass(frozen=True)
