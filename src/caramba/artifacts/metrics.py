@@ -24,8 +24,8 @@ STAGES = (
     STUDENT,
 )
 
-# A count of tokens is the same for both models, so its ratio is meaningless.
-NO_RATIO = frozenset({"unique_tokens"})
+# A count of tokens is the same for both models, and a difference may be 0: their ratios mean nothing.
+NO_RATIO = frozenset({"unique_tokens", "acc_drop"})
 COMPARING = frozenset(
     {"controls", "weights", "inference_ladder", "ladder", "generation"}
 )  # families that state their ratios themselves

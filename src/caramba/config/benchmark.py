@@ -15,6 +15,8 @@ from caramba.config.quantise import CalibrationConfig
 
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 ModelName = Literal["teacher", "student"]
+SUITE_SUFFIXES = (".yaml", ".yml", ".jsonl")
+"""Ends of the names of tasks that are paths of suites."""
 NOBODYS_CHOICE = Later("the inference work", KVCacheKind.AUTO)
 ROTATED_KINDS = (KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED)
 OneCacheKind = Annotated[CacheKind | None, NOBODYS_CHOICE]
@@ -95,7 +97,8 @@ class AccuracyBenchmarkConfig(Config):
 
     `tasks` are names, groups or patterns; `limit` takes the first so many documents of each. `max_length` is the number
     of tokens that a model reads at most, by default what it trained on. With `eval_data` the tasks are files of that
-    folder, `NAME.jsonl` or `NAME.txt`, and no harness is needed; `limit` then keeps evenly spaced items.
+    folder, `NAME.jsonl` or `NAME.txt`, and no harness is needed; `limit` then keeps evenly spaced items. A task whose
+    name ends in .yaml, .yml or .jsonl is the path of a suite of one's own, which needs no harness either.
     """
 
     type: Literal["accuracy"] = Field(description="kind of the benchmark")
@@ -119,9 +122,23 @@ class AccuracyBenchmarkConfig(Config):
         description="smallest difference of two accuracies that matters, as a share; warns before a task whose items "
         "cannot see it",
     )
+    allow_code: bool = Field(
+        default=False,
+        description="whether suites may run Python that the model wrote, in a sandbox without network",
+    )
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """Tasks that are paths of suites."""
+        return tuple(task for task in self.tasks if task.endswith(SUITE_SUFFIXES))
 
     @model_validator(mode="after")
     def _check_eval_data(self) -> AccuracyBenchmarkConfig:
+        if self.suites and len(self.suites) < len(self.tasks) and self.eval_data is None:
+            raise ValueError(
+                f"tasks={list(self.tasks)} mixes suites with tasks of lm-evaluation-harness; give each a benchmark of "
+                "its own"
+            )
         if self.eval_data is not None and (self.include_path is not None or self.num_fewshot is not None):
             raise ValueError(
                 "eval_data reads local tasks without lm-evaluation-harness; remove include_path and num_fewshot"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import SLUG, Config, Later, PathText, Seed, nearest
-from caramba.config.benchmark import BenchmarkConfig
+from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback, MetricLogger
 from caramba.config.generate import ChatConfig, SampleConfig
@@ -285,6 +285,14 @@ class Manifest(Config):
         if self.origin == "agent" and self.logger.lightning:
             raise ValueError(
                 "a manifest whose origin is an agent may not set logger.lightning, which can send data; remove it"
+            )
+        if self.origin == "agent" and any(
+            isinstance(bench.config, AccuracyBenchmarkConfig) and bench.config.allow_code
+            for group in self.groups
+            for bench in group.benchmarks
+        ):
+            raise ValueError(
+                "a manifest whose origin is an agent may not set allow_code, which runs code; remove it"
             )
         named = self.paper.reaches_out() if self.origin == "agent" and self.paper is not None else ()
         if named:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -43,6 +43,8 @@ class ChoiceLogprobCase(Config):
     `answer` is an index into `choices` or one of them. `length_normalized` lets the mean over a choice's tokens decide,
     not the sum; both are recorded.
     """
+
+    aliases: ClassVar[dict[str, str]] = {"gold": "answer"}
 
     kind: Literal["choice_logprob"] = Field(
         description="kind of the case: the choice of highest log-probability counts"

@@ -9,9 +9,11 @@ from typing import Any
 from caramba.artifacts.items import to_column
 from caramba.artifacts.statistics import detectable_difference, power_text
 from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig
+from caramba.config.suite_file import SuiteFile
 from caramba.console import logger
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
+from caramba.evaluation.custom_suite import count_items, open_suites, score_suite
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import LocalTask, TaskScores, group_means, open_tasks, score_task
 from caramba.evaluation.subject import Subjects
@@ -32,7 +34,7 @@ def check_accuracy(benchmarks: Sequence[BenchmarkConfig], tokenizer: Tokenizer |
     for bench in benchmarks:
         if isinstance(bench.config, AccuracyBenchmarkConfig):
             where = f"benchmarks.{bench.id}"
-            if bench.config.eval_data is not None:
+            if bench.config.eval_data is not None or bench.config.suites:
                 _open_local(bench.config, tokenizer, where)
             else:
                 _open(bench.config, tokenizer, where)
@@ -46,7 +48,7 @@ def accuracy(
     `standard_error` is the harness's, over `n` documents. `accuracy.<model>.mean` averages over tasks the metric of
     each (`acc`, else `exact_match`), its error following from theirs as independent.
     """
-    if config.eval_data is not None:
+    if config.eval_data is not None or config.suites:
         return _local_accuracy(config, subjects, source)
     manager, tokenizer = _open(config, subjects.tokenizer, f"benchmarks.{source}")
     counted = count_documents(config.tasks, manager, config.limit)
@@ -88,10 +90,12 @@ def _open(config: AccuracyBenchmarkConfig, tokenizer: Tokenizer | None, where: s
 
 def _open_local(
     config: AccuracyBenchmarkConfig, tokenizer: Tokenizer | None, where: str
-) -> tuple[list[LocalTask], Tokenizer]:
+) -> tuple[list[LocalTask], list[SuiteFile], Tokenizer]:
     tokenizer = _need_tokenizer(tokenizer, where)
-    assert config.eval_data is not None
-    return open_tasks(config.eval_data, config.tasks, limit=config.limit, where=where), tokenizer
+    names = [task for task in config.tasks if task not in config.suites]
+    tasks = open_tasks(config.eval_data or "", names, limit=config.limit, where=where) if names else []
+    suites = open_suites(config.suites, limit=config.limit, allow_code=config.allow_code, where=where)
+    return tasks, suites, tokenizer
 
 
 def _need_tokenizer(tokenizer: Tokenizer | None, where: str) -> Tokenizer:
@@ -107,23 +111,28 @@ def _local_accuracy(
     config: AccuracyBenchmarkConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Score local tasks: one row and one metric per task and score; `standard_error` is over items."""
-    tasks, tokenizer = _open_local(config, subjects.tokenizer, f"benchmarks.{source}")
-    counted = [(task.name, len(task.items)) for task in tasks if task.items]
+    tasks, suites, tokenizer = _open_local(config, subjects.tokenizer, f"benchmarks.{source}")
+    counted = [(task.name, len(task.items)) for task in tasks if task.items] + count_items(suites)
     log_power(counted, config.smallest_difference, f"benchmarks.{source}")
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
+    max_length = config.max_length or subjects.max_length
     for name, model in subjects.models.items():
         results = [
             score_task(
                 task,
                 model.eval(),
                 tokenizer,
-                max_length=config.max_length or subjects.max_length,
+                max_length=max_length,
                 batch_size=config.batch_size,
                 limit=config.limit,
             )
             for task in tasks
         ]
+        for suite in suites:
+            results += score_suite(
+                suite, model, tokenizer, max_length=max_length, batch_size=config.batch_size
+            )
         for result in results:
             for metric, (value, error) in result.scores.items():
                 key = f"accuracy.{name}.{metric}@task={result.task}"
@@ -142,7 +151,8 @@ def _local_accuracy(
                     }
                     | _kept(result, metric)
                 )
-        mains = [result for result in results if result.main in MAIN_LOCAL]
+        # A suite under a change of its prompts is no task of its own.
+        mains = [result for result in results if result.main in MAIN_LOCAL and not result.change]
         if mains:
             metrics.append(_mean_of(mains, name, source))
         metrics += [

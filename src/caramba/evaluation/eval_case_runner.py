@@ -104,11 +104,11 @@ def first_integer(text: str) -> str | None:
 
 
 def _encode(case: EvalCase, tokenizer: Tokenizer, window: int | None, max_new_tokens: int) -> EncodedCase:
-    prompt = _with_start(tokenizer, tokenizer.encode(case.prompt))
+    prompt = with_start(tokenizer, tokenizer.encode(case.prompt))
     if isinstance(case, IntGreedyCase):
         longest, choices = max_new_tokens, ()
     else:
-        choices = tuple(_continuation(tokenizer, case.prompt, choice) for choice in case.choices)
+        choices = tuple(encode_continuation(tokenizer, case.prompt, choice) for choice in case.choices)
         longest = max(map(len, choices))
     room = len(prompt) if window is None else window - longest
     if room < 1:
@@ -120,14 +120,14 @@ def _encode(case: EvalCase, tokenizer: Tokenizer, window: int | None, max_new_to
     return EncodedCase(case, tuple(prompt[dropped:]), choices, dropped)
 
 
-def _with_start(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+def with_start(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """Put the start mark first where the model wants one; a prompt without any token begins with the end mark."""
     if tokenizer.adds_bos and tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
     return ids or [tokenizer.eos_id]
 
 
-def _continuation(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[int, ...]:
+def encode_continuation(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[int, ...]:
     """Return the tokens of a choice as they follow the prompt's, or on its own where the two would merge."""
     before, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + choice)
     follows = whole[: len(before)] == before and len(whole) > len(before)

@@ -65,7 +65,7 @@ class TaskScores:
     """Scores of one model on one task.
 
     `scores` maps a metric to (value, standard error or None); `main` is the metric that represents the task in a mean.
-    `items` holds one record for each item or window, in the order of the file.
+    `items` holds one record for each item or window, in the order of the file. `change` names how prompts were changed.
     """
 
     task: str
@@ -74,6 +74,7 @@ class TaskScores:
     n: int
     scores: dict[str, tuple[float, float | None]]
     items: list[Item]
+    change: str = ""
 
 
 def open_tasks(folder: str | Path, names: Sequence[str], *, limit: int | None, where: str) -> list[LocalTask]:

@@ -16,6 +16,7 @@ from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.config.optional_deps import need_harness, need_library
+from caramba.config.suite_file import read_suite
 from caramba.config.surgery import attention_configs
 from caramba.config.train import BLOCK_PHASES, check_batch_is_given, check_block_steps, check_cpu_precision
 from caramba.data.checkpoint.folder import weight_files
@@ -175,7 +176,9 @@ def check_extras(manifest: Manifest) -> None:
         for bench in group.benchmarks:
             if isinstance(bench.config, AccuracyBenchmarkConfig):
                 where, folder = f"benchmarks.{bench.id} (accuracy)", bench.config.include_path
-                if bench.config.eval_data is not None:
+                for suite in bench.config.suites:
+                    read_suite(suite, where=where, allow_code=bench.config.allow_code)
+                if bench.config.eval_data is not None or bench.config.suites:
                     continue  # the tasks are read with the tokenizer, before training
                 need_harness(where)
                 if folder is not None and not Path(folder).is_dir():

@@ -1,4 +1,4 @@
-"""`caramba eval RUN|DIR --tasks A,B`: tasks of lm-evaluation-harness, or of a local folder, on a trained model."""
+"""`caramba eval RUN|DIR --tasks A,B`: tasks of lm-evaluation-harness, a local folder, or a suite, on a model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from caramba.config.benchmark import SUITE_SUFFIXES
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.evaluation.accuracy import log_power
+from caramba.evaluation.custom_suite import count_items, open_suites, score_suite
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
 from caramba.infer.model_bundle import ModelBundle, load_model, need_tokenizer
@@ -30,8 +32,13 @@ def main(argv: list[str]) -> int:
     args = _parse(argv)
     logger.quiet = args.quiet
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()]
-    if args.eval_data is not None:
-        return _evaluate_local(args, tasks)
+    suites = [task for task in tasks if task.endswith(SUITE_SUFFIXES)]
+    if suites and len(suites) < len(tasks) and args.eval_data is None:
+        raise ConfigError(
+            "eval: --tasks mixes suites with tasks of lm-evaluation-harness; call eval once for each"
+        )
+    if args.eval_data is not None or suites:
+        return _evaluate_local(args, [task for task in tasks if task not in suites], suites)
     manager = task_manager(tasks, args.include_path, where="eval", option="--include-path")
     opened = load_model(
         args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer
@@ -57,34 +64,39 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _evaluate_local(args: argparse.Namespace, names: list[str]) -> int:
+def _evaluate_local(args: argparse.Namespace, names: list[str], suites: list[str]) -> int:
     if args.num_fewshot is not None or args.include_path is not None:
         raise ConfigError(
-            "eval: --num-fewshot and --include-path belong to lm-evaluation-harness; remove them, or --eval-data"
+            "eval: --num-fewshot and --include-path belong to lm-evaluation-harness; remove them, or "
+            f"{'--eval-data' if args.eval_data is not None else 'the suites'}"
         )
-    tasks = open_tasks(args.eval_data, names, limit=args.limit, where="eval")
+    tasks = open_tasks(args.eval_data, names, limit=args.limit, where="eval") if names or not suites else []
+    files = open_suites(suites, limit=args.limit, allow_code=args.allow_code, where="eval")
     opened = load_model(
         args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer
     )
     tokenizer = need_tokenizer(opened, "eval")
-    log_power(
-        [(task.name, len(task.items)) for task in tasks if task.items], args.smallest_difference, "eval"
-    )
+    counted = [(task.name, len(task.items)) for task in tasks if task.items] + count_items(files)
+    log_power(counted, args.smallest_difference, "eval")
     results: list[TaskScores] = []
+    longest = args.max_length or opened.max_positions
     for task in tasks:
         results.append(
             score_task(
                 task,
                 opened.model,
                 tokenizer,
-                max_length=args.max_length or opened.max_positions,
+                max_length=longest,
                 batch_size=args.batch_size,
                 limit=args.limit,
             )
         )
-        for metric, (value, error) in results[-1].scores.items():
-            spread = "" if error is None else f" ± {error:.4f} (standard error)"
-            print(f"{task.name:<24} {metric:<26} {value:.4f}{spread}  n={results[-1].n}", flush=True)
+        _print_scores(results[-1])
+    for file in files:
+        scored = score_suite(file, opened.model, tokenizer, max_length=longest, batch_size=args.batch_size)
+        for result in scored:
+            _print_scores(result)
+        results += scored
     means = group_means(results)
     for group, value in means.items():
         print(f"{group:<24} {'mean':<26} {value:.4f}")
@@ -100,8 +112,16 @@ def _evaluate_local(args: argparse.Namespace, names: list[str]) -> int:
         }
         for result in results
     }
-    _write(opened, args, [task.name for task in tasks], {"groups": means, "tasks": found})
+    used = {file.suite.id: {"path": str(file.path), "sha256": file.sha256} for file in files}
+    names = [*(task.name for task in tasks), *used]
+    _write(opened, args, names, {"groups": means, "suites": used, "tasks": found})
     return 0
+
+
+def _print_scores(result: TaskScores) -> None:
+    for metric, (value, error) in result.scores.items():
+        spread = "" if error is None else f" ± {error:.4f} (standard error)"
+        print(f"{result.task:<24} {metric:<26} {value:.4f}{spread}  n={result.n}", flush=True)
 
 
 def _harness_items(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -135,6 +155,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-fewshot", type=_natural)
     parser.add_argument("--include-path")
     parser.add_argument("--eval-data")
+    parser.add_argument("--allow-code", action="store_true")
     parser.add_argument("--tokenizer")
     parser.add_argument("--out")
     parser.add_argument("--which", default="student", choices=("teacher", "student"))

@@ -208,13 +208,17 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command(
         (
-            "RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
+            "RUN|DIR --tasks A,B [--eval-data DIR] [--allow-code] [--limit N] [--num-fewshot N] [--include-path DIR] "
             "[--which teacher|student] [--smallest-difference POINTS] [--tokenizer PATH] [--out FILE]"
         ),
-        "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness, or of a local folder",
+        (
+            "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness, of a local folder, "
+            "or on a suite of your own"
+        ),
         {
-            "--tasks": "Tasks, separated by commas; required.",
+            "--tasks": "Tasks, or paths of suites (.yaml, .jsonl), separated by commas; required.",
             "--eval-data": "Folder of local tasks; default the tasks of lm-evaluation-harness.",
+            "--allow-code": "Run Python that the model wrote, in a sandbox; default off.",
             "--limit": "Items of each task; default all.",
             "--num-fewshot": "Examples in front of each item; default the number of the task.",
             "--include-path": "Folder of your own task files for lm-evaluation-harness; default none.",
