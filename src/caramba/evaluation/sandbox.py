@@ -37,7 +37,7 @@ def run_python(source: str, *, timeout_s: float, memory_mb: int) -> Outcome:
 
     It has passed when it runs to its end: one that exits, raises, or is killed has not. On Linux it has no network and
     no processes but its own (name spaces), and reads Python's own files alone (Landlock), where the kernel allows both;
-    the outcome says so.
+    the outcome reports it.
     """
     nonce = secrets.token_hex(16)
     job = {

@@ -1,4 +1,4 @@
-"""The other side of `sandbox`: a program of its own that shuts itself in, runs Python, and says how it ended.
+"""The other side of `sandbox`: a program of its own that shuts itself in, runs Python, and reports how it ended.
 
 Started as `python -I -S sandbox_child.py` with JSON on its standard input. From the standard library alone.
 """
