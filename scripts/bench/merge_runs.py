@@ -52,8 +52,3 @@ def _head(data: dict[str, Any]) -> dict[str, Any]:
 def _made(machine: dict[str, Any]) -> dict[str, str]:
     made = {key: machine[key] for key in ("commit", "sitting") if key in machine}
     return {"sitting": made["commit"], **made} if "commit" in made else made
-
-
-def sitting_of(row: dict[str, Any]) -> str:
-    """Return what a row's sitting is called; nothing in a file of one sitting."""
-    return row.get("sitting", "")

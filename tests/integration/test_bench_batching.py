@@ -77,9 +77,7 @@ def test_a_tiny_bench_measures_both_ways_of_batching(
     assert data["is_within_bound"] is True
     (strict,) = [row for row in others if row["itl_p99_within_ms"] == static["itl_p99_ms"]]
     assert (strict["over_static"] is None) == all(row["itl_p99_ms"] > static["itl_p99_ms"] for row in ways)
-    program = (
-        "import json,sys,report; print('\\n'.join(report.SECTIONS['batching'](json.load(open(sys.argv[1])))))"
-    )
+    program = "import json,sys,report; print(report.section('batching', json.load(open(sys.argv[1]))))"
     page = subprocess.run(
         [sys.executable, "-c", program, str(out)],
         cwd=ROOT / "scripts/bench",
@@ -121,7 +119,7 @@ def test_the_page_says_which_way_of_batching_is_later_than_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    batching, sections = (importlib.import_module(name) for name in ("cases.batching", "sections.batching"))
+    batching, report = (importlib.import_module(name) for name in ("cases.batching", "report"))
     sides = {"static": static, **{f"chunks {n}": side for n, side in enumerate(continuous)}}
     times = dict.fromkeys(("itl_p50_ms", "ttft_p50_ms", "ttft_p99_ms"), 1.0)
     rows = [
@@ -134,6 +132,6 @@ def test_the_page_says_which_way_of_batching_is_later_than_the_bound(
     data |= batching.ratios(data)
     assert data["over_static"] == over
     assert data["is_within_bound"] == ("at most" in said)
-    page = "\n".join(sections.batching(data))
+    page = report.section("batching", data)
     assert f"**{over:.2f}x** the throughput with " in page
     assert said in page

@@ -38,9 +38,9 @@ def test_a_short_bench_gives_ratios_of_turns_and_says_whether_the_must_is_met(
     (must,) = data["musts"]
     assert (must["model"], must["reached"], must["must"]) == ("tiny", statistics.median(turns), 10)
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    section = importlib.import_module("sections.inference").cached_steps
+    section = importlib.import_module("report").section
     for is_met, said in ((True, "must 10x: met."), (False, "must 10x: not met.")):
         must["met"] = is_met
-        text = "\n".join(section(data))
+        text = section("cached_steps", data)
         assert text.endswith(said)
         assert f"| {statistics.median(turns):.1f}x ({min(turns):.1f} to {max(turns):.1f}) |" in text

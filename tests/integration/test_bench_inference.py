@@ -14,9 +14,7 @@ import torch
 pytest.importorskip("torchao")
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = (
-    "import json,sys,sections.inference as s; print('\\n'.join(s.inference(json.load(open(sys.argv[1])))))"
-)
+PROGRAM = "import json,sys,report; print(report.section('inference', json.load(open(sys.argv[1]))))"
 
 
 def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(

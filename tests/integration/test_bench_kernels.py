@@ -30,9 +30,7 @@ def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
         assert row["host_us"] > 0
         assert row["host_must_us"] == 25
     assert out.with_suffix(".png").stat().st_size > 10_000
-    program = (
-        "import json,sys,sections.kernels as s; print('\\n'.join(s.kernels(json.load(open(sys.argv[1])))))"
-    )
+    program = "import json,sys,report; print(report.section('kernels', json.load(open(sys.argv[1]))))"
     page = subprocess.run(
         [sys.executable, "-c", program, str(out)],
         cwd=ROOT / "scripts/bench",

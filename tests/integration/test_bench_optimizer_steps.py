@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_weights_of_the_kind_before_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    bench, sections = (importlib.import_module(name) for name in ("cases.optimizer_steps", "sections.step"))
+    bench, report = (importlib.import_module(name) for name in ("cases.optimizer_steps", "report"))
     made: list[weakref.ref[Any]] = []
     alive: list[int] = []
     make = bench.parameters_of
@@ -34,7 +34,8 @@ def test_weights_of_the_kind_before_are_gone(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(row["name"].endswith("ours") for row in rows) == 7
     # Files of before have neither shares nor peaks.
     old = {key: value for key, value in rows[1].items() if key not in ("share_of_copy", "peak_bytes")}
-    first, second = sections.optimizer_steps({"adamw": {"rows": [rows[1] | {"peak_bytes": 2e9}, old]}})[-2:]
+    data = {"adamw": {"rows": [rows[1] | {"peak_bytes": 2e9}, old]}}
+    first, second = report.section("optimizer_steps", data).splitlines()[-2:]
     assert first.count("|") == second.count("|") == 8
     assert first.endswith("| 2.0 |")
     assert f"| {rows[1]['share_of_copy']:.0%} |" in first

@@ -41,7 +41,7 @@ def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, scripts: Path) -
     assert {row["side"] for row in timed} == {"decoupled_attention", "flash, padded"}
     assert all(row["error"] < 1e-5 for row in timed)
     assert data["left_out"] == []
-    page = "\n".join(importlib.import_module("sections.prefill").prefill(data))
+    page = importlib.import_module("report").section("prefill", data)
     assert "| llama32_dba, joined keys |" in page
     assert "| 2 x 32, forward | 4, 16 + 48 and 16 | flash | refuses | | |" in page
 

@@ -24,7 +24,7 @@ def test_parts_are_measured_once_and_said(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    training, sections = (importlib.import_module(name) for name in ("cases.training", "sections.training"))
+    training, report = (importlib.import_module(name) for name in ("cases.training", "report"))
     out = tmp_path / "training.json"
     main, words = importlib.import_module("run").main, ["training", *TINY, "--out", str(out)]
     assert main(words) == 1, "float8 is refused here"
@@ -38,7 +38,7 @@ def test_parts_are_measured_once_and_said(
     assert profile["classes"]["matrix products"]["ms"] > 0
     assert len(profile["gaps"]) == 5
     assert out.with_suffix(".png").stat().st_size > 10_000
-    page = "\n".join([*sections.training(first), *sections.step_profile(profile)])
+    page = report.section("training", first) + report.section("step_profile", profile)
     assert "| transformers, our attention backend |" in page
     assert "| `aten::mm [" in (tmp_path / "training_profile.md").read_text()
     capsys.readouterr()
@@ -54,13 +54,13 @@ def test_parts_are_measured_once_and_said(
 def test_recipes_of_float8_take_turns_and_the_trainers_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    sides, turns, float8, sections = (
+    sides, turns, float8, report = (
         importlib.import_module(f"{name}")
         for name in (
             "cases.training_sides",
             "cases.training_turns",
             "cases.training_float8",
-            "sections.training",
+            "report",
         )
     )
     monkeypatch.setitem(backend._attached, ("float8_cast", "cpu"), "triton")
@@ -87,18 +87,18 @@ def test_recipes_of_float8_take_turns_and_the_trainers_is_held(monkeypatch: pyte
     assert 0 < abs(found["loss_change"][ours[0]]) < 0.01
     part = {"part": "fp8", "batch": 1, "tokens": 16, "clip": None, "steps_a_turn": 1, "ratios": {}, **found}
     rows = turns.rows_of(ran, 1.0, None)
-    page = "\n".join(sections._beside(part | {"rows": rows}))
+    page = report.section("training", {"model": "tiny", "parts": {"fp8": part | {"rows": rows}}})
     assert "float8 rowwise, cast by kernels **1.450x**" in page
     assert "0.967 over bf16, by caramba with float8=rowwise (must 1.15): **missed**" in page
 
 
 def test_a_ratio_of_two_optimisers_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    sections = importlib.import_module("sections.training")
+    verdicts = importlib.import_module("verdicts").training_verdicts
     musts = [{"over": name, "limit": 0.98, "got": 1.004} for name in ("bare loop", "our model bare")]
     both = "1.004 over bare loop (must 0.98): met; 1.004 over our model bare (must 0.98): "
-    assert sections._verdicts({"musts": musts}) == ["", f"{both}not comparable."]
-    assert sections._verdicts({"musts": musts, "bare_optimizer": "ours"}) == ["", f"{both}met."]
+    assert verdicts({"musts": musts}) == ["", f"{both}not comparable."]
+    assert verdicts({"musts": musts, "bare_optimizer": "ours"}) == ["", f"{both}met."]
 
 
 def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ MUST = {"ddp": 0.93, "fsdp2": 0.9, "losses_within": 5e-3}
 def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Scripts are no package: their modules are found while a test runs, and forgotten."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
-    names = ("merge_runs", "sections.scaling", "sections.scaling_plot")
+    names = ("merge_runs", "verdicts", "plots", "report")
     modules = {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name)
@@ -42,7 +42,7 @@ def file(folder: Path, name: str, commit: str | None, rows: list[dict[str, Any]]
 
 
 def test_scaling_is_judged_by_its_best_row_and_by_its_losses(bench: dict[str, ModuleType]) -> None:
-    verdicts = bench["sections.scaling"].verdicts
+    verdicts = bench["verdicts"].scaling_verdicts
     rows = [
         row("single", 1, 100.0, [5.0, 4.0]),
         row("ddp", 2, 199.0, [5.0, 3.0]),
@@ -65,7 +65,7 @@ def test_a_row_is_compared_with_one_device_of_its_own_sitting(
     bench: dict[str, ModuleType], tmp_path: Path
 ) -> None:
     """One device was 10% slower on the second day: against the first day's, its ddp would miss what it reaches."""
-    merge, section = bench["merge_runs"].merge_sittings, bench["sections.scaling"].scaling
+    merge, section = bench["merge_runs"].merge_sittings, bench["report"].section
     first = file(
         tmp_path,
         "first.json",
@@ -85,7 +85,7 @@ def test_a_row_is_compared_with_one_device_of_its_own_sitting(
         *(("single", "bbbbbbb", "bbbbbbb"), ("ddp", "bbbbbbb", "bbbbbbb")),
     ]
     assert data["machine"]["commit"] == "aaaaaaa, bbbbbbb"
-    text = "\n".join(section(data))
+    text = section("scaling", data)
     assert "| 4 | ddp | 342 | 95.0% | 93% |" in text
     assert "ddp 95.0% with default settings (must 93%): met; fsdp2 91.0%" in text
     assert "| bbbbbbb |" in text
@@ -94,7 +94,7 @@ def test_a_row_is_compared_with_one_device_of_its_own_sitting(
     assert merge([str(tmp_path / "merged.json")])["rows"] == data["rows"], "rows keep their sitting"
 
     lonely = {**merge([first, ddp]), "must": MUST}
-    assert "| 4 | ddp | 342 |  | 93% |" in "\n".join(section(lonely)), "no base, no share"
+    assert "| 4 | ddp | 342 |  | 93% |" in section("scaling", lonely), "no base, no share"
     named = json.loads(Path(ddp).read_text())
     named["machine"]["sitting"] = "evening"
     write_json(Path(ddp), named)
@@ -114,7 +114,7 @@ def test_other_shapes_and_machines_are_not_merged(
 
 
 def test_the_plot_is_of_what_was_measured_on_several_devices(bench: dict[str, ModuleType]) -> None:
-    draw = bench["sections.scaling_plot"].draw_scaling
+    draw = bench["plots"].draw_scaling
     rows = [row("single", 1, 100.0, [5.0]), row("ddp", 2, 190.0, [4.0]), row("fsdp2", 2, 185.0, [4.0])]
     data = {"batch": 8, "block": 2048, "machine": {"device": "GPU"}, "must": MUST, "rows": rows}
     image = draw(data)
@@ -135,8 +135,7 @@ def test_a_split_step_is_compared_with_one_device_of_its_form_and_sitting(
     eager = file(tmp_path, "a.json", "aaaaaaa", [step("eager", 1, 0.9), step("eager", 2, 0.6)])
     compiled = [step("compiled", 1, 0.5), step("compiled", 2, 0.6)]
     later = file(tmp_path, "b.json", "bbbbbbb", [step("eager", 1, 0.3), *compiled])
-    text = "\n".join(
-        bench["sections.scaling"].tensor_parallel_step(bench["merge_runs"].merge_sittings([eager, later]))
-    )
+    data = bench["merge_runs"].merge_sittings([eager, later])
+    text = bench["report"].section("tensor_parallel_step", data)
     assert "| eager | 2 | all | 0.600 | 13 | 1.50x |  | 1.00000 | aaaaaaa |" in text
     assert "eager 1.50x, met; compiled 0.83x, **missed**" in text

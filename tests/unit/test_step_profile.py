@@ -116,10 +116,10 @@ def test_bytes_of_our_ops_hold_what_they_write(profile: ModuleType) -> None:
 def test_every_gap_of_the_page_says_what_was_done(
     profile: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = importlib.import_module("sections.training")
+    report, verdicts = (importlib.import_module(name) for name in ("report", "verdicts"))
     roofs = profile.Roofs(flops=1e12, bytes=1e9, optimizer_bytes=20_000)
     found = profile.analyse(EVENTS, 2, roofs, 1.0)
-    lines = sections.step_profile({"model": "x", **found})
+    lines = report.section("step_profile", {"model": "x", **found}).splitlines()
     said = lines[lines.index("What was done about each:") + 2 :][: profile.GAPS]
     assert [line.split("`")[1] for line in said] == [gap["what"].split(" [")[0] for gap in found["gaps"]]
     about = {line.split("`")[1]: line.split("): ", 1)[1] for line in said}
@@ -127,7 +127,7 @@ def test_every_gap_of_the_page_says_what_was_done(
     found["gaps"][0]["what"] = "another kernel [3]"
     assert any(
         line.startswith("- `another kernel` (") and line.endswith("): **nothing yet**.")
-        for line in sections.step_profile(found)
+        for line in report.section("step_profile", found).splitlines()
     )
-    notes = json.loads(sections.NOTES.read_text())
+    notes = json.loads(verdicts.NOTES.read_text())
     assert all(note["match"] and note["done"] for note in notes)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from cases import decode_cases as cases
 from cases.decode_times import capture
+from plots import draw_decode
 from record import Record, machine_facts
-from sections import decode as sections_decode
 from timing import device_seconds, host_seconds, interleave, spread, wall_seconds
 
 from caramba import kernels
@@ -326,7 +326,7 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
                 torch.cuda.empty_cache()
             record.write_data(data)
     record.write_data(data)
-    sections_decode.plot(data, options.out.with_suffix(".png"))
+    draw_decode(data, options.out.with_suffix(".png"))
 
 
 def told(row: dict[str, Any], roof: float | None) -> str:

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from cases import inference_models as models
 from cases.static_decode import StaticDecoder
+from plots import draw_inference
 from record import Record, is_same_machine, machine_facts
 from registry import UsageError
-from sections import inference as sections_inference
 from timing import median_seconds
 
 from caramba import kernels
@@ -368,7 +368,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
     record.write_data(data)
     print(f"{len(data['left_out'])} cases left; the same call again measures them", flush=True)
     if any(row["part"] == "context" for row in data["rows"]):
-        sections_inference.plot(data, words.out.with_suffix(".png"))
+        draw_inference(data, words.out.with_suffix(".png"))
     return 0
 
 

@@ -23,9 +23,9 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from merge_runs import merge_sittings
+from plots import draw_scaling
 from record import Record, commit_here
-from sections.scaling import losses_apart, verdicts
-from sections.scaling_plot import draw_scaling
+from verdicts import losses_apart, scaling_verdicts
 
 from caramba import kernels
 from caramba.config.estimate import estimate_phase, model_cost
@@ -206,7 +206,7 @@ def measure(words: argparse.Namespace, record: Record) -> int:
         }
         data = {**head, **shape, "must": MUST, "rows": rows}
         record.write_data(data)
-        print("\n".join(verdicts(data)), flush=True)
+        print("\n".join(scaling_verdicts(data)), flush=True)
     return 0
 
 
@@ -224,7 +224,7 @@ def merge(files: list[str], record: Record) -> int:
     if (image := draw_scaling(data)) is not None:
         data["plot"] = record.write_plot(image)
     record.write_data(data)
-    print("\n".join(verdicts(data)))
+    print("\n".join(scaling_verdicts(data)))
     return 0 if losses_apart(data) <= MUST["losses_within"] else 1
 
 

@@ -44,8 +44,8 @@ from cases.training_sides import (
     without_masks,
 )
 from cases.training_turns import Traced, Turns, ratios_of, rows_of
+from plots import draw_training
 from record import Record
-from sections.training_plot import draw_training
 
 from caramba import kernels
 from caramba.config.estimate import estimate_phase, model_cost

@@ -1,0 +1,241 @@
+"""The plots next to the JSON files in docs/benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from verdicts import memory_bound, read_bandwidth_of, settings_of, share_of_linear, sitting_of
+
+from caramba.artifacts.style import label_ticks, new_figure, short_number, styled, to_png, whole_number
+
+TICKS = 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10  # TB/s
+SIDE_COLOURS = {
+    "caramba": "#0072B2",
+    "transformers": "#D55E00",
+    "transformers, our attention backend": "#E69F00",
+    "bare loop": "#009E73",
+    "our model bare": "#999999",
+}
+OTHERS = ("#56B4E9", "#CC79A7", "#F0E442", "#000000")
+"""Of sides that have no colour of their own, as recipes of float8, in turn."""
+STRATEGY_COLOURS = {"single": "#000000", "ddp": "#0072B2", "fsdp2": "#D55E00"}
+MARKERS = "osD^v"
+"""By settings, in turn."""
+
+
+def draw_decode(data: dict[str, Any], file: Path) -> None:
+    """Draw bytes per second over bytes read, a colour a format and a marker a layout, under the roof."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    layouts = list(dict.fromkeys(row["layout"] for row in data["rows"]))
+    formats = list(dict.fromkeys(row["format"] for row in data["rows"]))
+    for i, layout in enumerate(layouts):
+        for j, form in enumerate(formats):
+            rows = [row for row in data["rows"] if (row["layout"], row["format"]) == (layout, form)]
+            axes.scatter(
+                [row["useful_bytes"] / 1e6 for row in rows],
+                [row["useful_bytes"] / row["median_us"] / 1e6 for row in rows],
+                marker="os^D"[i % 4],
+                color=f"C{j}",
+                label=f"{layout}, {form}",
+            )
+    if data["read_roof_bytes_per_s"]:
+        axes.axhline(read_bandwidth_of(data) / 1e12, color="black", linestyle="--", label="read roof")
+    axes.set(xscale="log", yscale="log", xlabel="MB read", ylabel="TB/s")
+    low, high = axes.get_ylim()
+    axes.set_yticks([x for x in TICKS if low <= x <= high])
+    axes.yaxis.set_minor_formatter("")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.legend(fontsize=6, ncols=2)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def draw_inference(data: dict[str, Any], file: Path) -> None:
+    """Draw tokens per second over context for teacher and student, with the memory bound of each."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for side, colour in (("teacher", "#0072B2"), ("student", "#D55E00")):
+        rows = sorted(
+            (row for row in data["rows"] if row["part"] == "context" and row["side"] == side),
+            key=lambda row: row["context"],
+        )
+        xs, ys = [row["context"] for row in rows], [row["tok_s"] for row in rows]
+        errors = [[row["tok_s"] - row["p20"] for row in rows], [row["p80"] - row["tok_s"] for row in rows]]
+        axes.errorbar(xs, ys, yerr=errors, marker="o", color=colour, capsize=3, label=side)
+        limits = [memory_bound(row, data["read_bytes_per_s"]) for row in rows]
+        axes.plot(xs, limits, color=colour, linestyle="--", linewidth=1, label=f"{side}, memory bound")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens of context", ylabel="tokens/s, batch 1")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def draw_training(data: dict[str, Any]) -> bytes | None:
+    """Return the bars as PNG; nothing where no part has sides."""
+    parts = {name: part for name, part in data["parts"].items() if "rows" in part}
+    if not parts:
+        return None
+    places = sum(len(part["rows"]) + 1 for part in parts.values())
+    with styled():
+        figure = new_figure(9.0, 1.2 + 0.28 * places)
+        axes = figure.subplots(1, 1)
+        at, ticks, named = 0, [], set[str]()
+        others = [side for part in parts.values() for side in part["rows"] if side not in SIDE_COLOURS]
+        colours = SIDE_COLOURS | {
+            side: OTHERS[at % len(OTHERS)] for at, side in enumerate(dict.fromkeys(others))
+        }
+        for name, part in parts.items():
+            first = at
+            for side, row in part["rows"].items():
+                rate = row["tokens_per_s"]
+                spread = [[max(0.0, rate - row["p20"])], [max(0.0, row["p80"] - rate)]]
+                label = None if side in named else side
+                named.add(side)
+                axes.barh(at, rate, height=0.85, color=colours[side], label=label, xerr=spread)
+                mfu = "" if row["mfu"] is None else f" ({row['mfu']:.1%} MFU)"
+                axes.annotate(
+                    f"{short_number(rate)}{mfu}",
+                    (max(rate, row["p80"]), at),
+                    xytext=(5, -3),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+                at += 1
+            ticks.append(((first + at - 1) / 2, name))
+            at += 1
+        axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.3 * max(row["p80"] for part in parts.values() for row in part["rows"].values()))
+        axes.set_xlabel("tokens/s, median and middle 60% of turns (right is faster)")
+        axes.set_title(f"Training steps of {data['model']} on {data['machine']['name']}", loc="left")
+        axes.grid(visible=False, axis="y")
+        label_ticks(axes.xaxis, short_number)
+        figure.legend(loc="outside lower center", ncols=3)
+        return to_png(figure, {})
+
+
+def draw_scaling(data: dict[str, Any]) -> bytes | None:
+    """Return the curves as PNG; nothing where no row has a base of its sitting on several devices.
+
+    Tokens/s of a row on the left; on the right its share of linear, which is of one device in the same sitting.
+    """
+    rows = [row for row in data["rows"] if share_of_linear(data, row) is not None]
+    if all(row["devices"] == 1 for row in rows):
+        return None
+    counts = sorted({row["devices"] for row in rows})
+    base = max(row["tokens_per_s"] for row in rows if row["strategy"] == "single")
+    curves: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["devices"]):
+        if row["strategy"] != "single":
+            curves.setdefault((row["strategy"], settings_of(row), sitting_of(row)), []).append(row)
+    with styled():
+        figure = new_figure(10.0, 4.6)
+        speeds, shares = figure.subplots(1, 2)
+        line = {"color": "#888888", "linewidth": 1.2, "linestyle": "--"}
+        speeds.plot(counts, [base * count for count in counts], label="linear (fastest single)", **line)
+        shares.plot(counts, [1.0] * len(counts), **line)
+        settings = list(dict.fromkeys(words for _, words, _ in curves))
+        for (strategy, words, sitting), found in curves.items():
+            # One device is of every curve, whether its strategy ran there or not: it is what linear is of.
+            alone = {} if found[0]["devices"] == 1 else _alone(data, sitting)
+            at = {
+                **alone,
+                **{row["devices"]: (row["tokens_per_s"], share_of_linear(data, row)) for row in found},
+            }
+            name = strategy + ("" if words == "default settings" else f", {words}")
+            style = {
+                "color": STRATEGY_COLOURS.get(strategy, "#009E73"),
+                "marker": MARKERS[settings.index(words) % len(MARKERS)],
+                "label": f"{name} ({sitting})" if sitting else name,
+            }
+            for axes, index in ((speeds, 0), (shares, 1)):
+                axes.plot(list(at), [pair[index] for pair in at.values()], **style)
+        for strategy in dict.fromkeys(strategy for strategy, _, _ in curves):
+            if (must := data["must"].get(strategy)) is not None:
+                shares.axhline(
+                    must, color=STRATEGY_COLOURS.get(strategy, "#009E73"), linewidth=1.2, linestyle=":"
+                )
+                shares.annotate(  # next to the axes, where no curve is
+                    f"{strategy} must {must:.0%}",
+                    (1.0, must),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9,
+                    color=STRATEGY_COLOURS.get(strategy, "#009E73"),
+                )
+        speeds.set_ylim(0)
+        speeds.set_title(f"Tokens/s, {data['batch']} x {data['block']:,} a device", loc="left")
+        label_ticks(speeds.yaxis, short_number)
+        lowest = min(share_of_linear(data, row) or 0.0 for row in rows)
+        shares.set_ylim(min(0.85, lowest - 0.02), 1.01)
+        shares.set_title("Share of linear, in one sitting", loc="left")
+        label_ticks(shares.yaxis, lambda value: f"{value:.0%}")
+        for axes in (speeds, shares):
+            axes.set_xticks(counts)
+            label_ticks(axes.xaxis, whole_number)
+            axes.set_xlabel(f"devices ({data['machine']['device']})")
+        figure.legend(*speeds.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        return to_png(figure, {})
+
+
+def _alone(data: dict[str, Any], sitting: str) -> dict[int, tuple[float, float]]:
+    rows = [row for row in data["rows"] if row["strategy"] == "single" and sitting_of(row) == sitting]
+    return {1: (rows[0]["tokens_per_s"], 1.0)}
+
+
+def draw_study(data: dict[str, Any], file: Path) -> None:
+    """Draw perplexity ratio against KV ratio of the proxy study."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8.0, 4.2), layout="constrained")
+    names = {
+        "dba": "dba",
+        "fitted": "dba, widths by layer",
+        "weight_svd": "weight SVD",
+        "copy": "pooled KV heads",
+    }
+    colours = dict(zip(names, ("C0", "C1", "C2", "C3"), strict=True))
+    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for row in data["untrained"]:
+        if row["method"] in names and not row.get("spread"):
+            key = ("untrained: " + names[row["method"]], colours[row["method"]], "o--")
+            points.setdefault(key, []).append((row["kv_ratio"], row["ppl_ratio"] - 1))
+    most = max(run["tokens"] for run in data["distilled"])
+    for run in data["distilled"]:
+        if run["method"] not in names:  # the teacher trained further has no ratio of its own
+            continue
+        after, marker = run["phases"]["global"]["after"], "^" if run["tokens"] < 0.9 * most else "s"
+        tokens = f"distilled, {run['tokens'] / 1e6:.0f}M tokens: "
+        key = (tokens + names[run["method"]], colours[run["method"]], marker)
+        points.setdefault(key, []).append((after["kv_ratio"], after["ppl_ratio"] - 1))
+    for (label, colour, style), values in points.items():
+        axis.plot(*zip(*sorted(values), strict=True), style, color=colour, ms=5, lw=1, label=label)
+    budgets = [
+        round(data["teacher"]["cache_elements"] / sum(widths), 2) for widths in data["budgets"].values()
+    ]
+    axis.set(xscale="log", xlabel="KV ratio at 16 bits, counted from tensors")
+    # Linear around 0, since a student trained on may be as good as its teacher or better.
+    axis.set_yscale("symlog", linthresh=0.01)
+    axis.set_ylim(bottom=min(-0.005, 1.5 * min(y for values in points.values() for _, y in values)))
+    axis.axhline(0.0, lw=0.8, color="0.4")
+    axis.set_ylabel("perplexity over the teacher's, minus 1")
+    axis.set_xticks(budgets, [f"{budget:g}x" for budget in budgets])
+    axis.minorticks_off()
+    axis.grid(axis="y", lw=0.4, color="0.85")
+    axis.set_title("Proxy: 87M-parameter teacher trained on local source code", fontsize=10)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,317 @@
+"""What figures of docs/benchmarks are compared with, as functions that the templates in page/ and some cases call."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from record import DEFAULT_FOLDER
+
+NOTES = Path(__file__).with_name("step_gaps.json")
+ROOF_ON_RECORD = {"NVIDIA H200": 4.48e12}
+"""Read roofs of devices. A machine on which a plain reduction reads less, while decode attention reads more than that,
+is compared with the read bandwidth on record."""
+DECODE_MUST = {"q8_0": 0.78, "q4_0": 0.60, "nf4": 0.55, "mixed": 0.60}
+LARGE, STEADY = 100e6, 30e6  # bytes from which shares of quantised formats hold, and the time of bf16
+INFERENCE_MUST = {"short": 1.25, "16-bit cache": 830, "mixed cache": 1000, "batch": 2.0}
+"""Over the static loop; tokens/s behind 32k tokens; student over teacher."""
+LOOP = {512: 925, 4096: 823}
+"""Tokens/s of a static loop by its cache, as first measured on an H200: the bench's own, whose attention is what
+Inductor makes of it, was slower in every run, by how much differs."""
+STUDY_MUST = (
+    ("5.33x", 20e6, 70e6, 1.02),
+    ("5.33x", 0.0, 20e6, 1.05),
+    ("6.4x", 20e6, 70e6, 1.03),
+    ("10.7x", 20e6, 70e6, 1.08),
+)
+"""Budget, least and most tokens of the distillation, perplexity ratio."""
+STUDY_MUST_UNTRAINED = {"1.78x": 1.04, "2.67x": 1.12}
+
+Row = dict[str, Any]
+
+
+def met(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def musts_held(musts: list[Row]) -> str:
+    """Say of every figure whether it was reached."""
+    said = [
+        f"{must.get('row', '')} {must['what']} {must['got']:.4g} (must {must['limit']:.4g}): {met(must['is_met'])}"
+        for must in musts
+    ]
+    return f"{'; '.join(text.strip() for text in said)}." if said else ""
+
+
+def gap_note(what: str) -> str:
+    """Return what is on record, by hand, about a gap of a training step."""
+    notes = json.loads(NOTES.read_text(encoding="utf-8"))
+    return next((note["done"] for note in notes if note["match"] in what), "**nothing yet**.")
+
+
+def read_bandwidth_of(data: Row) -> float:
+    """Return the bytes per second that shares and musts of decode attention are of."""
+    return max(
+        data["read_roof_bytes_per_s"] or 0.0, ROOF_ON_RECORD.get(data["machine"].get("device", ""), 0.0)
+    )
+
+
+def roof_share(row: Row, roof: float) -> float:
+    """Return the share of a roof that a row's useful bytes reach."""
+    return row["useful_bytes"] / row["median_us"] * 1e6 / roof
+
+
+def decode_must(row: Row, roof: float) -> str:
+    """Return what a row of decode attention has to reach and whether it does."""
+    if row["format"] == "bf16" and row["useful_bytes"] >= STEADY:
+        limit = row["useful_bytes"] / (0.9 * roof) * 1e6 + 10
+        return f"{limit:.1f} us: {'met' if row['median_us'] <= limit else 'missed'}"
+    share = DECODE_MUST.get(row["format"])
+    if share is None or row["useful_bytes"] < LARGE:
+        return ""
+    return f"{100 * share:.0f}%: {'met' if roof_share(row, roof) >= share else 'missed'}"
+
+
+def memory_bound(row: Row, roof: float) -> float:
+    """Return the tokens per second at which weights and cache are read once a step at the roof."""
+    return row["batch"] * roof / row["bytes_of_step"]
+
+
+def inference_must(row: Row, rows: list[Row], is_full: bool) -> str:
+    """Return the figure that a row of whole decodes is judged by."""
+    case, side, speed = ("batch", "context", "cache"), row["side"], row["tok_s"]
+    beside = {
+        other["side"]: other
+        for other in reversed(rows)
+        if "tok_s" in other and all(other.get(key) == row.get(key) for key in case)
+    }
+    if row["part"] == "short":
+        static = beside.get("static loop")
+        if static is None or side.startswith("static loop"):
+            return ""
+        text = f"{speed / static['tok_s']:.2f}x the static loop"
+        known = LOOP.get(row["cache"]) if is_full else None
+        if known is None or side.endswith("library products"):
+            return text
+        return f"{text}, {speed / known:.2f}x its {known} on record (must {INFERENCE_MUST['short']}x of both)"
+    if row["part"] in ("weights", "caches"):
+        plain = next((beside[name] for name in beside if name in ("16 bits", "bf16", "fp32")), None)
+        return "" if plain in (None, row) else f"{speed / plain['tok_s']:.2f}x {plain['side']}"
+    if row["part"] == "long":
+        return f"must {INFERENCE_MUST[side]:,} on an H200" if is_full else ""
+    if side != "student":
+        return ""
+    must = f" (must {INFERENCE_MUST['batch']}x)" if row["part"] == "batch" and is_full else ""
+    return f"{speed / beside['teacher']['tok_s']:.2f}x the teacher{must}"
+
+
+def training_verdicts(part: Row) -> list[str]:
+    """Return an empty line, then for every required figure whether it was reached.
+
+    Of float8 it is the recipe that ran through the Trainer. A ratio of two optimisers does not measure Lightning.
+    """
+
+    def held(got: float, must: Row) -> str:
+        return f"(must {must['limit']:g}): {met(got >= must['limit'])}"
+
+    if "over_bf16" in part:
+        got, recipe = part["over_bf16"]["caramba"], f"caramba with float8={part['float8']}"
+        return [
+            "",
+            *(f"{got:.3f} over {must['over']}, by {recipe} {held(got, must)}." for must in part["musts"]),
+        ]
+    is_alike = part.get("bare_optimizer") == "ours"
+    said = [
+        f"{must['got']:.3f} over {must['over']} "
+        + (
+            held(must["got"], must)
+            if is_alike or must["over"] != "our model bare"
+            else f"(must {must['limit']:g}): not comparable"
+        )
+        for must in part.get("musts", [])
+    ]
+    return ["", f"{'; '.join(said)}."] if said else []
+
+
+def sitting_of(row: Row) -> str:
+    """Return what a row's sitting is called; nothing in a file of one sitting."""
+    return row.get("sitting", "")
+
+
+def settings_of(row: Row) -> str:
+    """Return a row's settings in words."""
+    return ", ".join(f"{key}={value}" for key, value in row.get("settings", {}).items()) or "default settings"
+
+
+def share_of_linear(data: Row, row: Row) -> float | None:
+    """Return a row's speed over that of `single` in its sitting times its devices; nothing where none ran there."""
+    alone = [
+        other["tokens_per_s"]
+        for other in data["rows"]
+        if other["strategy"] == "single" and sitting_of(other) == sitting_of(row)
+    ]
+    return row["tokens_per_s"] / (alone[0] * row["devices"]) if alone else None
+
+
+def scaling_verdicts(data: Row) -> list[str]:
+    """Whether strategies scale as they must, each by its best row on the most devices, and their losses agree."""
+    rows, most = data["rows"], max(row["devices"] for row in data["rows"])
+    said = []
+    for strategy in sorted({row["strategy"] for row in rows if row["devices"] == most} & data["must"].keys()):
+        several = [row for row in rows if (row["strategy"], row["devices"]) == (strategy, most)]
+        shares = [(share, row) for row in several if (share := share_of_linear(data, row)) is not None]
+        if not shares or most == 1:
+            continue
+        share, best = max(shares, key=lambda pair: pair[0])
+        must = data["must"][strategy]
+        said.append(
+            f"{strategy} {share:.1%} with {settings_of(best)} (must {must:.0%}): {met(share >= must)}"
+        )
+    lines = [f"Best row of a strategy on {most} devices, of linear: {'; '.join(said)}."] if said else []
+    apart, within = losses_apart(data), data["must"]["losses_within"]
+    return [
+        *lines,
+        f"Largest difference of a step's loss between rows of as many devices: {apart:.1e} (must, with products in "
+        f"bfloat16: {within:g}): {met(apart <= within)}.",
+    ]
+
+
+def losses_apart(data: Row) -> float:
+    """Return how far the losses of equal steps differ at most, among rows of as many devices."""
+    curves: dict[int, list[list[float]]] = {}
+    for row in data["rows"]:
+        curves.setdefault(row["devices"], []).append(row["losses"])
+    steps = (step for several in curves.values() for step in zip(*several, strict=True))
+    return max(max(step) - min(step) for step in steps)
+
+
+def one_device(data: Row, row: Row) -> Row:
+    """Return the row of one device of the same form and sitting."""
+    place = row["form"], sitting_of(row)
+    return next(
+        one for one in data["rows"] if one["devices"] == 1 and (one["form"], sitting_of(one)) == place
+    )
+
+
+def losses_from_one_device(data: Row) -> float:
+    return max(
+        abs(ours - theirs)
+        for row in data["rows"]
+        for ours, theirs in zip(row["losses"], one_device(data, row)["losses"], strict=True)
+    )
+
+
+def faster_forms(data: Row) -> list[str]:
+    """Whether the fastest split row of every form is faster than one device in its sitting."""
+    gains: dict[str, float] = {}
+    for row in data["rows"]:
+        if row["devices"] > 1:
+            gain = one_device(data, row)["step_s"] / row["step_s"]
+            gains[row["form"]] = max(gain, gains.get(row["form"], 0.0))
+    return [f"{form} {gain:.2f}x, {met(gain > 1)}" for form, gain in gains.items()]
+
+
+def study_ratio(row: Row) -> str:
+    return f"{row['ppl_ratio']:.4f} ({row['ppl_ratio_low']:.4f} to {row['ppl_ratio_high']:.4f})"
+
+
+def study_widths(run: Row, budgets: Row) -> str:
+    widths = run.get("widths") or budgets.get(run["budget"])
+    return f"{widths[0]} + {widths[1]}" if widths else "-"
+
+
+def study_words(recipe: Row) -> str:
+    """Return a recipe in words, without what is at its default."""
+    shown = {
+        name: value
+        for name, value in recipe.items()
+        if value not in (0.0, False) and (name, value) != ("map_lr", 1.0)
+    }
+    return ", ".join(f"{name} {value:g}" if value is not True else name for name, value in shown.items())
+
+
+def study_recipes(runs: list[Row]) -> dict[str, list[str]]:
+    """Return the budgets of every recipe."""
+    recipes: dict[str, list[str]] = {}
+    for run in runs:
+        known = recipes.setdefault(study_words(run["recipe"]), [])
+        if run["method"] == "dba" and run["budget"] not in known:
+            known.append(run["budget"])
+    return recipes
+
+
+def study_trials(search: Row) -> list[Row]:
+    """Return the trials, by budget the best first."""
+    return sorted(
+        search["trials"],
+        key=lambda trial: (trial["budget"], trial["phases"]["global"]["after"]["ppl_ratio"]),
+    )
+
+
+def study_targets(data: Row) -> list[tuple[str, str, str]]:
+    """The musts of the study and its results."""
+    rows = [
+        (f"{row['budget']}, untrained", study_ratio(row), f"{STUDY_MUST_UNTRAINED[row['budget']]:.2f}")
+        for row in data["untrained"]
+        if row["method"] == "dba" and row["budget"] in STUDY_MUST_UNTRAINED
+    ]
+    untrained = {(row["budget"], row["method"]): row for row in data["untrained"]}
+    for budget in STUDY_MUST_UNTRAINED:
+        ours, theirs = (untrained.get((budget, method)) for method in ("dba", "weight_svd"))
+        if ours and theirs:
+            share = math.log(ours["ppl_ratio"]) / math.log(theirs["ppl_ratio"])
+            rows.append((f"{budget}, untrained: NLL gap over weight SVD's", f"{share:.3f}", "0.5"))
+    recalls = []
+    for budget, least, most, must in STUDY_MUST:
+        runs = [
+            run["phases"]["global"]["after"]
+            for run in data["distilled"]
+            if run["method"] == "dba" and run["budget"] == budget and least < run["tokens"] <= most
+        ]
+        if not runs:
+            continue
+        seeds = f", {len(runs)} seeds" if len(runs) > 1 else ""
+        ratios = ", ".join(f"{run['ppl_ratio']:.4f}" for run in runs)
+        rows.append((f"{budget}, at most {most / 1e6:.0f}M tokens{seeds}", ratios, f"{must}"))
+        if budget == "5.33x":
+            recalls += [run["recall_share"] for run in runs]
+    if recalls:
+        rows.append(("recall at 5.33x, share of the teacher's, the lowest", f"{min(recalls):.3f}", "0.95"))
+    return rows
+
+
+def summary(folder: Path = DEFAULT_FOLDER) -> Iterable[tuple[str, str, str]]:
+    """Return the main figures: the JSON's name, what, and value."""
+
+    def read(name: str) -> Row:
+        return json.loads((folder / f"{name}.json").read_text())
+
+    best = read("smollm2")["students"][0]
+    words = (
+        f"perplexity ratio at {best['bytes_ratio']}x fewer cached bytes (SmolLM2-135M, held-out encyclopedia)"
+    )
+    yield "smollm2", words, f"{best['text']['heldout_2048']['ratio']:.3f}"
+    training = read("training")["parts"]["bf16 8x2048"]["rows"]
+    ours, theirs = (training[name]["tokens_per_s"] for name in ("caramba", "transformers"))
+    value = f"{ours:,.0f} tokens/s, {ours / theirs:.2f}x transformers"
+    yield "training", "training of a 1B model on one H200", value
+    ladder = {item["what"]: item["got"] for item in read("ladder")["musts"]}
+    yield "ladder", "training ladder, fastest row over row 0", f"{ladder['speed over row 0']:.1f}x"
+    scaling = read("scaling")
+    ddp = max(
+        share_of_linear(scaling, row) or 0
+        for row in scaling["rows"]
+        if (row["strategy"], row["devices"]) == ("ddp", 4)
+    )
+    yield "scaling", "pretraining of a 1B model by ddp on four H200", f"{ddp:.1%} of linear"
+    decode = next(row for row in read("inference")["rows"] if row["side"] == "captured")
+    yield "inference", f"decode of a 1B model, {decode['case']}", f"{decode['tok_s']:,.0f} tokens/s"
+    yield "batching", "serving under load, over static batching", f"{read('batching')['over_static']:.2f}x"
+    commands = {item["command"]: item["median_s"] for item in read("launch_times")["commands"]}
+    plan = next(command for command in commands if command.startswith("caramba compile"))
+    yield "launch_times", f"`{plan}`", f"{commands[plan]:.2f} s"
+    overhead = f"{100 * read('lightning_overhead')['overhead']['median']:.2f}%"
+    yield "lightning_overhead", "cost of Lightning and all callbacks, of a step", overhead
