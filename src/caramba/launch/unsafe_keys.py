@@ -14,34 +14,30 @@ from caramba.launch.config_files import config_file, show_file
 
 EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|convert|call)_(?![A-Za-z0-9_])")
 
-# What people reach for among Hydra's own keys, and how the same is had here.
+# What people reach for among Hydra's own keys and groups, and how the same is had here. The longest name decides.
+_LOGS = "settings.instrument=plain and logger=default say what is shown and kept"
 _HYDRA_WAYS = {
-    "hydra/sweeper": "a search needs -m: caramba -m hydra/sweeper=optuna KEY=interval(a,b)",
-    "hydra.sweeper": "its settings go with -m hydra/sweeper=optuna",
-    "hydra.run": "name=NAME sets the folder, runs/NAME/ID",
-    "hydra.sweep.": "name=NAME sets the folder, runs/NAME/sweeps/ID",
-    "hydra.sweep=": "name=NAME sets the folder, runs/NAME/sweeps/ID",
-    "hydra.output_subdir": "a run has overrides.txt and manifest.json in place of .hydra/; --cfg job prints the tree",
-    "hydra.job.chdir": "a run never leaves the folder that it was started in, so paths stay as you write them",
-    "hydra.job.name": "write name=NAME",
-    "hydra.job.num": "a sweep numbers its points itself",
-    "hydra.job.env": "set the variables before the command: NAME=VALUE caramba …",
-    "hydra/env": "set the variables before the command: NAME=VALUE caramba …",
-    "hydra.job": "write name=NAME, and set variables before the command",
-    "hydra.verbose": "--debug shows tracebacks, --quiet results alone",
-    "hydra/job_logging": "settings.instrument=plain and logger=default say what is shown and kept",
-    "hydra.job_logging": "settings.instrument=plain and logger=default say what is shown and kept",
-    "hydra/hydra_logging": "--quiet and --debug set what is shown",
-    "hydra.hydra_logging": "--quiet and --debug set what is shown",
-    "hydra.searchpath": "--config-dir DIR adds a folder of groups",
-    "hydra.callbacks": "callbacks=[{type: NAME}] of a plugin",
-    "hydra/callbacks": "callbacks=[{type: NAME}] of a plugin",
-    "hydra.mode": "-m runs every point",
-    "hydra/help": "caramba --help and caramba schema",
-    "hydra.help": "caramba --help and caramba schema",
-    "hydra.launcher": "launcher=process launcher.n_jobs=N runs points side by side, launcher=slurm submits them",
-    "hydra/launcher": "it would compose again in every job; launcher=slurm submits arrays (submitit), launcher=process "
-    "launcher.n_jobs=N runs here (joblib)",
+    "sweeper": "a search needs -m: caramba -m hydra/sweeper=optuna KEY=interval(a,b); its settings, hydra.sweeper.KEY, "
+    "go with it",
+    "run": "name=NAME sets the folder, runs/NAME/ID",
+    "sweep": "name=NAME sets the folder, runs/NAME/sweeps/ID",
+    "output": "a run has overrides.txt and manifest.json in place of .hydra/; --cfg job prints the tree",
+    "output_subdir": "a run has overrides.txt and manifest.json in place of .hydra/; --cfg job prints the tree",
+    "job": "write name=NAME, and set variables before the command",
+    "job.chdir": "a run never leaves the folder that it was started in, so paths stay as you write them",
+    "job.name": "write name=NAME",
+    "job.num": "a sweep numbers its points itself",
+    "job.env": "set the variables before the command: NAME=VALUE caramba …",
+    "env": "set the variables before the command: NAME=VALUE caramba …",
+    "verbose": "--debug shows tracebacks, --quiet results alone",
+    "job_logging": _LOGS,
+    "hydra_logging": "--quiet and --debug set what is shown",
+    "searchpath": "--config-dir DIR adds a folder of groups",
+    "callbacks": "callbacks=[{type: NAME}] of a plugin",
+    "mode": "-m runs every point",
+    "help": "caramba --help and caramba schema",
+    "launcher": "it would compose again in every job; launcher=slurm submits arrays (submitit), launcher=process "
+    "launcher.n_jobs=N runs points side by side (joblib)",
 }
 _NO_WAY = "remove it (--config-dir DIR adds a folder of groups)"
 
@@ -61,7 +57,9 @@ def refuse_unsafe_overrides(words: Iterable[str]) -> None:
             )
         key = word.lstrip("+~").split("=", 1)[0]
         if re.split(r"[./@]", key)[0] == "hydra" or "@hydra" in key:
-            way = next((hint for start, hint in _HYDRA_WAYS.items() if key.startswith(start)), _NO_WAY)
+            name = re.sub(r"^hydra[./@]?", "", key)
+            named = [start for start in _HYDRA_WAYS if re.match(rf"{re.escape(start)}(?![a-z])", name)]
+            way = _HYDRA_WAYS[max(named, key=len)] if named else _NO_WAY
             raise ConfigError(f"command line: {key} belongs to Hydra and is set by caramba; {way}")
 
 
