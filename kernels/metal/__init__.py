@@ -1,1 +1,1 @@
-"""Metal kernels, launched through torch.mps.compile_shader; none yet."""
+"""Metal kernels, launched through torch.mps.compile_shader. Not run on Apple hardware yet: tests emulate them."""

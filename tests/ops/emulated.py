@@ -38,14 +38,15 @@ class EmulatedKernel:
 
         Raises RuntimeError with the block and lane where lanes do not meet, or shared memory is left.
         """
-        held = [_argument(arg) for arg in args]
+        held = [argument(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(x) for x in held))
         error = ctypes.create_string_buffer(500)
         if self._run(*grid, threads, shared_bytes, mode, pointers, error, len(error)):
             raise RuntimeError(error.value.decode())
 
 
-def _argument(x: object) -> ctypes.c_int | ctypes.c_void_p | ctypes.Array[ctypes.c_char]:
+def argument(x: object) -> ctypes.c_int | ctypes.c_void_p | ctypes.Array[ctypes.c_char]:
+    """Return an argument of a kernel as memory: an array's address, a number's bytes."""
     if x is None:
         return ctypes.c_void_p()
     if isinstance(x, np.ndarray):
@@ -64,15 +65,25 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 @functools.cache
 def _compile(source: Path, name: str, macros: tuple[tuple[str, object], ...]) -> Path:
     defines = [f"-D{key}={value}" for key, value in macros]
-    tag = hashlib.sha256(repr((source, name, macros)).encode()).hexdigest()[:16]
-    folder = Path(_folder().name)
-    main, library = folder / f"{tag}.cpp", folder / f"{tag}.so"
-    main.write_text(f'#include "{source}"\nEMULATED({name})\n', encoding="utf-8")
-    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
+    text = f'#include "{source}"\nEMULATED({name})\n'
+    options = ("-O2", "-Wno-unknown-pragmas", "-include", str(HEADER), f"-I{KERNELS}", *defines)
+    return compile_library(text, options, f"{source.name} with {' '.join(defines)}")
+
+
+@functools.cache
+def compile_library(text: str, options: tuple[str, ...], what: str) -> Path:
+    """Compile C++ of a kernel into a shared library for this host, once in this process.
+
+    Raises:
+        RuntimeError: the compiler refuses it.
+    """
+    tag = hashlib.sha256(repr((text, options)).encode()).hexdigest()[:16]
+    main, library = (Path(_folder().name) / f"{tag}.{suffix}" for suffix in ("cpp", "so"))
+    main.write_text(text, encoding="utf-8")
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-fno-strict-aliasing", *options]
     made = subprocess.run(
-        [*command, "-include", str(HEADER), f"-I{KERNELS}", *defines, str(main), "-o", str(library)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [*command, str(main), "-o", str(library)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
-        raise RuntimeError(f"g++ refuses {source.name} with {' '.join(defines)}:\n{made.stderr[-4000:]}")
+        raise RuntimeError(f"g++ refuses {what}:\n{made.stderr[-4000:]}")
     return library

@@ -51,9 +51,9 @@ def test_tables_of_the_kernels_are_package_data() -> None:
 
 
 def test_sources_that_are_compiled_on_a_users_machine_are_package_data() -> None:
-    sources = {file.suffix for file in (ROOT / "kernels").rglob("*.cu*")} | {".metal"}
+    sources = {file.suffix for file in (ROOT / "kernels").rglob("*.*")} - {".py", ".pyc", ".json"}
     assert {f"*{suffix}" for suffix in sources} <= set(declared()["package-data"]["*"])
-    assert ".cuh" in sources
+    assert {".cuh", ".metal", ".h"} <= sources
 
 
 def test_python_files_lie_in_packages() -> None:
@@ -69,13 +69,17 @@ def test_mapped_folders_import_nothing_of_caramba() -> None:
         "conf": set(),
         "kernels/triton": {"torch", "triton", "__future__", *standard},
         "kernels/cuda": {"torch", "__future__", *standard, *system},
-        "kernels/metal": {"torch"},
+        "kernels/metal": {"torch", "__future__", "re", *standard},
     }.items():
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                own = ("caramba.kernels.triton.", "caramba.kernels.cuda.") if folder != "conf" else ()
+                own = (
+                    tuple(f"caramba.kernels.{name}." for name in ("triton", "cuda", "metal"))
+                    if folder != "conf"
+                    else ()
+                )
                 names = [name for name in names if not name.startswith(own)]
                 assert {name.split(".")[0] for name in names} <= allowed, file
 

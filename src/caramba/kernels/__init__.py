@@ -115,8 +115,35 @@ def find_launcher(op: Op, backend: str) -> Callable[..., Any]:
         if importlib.util.find_spec(place) is not None:
             launcher = getattr(importlib.import_module(place), op.name, None)
             if launcher is not None:
-                return launcher
+                return _or_reference(op, launcher) if backend == "metal" else launcher
     raise KernelUnavailable(f"{backend} has no launcher for it")
+
+
+def _or_reference(op: Op, launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a launcher that runs the reference where Metal's launcher takes no such call, or its source does not
+    compile: that warns once.
+
+    Raises:
+        KernelUnavailable: at a call, a source that does not compile under `kernels: require`.
+    """
+    library = importlib.import_module("caramba.kernels.metal.library")
+
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            found = launcher(*args, **options)
+        except library.CompileError as error:
+            reason = f"{op.name}: {error}"
+            if _policies.get("mps") == "require":
+                raise KernelUnavailable(
+                    f"{reason}; use kernels: auto, which runs the reference implementation"
+                ) from error
+            if reason not in _logged:
+                _logged.add(reason)
+                logger.warning(f"{reason}; the {REFERENCE} implementation runs instead")
+            return op.reference(*args)
+        return op.reference(*args) if found is NotImplemented else found
+
+    return run
 
 
 def _find_nvrtc() -> None:

@@ -54,6 +54,8 @@ class Op(NamedTuple):
     """The module of its contract."""
     takes_kernel: bool
     """False where the op is made of other ops and never has a kernel of its own."""
+    reference: Function
+    """What runs where no kernel does."""
 
 
 _ops: dict[str, Op] = {}
@@ -102,7 +104,7 @@ def caramba_op(
             torch.library.register_autograd(qualified, gradient, setup_context=setup)
             if is_eager:
                 eager_functions[name] = _eager_function(name, setup, gradient)
-        _ops[name] = Op(name, reference.__module__, takes_kernel)
+        _ops[name] = Op(name, reference.__module__, takes_kernel, reference)
         return reference
 
     return register

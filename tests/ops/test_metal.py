@@ -1,0 +1,28 @@
+"""Metal kernels against float64 in the emulator: random shapes, dtypes, strides and orders of threads."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.ops.emulated import needs_compiler
+from tests.ops.metal_cases import DTYPES, OPS, calls, errors_of, kernel_of, launcher
+from tests.ops.metal_emulator.library import emulated_metal
+
+pytestmark = needs_compiler
+SAMPLES = int(os.environ.get("CARAMBA_METAL_SAMPLES", "25"))
+"""Calls of each op and dtype; scripts/metal.py takes 500."""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_random_shapes_equal_float64(op: str) -> None:
+    run = launcher(op)
+    samples = [(name, i, call) for name in DTYPES for i, call in enumerate(calls(op, name, SAMPLES))]
+    with emulated_metal() as emulator:
+        emulator.prepare(lambda: [call.run(run) for _, _, call in samples])
+        for name, i, call in samples:
+            emulator.seed = i
+            found = errors_of(call, call.run(run))
+            assert found.are_small, f"{op} {name}, sample {i}: {found}"
+        assert set(emulator.launches) >= {kernel_of(op)}
