@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.runs.files import sha256_of
@@ -12,6 +12,9 @@ from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST, experiment_of, experiment_sha256, manifest_sha256
 from caramba.runs.sources import plugin_changes
 from caramba.runs.state import RESULT, list_failed_benchmarks, lost_checkpoints, select_retries
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
 
 
 def resolve_run(text: str, root: Path = Path("runs")) -> Path:

@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from caramba.config.manifest import Manifest, parse_manifest
 from caramba.errors import ConfigError
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
 
 MANIFEST, OVERRIDES = "manifest.json", "overrides.txt"
 
@@ -56,6 +58,10 @@ def read_manifest(run_dir: Path) -> Manifest:
     Raises:
         ConfigError: no such file, no JSON, or content that this version's schema does not accept.
     """
+    from caramba.config.manifest import (
+        parse_manifest,  # with pydantic, which commands over many runs do not need
+    )
+
     file = run_dir if run_dir.suffix == ".json" else run_dir / MANIFEST
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))

@@ -10,8 +10,8 @@ import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError
 from caramba.runs.environment import (
     ENVIRONMENT,
@@ -27,6 +27,9 @@ from caramba.runs.locking import LOCK, is_locked, mark_starting
 from caramba.runs.manifest import MANIFEST, OVERRIDES, canonical_json, manifest_sha256
 from caramba.runs.sources import SOURCES
 from caramba.runs.state import FAILED, run_state
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
 
 MOST_COLLISIONS = 1000
 MINTED = re.compile(r"\d{8}-\d{6}-([0-9a-f]{8})(-\d+)?")

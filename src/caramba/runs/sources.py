@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from caramba.config.manifest import Manifest
-from caramba.config.plugin_types import PluginSource, read_source
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.runs.files import write_json
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
+    from caramba.config.plugin_types import PluginSource
 
 SOURCES = "sources.json"
 DATA = "data"
@@ -58,7 +60,7 @@ def check_plugins(run_dir: Path, manifest: Manifest) -> None:
             in this process was given.
     """
     for plugin in manifest.plugins:
-        source = read_source(plugin.module)
+        source = _read_source(plugin.module)
         changed = list(_changed(read_notes(run_dir).get(PLUGIN + plugin.module), source))
         if changed and has_begun(run_dir):
             raise ConfigError(
@@ -80,7 +82,7 @@ def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
     """Yield what differs in the source of each plugin from what a run began with."""
     known = read_notes(run_dir)
     for plugin in manifest.plugins:
-        changed = list(_changed(known.get(PLUGIN + plugin.module), read_source(plugin.module)))
+        changed = list(_changed(known.get(PLUGIN + plugin.module), _read_source(plugin.module)))
         if changed:
             yield f"plugin {plugin.module}: {'; '.join(changed)}"
 
@@ -114,7 +116,7 @@ def check_plugins_match(runs: Iterable[tuple[Path, Callable[[], Manifest]]]) -> 
         if not then or not has_begun(run_dir):
             continue
         if not then.keys() <= now.keys():
-            now |= {plugin.module: read_source(plugin.module).identity for plugin in read().plugins}
+            now |= {plugin.module: _read_source(plugin.module).identity for plugin in read().plugins}
         changed = "; ".join(plugin_changes(run_dir, read())) if then.items() - now.items() else ""
         if changed:
             raise ConfigError(
@@ -122,6 +124,14 @@ def check_plugins_match(runs: Iterable[tuple[Path, Callable[[], Manifest]]]) -> 
                 f"{changed}; its points would be of either. Put it back and resume, "
                 "or start a new sweep (the same command with resume=never)"
             )
+
+
+def _read_source(module: str) -> PluginSource:
+    from caramba.config.plugin_types import (
+        read_source,  # with pydantic, which commands over many runs do not need
+    )
+
+    return read_source(module)
 
 
 def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[str]:

@@ -8,15 +8,16 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from caramba.config.benchmark import STAGED
-from caramba.config.manifest import Manifest
 from caramba.result import Check
 from caramba.runs.events import EVENTS, RUN_STARTED
 from caramba.runs.jobs import waits_since
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
 
 RESULT = "result.json"
 RUNNING, FINISHED, FAILED, INTERRUPTED, WAITING = "running", "finished", "failed", "interrupted", "waiting"
@@ -144,6 +145,8 @@ def select_retries(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]
     What fails under the name of a whole ladder, or of all controls, is that its model is not there, which no resume
     changes.
     """
+    from caramba.config.benchmark import STAGED  # with pydantic, which commands over many runs do not need
+
     benchmarks = [bench for group in manifest.groups_to_run() for bench in group.benchmarks]
     return tuple(sorted(set(failed) - {bench.id for bench in benchmarks if isinstance(bench.config, STAGED)}))
 

@@ -7,12 +7,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs.files import write_json, write_whole
@@ -20,6 +19,9 @@ from caramba.runs.locking import drop_mark, mark_starting
 from caramba.runs.manifest import canonical_json, read_manifest
 from caramba.runs.minting import MINTED
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RUNNING, WAITING, awaits_job, run_state
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
 
 INDEX, FOLDER, POINTS, LOGS = "index.json", "sweeps", "points", "logs"
 SCHEMA = 1
@@ -90,15 +92,18 @@ class Sweep:
         if relative not in point.runs:
             point.runs.append(relative)
 
-    def refresh(self) -> None:
-        """Bring the states up to what the run directories say, which is what a killed front end left unsaid."""
+    def refresh(self, known: Mapping[Path, str] | None = None) -> None:
+        """Bring the states up to what the run directories say, which is what a killed front end left unsaid.
+
+        `known` has the states of runs that were read already.
+        """
         for point in self.points:
             run = self.run_of(point)
             if run is None:
                 if point.state in (RUNNING, FINISHED, INTERRUPTED):
                     point.state = WAITING
                 continue
-            found = run_state(run).state
+            found = (known or {}).get(run) or run_state(run).state
             if found in (FINISHED, RUNNING, FAILED) or awaits_job(run):
                 point.state = found
             elif point.state in (RUNNING, FINISHED, WAITING):

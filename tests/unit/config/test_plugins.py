@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from caramba.artifacts.across_runs.compare import manifest_differences
-from caramba.artifacts.across_runs.gather import read_row
+from caramba.artifacts.across_runs.gather import read_rows
 from caramba.cli import main
 from caramba.config.node import NodeConfig, parse_node
 from caramba.config.plugin_types import read_source
@@ -344,4 +344,6 @@ def test_runs_of_one_process_are_all_of_the_source_that_was_imported(
     assert manifest_differences(tmp_path / "a", tmp_path / "b") == [
         f'source of {name}: "{"1" * 12}" -> "{"2" * 12}"'
     ]
-    assert read_row(tmp_path / "a", {"x": "1"}).words == {"x": "1", f"source of {name}": "1" * 12}
+    (tmp_path / "a" / "overrides.txt").write_text("x=1\n")
+    (row,) = read_rows(tmp_path, [tmp_path / "a"])
+    assert row.words == {"x": "1", f"source of {name}": "1" * 12}

@@ -11,9 +11,10 @@ from typing import Any
 from caramba.artifacts.across_runs.leaves import read_leaves
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
+from caramba.runs.index import read_indexed
 from caramba.runs.manifest import read_overrides
 from caramba.runs.sources import plugin_sources
-from caramba.runs.state import FINISHED, WAITING, run_state
+from caramba.runs.state import FAILED, FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -110,26 +111,49 @@ def _gathered(text: str) -> Gathered:
         raise ConfigError(
             f"{text}: neither a sweep nor a run is there; give a sweep, runs/NAME, or a folder of runs"
         )
-    return Gathered(folder.absolute(), folder.absolute().name, [_row_of(run) for run in runs])
+    return Gathered(folder.absolute(), folder.absolute().name, read_rows(folder, runs))
 
 
-def read_row(run: Path, words: dict[str, str]) -> RunRow:
-    """Read one run; its metrics are those of report.json once it has finished."""
+def read_rows(folder: Path, runs: Sequence[Path]) -> list[RunRow]:
+    """Read runs, those that have ended from the index of `folder`; metrics are those of report.json once finished."""
+
+    def read(run: Path) -> tuple[str, bool]:
+        row = _read_row(run)
+        return _to_json(row), row.state in (FINISHED, FAILED)
+
+    texts = read_indexed(folder, "row", runs, read)
+    return [_from_json(run, text) for run, text in zip(runs, texts, strict=True)]
+
+
+def _read_row(run: Path) -> RunRow:
+    words: dict[str, str] = {}
     try:
-        return _read_row(run, words)
+        words = split_words(read_overrides(run))
+        state = run_state(run).state
+        sources = plugin_sources(run)
+        words |= sources
+        if state != FINISHED:
+            return RunRow(run, state, words, sources=frozenset(sources))
+        reports = list(_reports(run))
+        proxy = _labels_of(reports).get("proxy", "")
+        return RunRow(run, state, words, _metrics_of(reports), proxy, frozenset(sources))
     except UNREADABLE as error:
         return RunRow(run, DAMAGED, words, problem=f"{type(error).__name__}: {error}")
 
 
-def _read_row(run: Path, words: dict[str, str]) -> RunRow:
-    state = run_state(run).state
-    sources = plugin_sources(run)
-    words = words | sources
-    if state != FINISHED:
-        return RunRow(run, state, words, sources=frozenset(sources))
-    reports = list(_reports(run))
-    proxy = _labels_of(reports).get("proxy", "")
-    return RunRow(run, state, words, _metrics_of(reports), proxy, frozenset(sources))
+def _to_json(row: RunRow) -> str:
+    metrics = {
+        key: [item.value, item.unit, item.std, item.n, item.standard_error]
+        for key, item in row.metrics.items()
+    }
+    # ASCII, so that names that are not UTF-8 pass.
+    return json.dumps([row.state, row.words, metrics, row.proxy, sorted(row.sources), row.problem])
+
+
+def _from_json(run: Path, text: str) -> RunRow:
+    state, words, metrics, proxy, sources, problem = json.loads(text)
+    measured = {key: ReportedMetric(*item) for key, item in metrics.items()}
+    return RunRow(run, state, words, measured, proxy, frozenset(sources), problem)
 
 
 def read_metrics(run: Path) -> dict[str, ReportedMetric]:
@@ -221,14 +245,16 @@ def _measured(report: dict[str, Any]) -> dict[str, ReportedMetric]:
 def _of_sweep(folder: Path) -> Gathered:
     sweep = read_sweep(folder)
     shared = split_words(sweep.overrides)
+    made = [sweep.run_of(point) for point in sweep.points]
+    read = {row.run: row for row in read_rows(folder, [run for run in made if run is not None])}
     rows: list[RunRow] = []
-    for point in sweep.points:
+    for point, run in zip(sweep.points, made, strict=True):
         words = {**shared, **split_words(point.overrides)}
-        run = sweep.run_of(point)
         if run is None:
             rows.append(RunRow(None, point.state if point.state != FINISHED else WAITING, words))
-        else:
-            rows.append(read_row(run, words))
+            continue
+        row = read[run]
+        rows.append(replace(row, words=words | {key: row.words[key] for key in row.sources}))
     title = f"{folder.parents[1].name}/{folder.name}"
     return Gathered(folder, title, rows)
 
@@ -240,14 +266,6 @@ def _runs_below(folder: Path) -> list[Path]:
     if here:
         return sorted(item.absolute() for item in here)
     return list_runs(folder)
-
-
-def _row_of(run: Path) -> RunRow:
-    try:
-        words = split_words(read_overrides(run))
-    except UNREADABLE as error:
-        return RunRow(run, DAMAGED, {}, problem=f"{type(error).__name__}: {error}")
-    return read_row(run, words)
 
 
 def split_words(overrides: Iterable[str]) -> dict[str, str]:

@@ -1,25 +1,16 @@
-"""The index of runs in SQLite: a cache of records and curves, made from the folders and never the source of truth."""
+"""The records and curves of runs, kept in the index of a folder."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import sqlite3
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from caramba.artifacts.studio.curve import COARSE, FINE, Curve
-from caramba.artifacts.studio.record import RunRecord, read_record, stamp
-from caramba.runs.files import home
-
-VERSION = 1
-_TABLE = (
-    "CREATE TABLE IF NOT EXISTS runs "
-    "(path BLOB PRIMARY KEY, stamp TEXT, record TEXT, curves TEXT, fine BLOB, coarse BLOB)"
-)
+from caramba.artifacts.studio.record import RunRecord, read_record
+from caramba.runs.index import open_index, stamp
 
 
 @dataclass(frozen=True)
@@ -30,12 +21,6 @@ class IndexedRun:
     record: RunRecord
     curves: list[tuple[str, str, int]]
     packed: bytes
-
-
-def index_file(folder: Path) -> Path:
-    """Return the file of a folder's index: in the folder of caches, which can be deleted at any time."""
-    digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:16]
-    return home() / "indexes" / f"{digest}.sqlite"
 
 
 def index_runs(
@@ -49,7 +34,7 @@ def index_runs(
         report: called with how many of all runs have been read, where any has to be.
     """
     listed = [(run, stamp(run)) for run in runs]
-    with closing(_open(index_file(folder))) as database:
+    with open_index(folder) as database:
         known = dict(database.execute("SELECT path, stamp FROM runs"))
         stale = [item for item in listed if known.get(os.fsencode(item[0])) != item[1]]
         for number, (run, now) in enumerate(stale):
@@ -82,29 +67,3 @@ def _row(run: Path, now: str) -> tuple[object, ...]:
 
 def _entry(curve: Curve, fine: bytes, coarse: bytes) -> tuple[str, str, int, int]:
     return curve.phase, curve.key, len(fine) // 12, len(coarse) // 12
-
-
-def _open(file: Path) -> sqlite3.Connection:
-    """Open the index, an empty one where it is damaged or of another version, one in memory where none can be kept."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return _prepared(file)
-    except (sqlite3.OperationalError, OSError):  # a read-only folder, or a writer that does not end
-        return _prepared(":memory:")
-    except sqlite3.DatabaseError:
-        file.unlink()
-        return _prepared(file)
-
-
-def _prepared(file: Path | str) -> sqlite3.Connection:
-    database = sqlite3.connect(file, timeout=10)
-    try:
-        if database.execute("PRAGMA user_version").fetchone()[0] != VERSION:
-            database.execute("DROP TABLE IF EXISTS runs")
-            database.execute(f"PRAGMA user_version = {VERSION}")
-        database.execute(_TABLE)
-        database.execute("SELECT path, stamp, record, curves, fine, coarse FROM runs LIMIT 1").fetchall()
-    except BaseException:
-        database.close()
-        raise
-    return database

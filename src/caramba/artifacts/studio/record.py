@@ -13,12 +13,10 @@ from caramba.artifacts.across_runs.gather import UNREADABLE, read_labels, read_m
 from caramba.artifacts.across_runs.leaves import MOST_TEXT, flatten
 from caramba.artifacts.dispersion import is_standard_error
 from caramba.artifacts.studio.curve import Curve, read_phases
-from caramba.runs.annotations import ANNOTATIONS
 from caramba.runs.events import EVENTS
-from caramba.runs.jobs import JOB
 from caramba.runs.manifest import MANIFEST, OVERRIDES, read_overrides
 from caramba.runs.sources import SOURCES, plugin_sources
-from caramba.runs.state import FAILED, RESULT, RunState, run_state
+from caramba.runs.state import FAILED, RunState, run_state
 
 T = TypeVar("T")
 _LAST = {"loss": "loss", "running_loss": "loss", "val_loss": "held_out"}
@@ -62,33 +60,6 @@ def read_state(run: Path) -> RunState:
     except UNREADABLE as error:
         updated = (run / MANIFEST).stat().st_mtime
         return RunState(run, FAILED, None, 0, None, updated, updated, f"cannot be read: {error}")
-
-
-def stamp(run: Path) -> str:
-    """Return what changes when a file that a record is made of does: sizes and times."""
-    files = (
-        EVENTS,
-        RESULT,
-        MANIFEST,
-        OVERRIDES,
-        SOURCES,
-        JOB,
-        ANNOTATIONS,
-        "env.json",
-        "artifacts/report.json",
-    )
-    paths = [run / name for name in files]
-    for group in sorted(run.glob("groups/*")):
-        paths += [group / EVENTS, group / "artifacts/report.json"]
-    return " ".join(_stamp(path) for path in paths)
-
-
-def _stamp(path: Path) -> str:
-    try:
-        found = path.stat()
-    except OSError:
-        return "-"
-    return f"{found.st_mtime_ns}:{found.st_size}"
 
 
 def read_record(run: Path) -> tuple[RunRecord, list[Curve]]:

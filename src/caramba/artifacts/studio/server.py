@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from caramba.artifacts.studio.page import build_data, build_page, find
-from caramba.artifacts.studio.record import stamp
 from caramba.errors import ConfigError
+from caramba.runs.index import stamp
 
 _HOST = "127.0.0.1"
 # What a report links to.

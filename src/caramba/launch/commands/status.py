@@ -11,6 +11,7 @@ from caramba.artifacts.across_runs.columns import align_columns
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, list_runs
+from caramba.runs.index import read_states
 from caramba.runs.jobs import QueuedJob, queue, read_job
 from caramba.runs.state import CLOCK_SKEW_S, FAILED, FINISHED, RUNNING, WAITING, RunState, run_state
 from caramba.runs.sweeps import Sweep, list_sweeps, read_sweep
@@ -35,9 +36,10 @@ def main(argv: list[str]) -> int:
             f"status: {args.folder}: no such folder; give one with runs, or start one with caramba launch"
         )
     sweeps = [read_sweep(item) for item in list_sweeps(folder)]
+    read = read_states(folder, _runs(folder, sweeps))
     for sweep in sweeps:
-        sweep.refresh()
-    states = [_in_queue(run_state(run)) for run in _runs(folder, sweeps)]
+        sweep.refresh({state.run: state.state for state in read})
+    states = [_in_queue(state) for state in read]
     if args.json:
         print(
             json.dumps(

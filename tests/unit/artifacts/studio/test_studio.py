@@ -24,6 +24,7 @@ from caramba.artifacts.studio.server import folder_version, make_server
 from caramba.cli import main
 from caramba.runs.annotations import Annotations, read_annotations, write_annotations
 from caramba.runs.events import append_event
+from caramba.runs.index import index_file
 from caramba.runs.locking import lock
 from caramba.runs.state import FINISHED, RUNNING
 
@@ -259,14 +260,14 @@ def test_removed_run_leaves_the_index(root: Path) -> None:
     build_data(find(root))
     (root / "demo" / "run-0").rename(root.parent / "elsewhere")
     assert len(build_data(find(root))["runs"]) == 2
-    with sqlite3.connect(index.index_file(root)) as database:
+    with sqlite3.connect(index_file(root)) as database:
         assert database.execute("SELECT count(*) FROM runs").fetchone() == (2,)
 
 
 @pytest.mark.parametrize("damage", ["garbage", "version", "gone", "folder"])
 def test_index_is_made_again_whatever_happened_to_it(root: Path, damage: str) -> None:
     first = build_data(find(root))
-    file = index.index_file(root)
+    file = index_file(root)
     if damage == "garbage":
         file.write_bytes(b"no database" * 1000)
     elif damage == "version":
