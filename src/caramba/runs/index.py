@@ -109,7 +109,7 @@ def index_file(folder: Path) -> Path:
 
 @contextmanager
 def open_index(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Open the index, an empty one where it is damaged or of another version, one in memory where none can be kept."""
+    """Open the index: empty where it was damaged or of another version, in memory where no file can be kept."""
     file = index_file(folder)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
