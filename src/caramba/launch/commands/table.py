@@ -187,6 +187,17 @@ COMMANDS: dict[str, Command] = {
     "note": Command(
         "RUN [TEXT]", "write a note to a run, or print it; caramba studio shows it; '' removes it", COMMON
     ),
+    "rm": Command(
+        "RUN... | --list | --undo [RUN...] | --purge RUN...|all [--folder DIR]",
+        "move runs to the archive, from which --undo brings them back whole",
+        {
+            "--list": "List the archive with sizes.",
+            "--undo": "Bring back the named runs; default those of the last rm.",
+            "--purge": "Delete the named runs of the archive for good; all takes every one.",
+            "--folder": "Folder of the runs for --list, --undo and --purge; default runs.",
+            **COMMON,
+        },
+    ),
     "export": Command(
         (
             "RUN|DIR --out DIR [--format hf|deepseek|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "
