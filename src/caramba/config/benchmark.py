@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,7 +22,17 @@ ROTATED_KINDS = (KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED)
 OneCacheKind = Annotated[CacheKind | None, NOBODYS_CHOICE]
 
 
-class PerplexityBenchmarkConfig(Config):
+class Measurement(Config):
+    """A kind of benchmark: what it measures and how.
+
+    `target` is "module:function", called with the config, the `Subjects` and the benchmark's id; it returns metrics and
+    rows. It is imported when the benchmark runs, so that schemas need no torch.
+    """
+
+    target: ClassVar[str]
+
+
+class PerplexityBenchmarkConfig(Measurement):
     """Mean NLL over disjoint held-out windows of `block_size` tokens.
 
     `dataset` is the path of other tokens to measure on: the validation split of a token folder (its train split when
@@ -32,6 +42,8 @@ class PerplexityBenchmarkConfig(Config):
     token is predicted from what a decode would have stored by then: older tokens in that format, quantised by chunks,
     the chunk's own in 16 bits. `cache_hadamard` rotates keys and latents before 4 bits.
     """
+
+    target = "caramba.evaluation.perplexity:perplexity"
 
     type: Literal["perplexity"] = Field(description="kind of the benchmark")
     dataset: str | None = Field(
@@ -66,11 +78,13 @@ class PerplexityBenchmarkConfig(Config):
         return self
 
 
-class LatencyBenchmarkConfig(Config):
+class LatencyBenchmarkConfig(Measurement):
     """Prefill, decode, TTFT, ITL and throughput, per prompt length, generation length and batch size.
 
     `cache_kind` names the format of the cache; without it fp32.
     """
+
+    target = "caramba.evaluation.latency:latency"
 
     type: Literal["latency"] = Field(description="kind of the benchmark")
     prompt_lengths: Lengths = Field(default=(128,), description="prompt lengths to measure, in tokens")
@@ -81,8 +95,10 @@ class LatencyBenchmarkConfig(Config):
     cache_kind: OneCacheKind = Field(default=None, description="format of the KV cache; unset: fp32")
 
 
-class MemoryBenchmarkConfig(Config):
+class MemoryBenchmarkConfig(Measurement):
     """Cache bytes summed from allocated tensors, model bytes and peak, per sequence length and cache format."""
+
+    target = "caramba.evaluation.memory:memory"
 
     type: Literal["memory"] = Field(description="kind of the benchmark")
     sequence_lengths: Lengths = Field(default=(256,), description="sequence lengths to measure, in tokens")
@@ -92,7 +108,7 @@ class MemoryBenchmarkConfig(Config):
     )
 
 
-class AccuracyBenchmarkConfig(Config):
+class AccuracyBenchmarkConfig(Measurement):
     """Tasks of lm-evaluation-harness, which the extra `eval` installs; `include_path` adds a folder of own tasks.
 
     `tasks` are names, groups or patterns; `limit` takes the first so many documents of each. `max_length` is the number
@@ -100,6 +116,8 @@ class AccuracyBenchmarkConfig(Config):
     folder, `NAME.jsonl` or `NAME.txt`, and no harness is needed; `limit` then keeps evenly spaced items. A task whose
     name ends in .yaml, .yml or .jsonl is the path of a suite of one's own, which needs no harness either.
     """
+
+    target = "caramba.evaluation.accuracy:accuracy"
 
     type: Literal["accuracy"] = Field(description="kind of the benchmark")
     tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
@@ -185,11 +203,13 @@ class ControlsBenchmarkConfig(Config):
         return self
 
 
-class WeightsBenchmarkConfig(Config):
+class WeightsBenchmarkConfig(Measurement):
     """Held-out NLL and bytes of weights of 8 and 4 bits, against the same model in 16 bits (`dtype`).
 
     `head` quantises the head as well; `calibration` takes the ranges of `int8_dynamic` from training text.
     """
+
+    target = "caramba.evaluation.weights:weights"
 
     type: Literal["weights"] = Field(description="kind of the benchmark")
     formats: Annotated[tuple[Literal["int8", "int4", "int8_dynamic"], ...], Field(min_length=1)] = Field(
@@ -219,13 +239,15 @@ STAGED = (ControlsBenchmarkConfig, LadderConfig)
 """Benchmarks of a whole group, whose rows are stages of their own."""
 
 
-class InferenceLadderConfig(Config):
+class InferenceLadderConfig(Measurement):
     """Latency per token and throughput as each means of speed is added: see `rungs`.
 
     `eager_math` is the host's loop with plain attention; `flash` adds the best SDPA backend and fused decode, `graphs`
     the compiled step in a CUDA graph, `int8` weights of 8 bits, `tp2` tensor parallelism over two devices. What a
     device has not is a row with the reason, and the next rung does without it.
     """
+
+    target = "caramba.evaluation.ladder:inference_ladder"
 
     type: Literal["inference_ladder"] = Field(description="kind of the benchmark")
     rungs: Annotated[tuple[RungName, ...], Field(min_length=1)] = Field(
@@ -254,12 +276,14 @@ class InferenceLadderConfig(Config):
 AttentionName = Literal["memory", "window", "window_equal_bytes", "full"]
 
 
-class RecallBenchmarkConfig(Config):
+class RecallBenchmarkConfig(Measurement):
     """Recall of key and value pairs `windows` windows back, by small models that are trained for it.
 
     For each model with memory slots: models of `blocks` blocks of its attention (`memory`), of its window alone, of a
     window that takes the same cache bytes, and of full attention, each trained for `steps` steps of `batch_size` rows.
     """
+
+    target = "caramba.evaluation.recall:recall"
 
     type: Literal["recall"] = Field(description="kind of the benchmark")
     attentions: Annotated[tuple[AttentionName, ...], Field(min_length=1)] = Field(
@@ -284,12 +308,14 @@ class RecallBenchmarkConfig(Config):
     seeds: Positive = Field(default=1, description="number of trained models, each with its own seed")
 
 
-class LongContextBenchmarkConfig(Config):
+class LongContextBenchmarkConfig(Measurement):
     """What is far back: pass keys, one of several keys, and perplexity by position, on held-out text.
 
     Per length `items` rows hide one sentence with five digits, and `items` rows one of `pairs` such sentences that the
     row's end asks for. Perplexity by position takes `windows` windows of the longest length.
     """
+
+    target = "caramba.evaluation.long_context:long_context"
 
     type: Literal["long_context"] = Field(description="kind of the benchmark")
     lengths: Lengths = Field(default=(2048, 4096, 8192), description="lengths of rows, in tokens")
@@ -307,12 +333,14 @@ class LongContextBenchmarkConfig(Config):
         return self
 
 
-class GenerationBenchmarkConfig(Config):
+class GenerationBenchmarkConfig(Measurement):
     """Quality of continuations of held-out text: repeated 4-grams, distinct 1- and 2-grams, length.
 
     A student wins a prompt where its log-likelihood of the held-out continuation is above the teacher's by more than
     `tie_margin` nats a token, and ties within it.
     """
+
+    target = "caramba.evaluation.generation:generation"
 
     type: Literal["generation"] = Field(description="kind of the benchmark")
     num_prompts: Annotated[int, Field(ge=2)] = Field(default=64, description="number of prompts, at least 2")

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from caramba.config.benchmark import (
-    AccuracyBenchmarkConfig,
-    BenchmarkConfig,
-    GenerationBenchmarkConfig,
-    InferenceLadderConfig,
-    LatencyBenchmarkConfig,
-    LongContextBenchmarkConfig,
-    MemoryBenchmarkConfig,
-    PerplexityBenchmarkConfig,
-    RecallBenchmarkConfig,
-    WeightsBenchmarkConfig,
-)
+from caramba.config.benchmark import BenchmarkConfig, Measurement
 from caramba.config.extension import OwnBenchmarkConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.evaluation.accuracy import accuracy
-from caramba.evaluation.generation import generation
-from caramba.evaluation.ladder import inference_ladder
-from caramba.evaluation.latency import latency
-from caramba.evaluation.long_context import long_context
-from caramba.evaluation.memory import memory
 from caramba.evaluation.own import own_benchmark
-from caramba.evaluation.perplexity import perplexity
-from caramba.evaluation.recall import recall
 from caramba.evaluation.subject import Subjects
-from caramba.evaluation.weights import weights
 from caramba.result import BenchmarkResult, Metric
 
 Measured = tuple[list[Metric], list[dict[str, Any]]]
@@ -61,29 +42,13 @@ def _is_asked(name: str, models: Sequence[str]) -> bool:
 
 def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
     config = bench.config
-    if isinstance(config, PerplexityBenchmarkConfig):
-        return perplexity(config, subjects, bench.id)
-    if isinstance(config, LatencyBenchmarkConfig):
-        return latency(config, subjects, bench.id)
-    if isinstance(config, MemoryBenchmarkConfig):
-        return memory(config, subjects, bench.id)
-    if isinstance(config, AccuracyBenchmarkConfig):
-        return accuracy(config, subjects, bench.id)
-    if isinstance(config, WeightsBenchmarkConfig):
-        return weights(config, subjects, bench.id)
-    if isinstance(config, InferenceLadderConfig):
-        return inference_ladder(config, subjects, bench.id)
-    if isinstance(config, RecallBenchmarkConfig):
-        return recall(config, subjects, bench.id)
-    if isinstance(config, LongContextBenchmarkConfig):
-        return long_context(config, subjects, bench.id)
-    if isinstance(config, GenerationBenchmarkConfig):
-        return generation(config, subjects, bench.id)
     if isinstance(config, OwnBenchmarkConfig):
         return own_benchmark(config, subjects, bench.id)
+    if isinstance(config, Measurement):
+        module, _, name = config.target.partition(":")
+        return getattr(importlib.import_module(module), name)(config, subjects, bench.id)
     raise ConfigError(
-        f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory, accuracy, "
-        "weights, inference_ladder, recall, long_context or generation"
+        f"benchmarks.{bench.id}: type={config.type!r} runs as stages of a group, not on finished models; remove it"
     )
 
 
