@@ -135,7 +135,7 @@ def test_compile_prints_the_plan_in_time_and_writes_nothing(caramba, tmp_path):
         (["name=${oc.env:HOME}"], "calls a resolver"),
         (["train.steps=many"], "error: train.steps: got 'many', expected a valid integer"),
         (["model=llama32_dba", "train=blockwise"], "hf auth login"),
-        (["train.orchestrator_enabled=true"], "train.orchestrator_enabled=true is not built yet"),
+        (["train.orchestrator_strategies=[lyon]", "train.orchestrator_enabled=true"], "did you mean 'lion'?"),
         (["data.vocab_size=512"], "does not fit the data of group 'quick'"),
         (["--cofig-dir", "x"], "did you mean '--config-dir'?"),
         (["--config-dir", "nowhere"], "no such folder"),

@@ -253,6 +253,11 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
             f"loss={phase.loss.type} reads whole logits, and parallel={parallel.strategy} splits the model; use "
             "parallel=ddp or single, or remove loss"
         )
+    if phase.orchestrator_enabled and parallel.strategy not in ("single", "ddp"):
+        yield (
+            f"orchestrator_enabled forks whole weights and states, and parallel={parallel.strategy} splits them; use "
+            "parallel=ddp or single, or remove orchestrator_enabled"
+        )
     if parallel.strategy == "pipeline":
         yield from pipeline_conflicts(phase, parallel)
         return

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from caramba.config.base import Config, Later, Seed
+from caramba.config.base import Config, PathText, Seed
 from caramba.config.extension import Loss, NameOrExtension, OptimizerConfig, ScheduleConfig, name_of
 from caramba.config.layer import Positive
 from caramba.config.narrowing import is_mapping
@@ -22,6 +22,12 @@ from caramba.config.optimizer import (
     SwatsConfig,
     optimizer_conflicts,
     precision_conflicts,
+)
+from caramba.config.orchestrator import (
+    DEFAULT_STRATEGIES,
+    STRATEGIES,
+    Strategies,
+    orchestrator_conflicts,
 )
 from caramba.errors import ConfigError
 
@@ -38,7 +44,6 @@ Checkpointing = Annotated[Literal["none", "selective", "full", "auto"], BeforeVa
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
-SWITCHING = "the switching of optimisers within a phase"
 BLOCK_PHASES = ("blockwise", "drift")
 # The value of `lr: auto`: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
 # that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
@@ -331,14 +336,54 @@ class PhaseConfig(Config):
         default=0, description="processes that read data; auto: as many as keep the device from waiting"
     )
     pin_memory: bool | None = Field(default=None, description="page-locked batches; unset: on CUDA only")
-    orchestrator_enabled: Annotated[bool, Later(SWITCHING)] = Field(
-        default=False, description="whether optimisers are switched within a phase; not built yet"
+    orchestrator_enabled: bool = Field(
+        default=False,
+        description="choose among optimiser strategies within the phase, by held-out loss; see docs/orchestrator.md",
     )
-    orchestrator_decision_interval: Annotated[Positive | None, Later(SWITCHING)] = Field(
-        default=None, description="steps between two such decisions; not built yet"
+    orchestrator_mode: Literal["monitor", "active"] = Field(
+        default="active", description="monitor records what it sees and changes nothing"
     )
-    orchestrator_initial_strategy: Annotated[str | None, Later(SWITCHING)] = Field(
-        default=None, description="optimiser strategy at the start; not built yet"
+    orchestrator_strategies: Strategies = Field(
+        default={name: STRATEGIES[name] for name in DEFAULT_STRATEGIES},
+        description="names of built-in strategies, or a mapping from name to {optimizer, rate, betas, momentum, decay, "
+        "clip}",
+    )
+    orchestrator_initial_strategy: str = Field(
+        default="conservative_adamw", description="strategy at the start"
+    )
+    orchestrator_decision_interval: Positive = Field(
+        default=500, description="optimiser steps between two decisions"
+    )
+    orchestrator_policy: Literal["halving", "ucb", "replay"] = Field(
+        default="halving",
+        description="how trials are spent: halving tries all and halves them, ucb tries one challenger; replay follows "
+        "orchestrator_decisions without trials",
+    )
+    orchestrator_decisions: PathText | None = Field(
+        default=None, description="decisions.jsonl of an earlier run that replay follows"
+    )
+    orchestrator_eval_horizon: Positive = Field(default=20, description="steps of a trial")
+    orchestrator_repeats: Annotated[int, Field(ge=2)] = Field(
+        default=3,
+        description="trials of a candidate on other batches, whose paired differences give the interval",
+    )
+    orchestrator_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="tokens of trials, as a share of the phase's own"
+    )
+    orchestrator_min_steps_between_switches: Positive = Field(
+        default=500, description="steps after a switch in which no other is tried"
+    )
+    orchestrator_ramp_steps: Annotated[int, Field(ge=0)] = Field(
+        default=50, description="steps in which the rate goes from the matched one to the strategy's own"
+    )
+    orchestrator_max_loss_increase: Annotated[float, Field(gt=1)] = Field(
+        default=1.5, description="multiple of the recent median loss at which training rolls back"
+    )
+    orchestrator_safety_strategy: str | None = Field(
+        default=None, description="strategy after a rollback; unset: the one in use stays"
+    )
+    orchestrator_use_nowcasting: bool = Field(
+        default=False, description="try jumps to predicted weights at decisions, and keep those that help"
     )
 
     @model_validator(mode="before")
@@ -350,7 +395,11 @@ class PhaseConfig(Config):
 
     @model_validator(mode="after")
     def _rules(self) -> PhaseConfig:
-        for conflict in (*optimizer_conflicts(self), *precision_conflicts(self)):
+        for conflict in (
+            *optimizer_conflicts(self),
+            *precision_conflicts(self),
+            *orchestrator_conflicts(self),
+        ):
             raise ValueError(conflict)
         if self.warmup_steps > self.steps:
             raise ValueError(

@@ -31,6 +31,10 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfi
     """
     assert phase.lr != "auto", "lr is resolved for the model's width before a phase starts"
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if phase.orchestrator_enabled:
+        from caramba.optim.portfolio import Portfolio
+
+        return Portfolio(trained, phase, _optimizer)
     if phase.master_weights or phase.stochastic_rounding or phase.optimizer_offload:
         return MasterWeights(
             trained,

@@ -219,6 +219,7 @@ def restore_masters_(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Non
 def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:
     """Return the optimiser whose kernel can apply the clip scale while it reads gradients, if any."""
     inner = optimizer.fused_inner if isinstance(optimizer, MasterWeights) else optimizer
+    inner = getattr(inner, "inner", inner)  # of a portfolio, the optimiser that steps
     if not isinstance(inner, AdamW):
         return None
     first = next((p for group in inner.param_groups for p in group["params"]), None)

@@ -42,9 +42,9 @@ class MuonAdamW(torch.optim.Optimizer):
         self.parts: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = tuple(parts)
-        self._share()
+        self.share()
 
-    def _share(self) -> None:
+    def share(self) -> None:
         """Let the parts step this optimiser's own groups and states, after these were made or loaded."""
         start = 0
         for part in self.parts:
@@ -54,7 +54,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._share()
+        self.share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

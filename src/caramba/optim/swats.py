@@ -44,7 +44,7 @@ class SWATS(torch.optim.Optimizer):
             raise ConfigError(f"swats: betas={list(betas)}, expected two numbers from 0 to below 1")
         if tolerance <= 0:
             raise ConfigError(f"swats: tolerance={tolerance}, expected a number above 0")
-        own = {"k": 0, "average_rate": 0.0, "sgd_rate": None, "lr_at_switch": None}
+        own = {"k": 0, "estimates": 0, "average_rate": 0.0, "sgd_rate": None, "lr_at_switch": None}
         super().__init__(
             params,
             {
@@ -117,11 +117,12 @@ class SWATS(torch.optim.Optimizer):
             return
         group = self.param_groups[0]
         beta2, rate = group["betas"][1], squares / -along
+        estimates = group["estimates"] + 1
         average = beta2 * group["average_rate"] + (1.0 - beta2) * rate
-        settled = average / (1.0 - beta2 ** group["k"])
-        switches = group["k"] > 1 and settled > 0 and abs(settled - rate) < group["tolerance"]
+        settled = average / (1.0 - beta2**estimates)
+        switches = estimates > 1 and settled > 0 and abs(settled - rate) < group["tolerance"]
         for one in self.param_groups:
-            one["average_rate"] = average
+            one["average_rate"], one["estimates"] = average, estimates
             if switches:
                 one["sgd_rate"], one["lr_at_switch"] = settled, one["lr"]
         if switches:

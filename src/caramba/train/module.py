@@ -93,6 +93,7 @@ class CarambaModule(pl.LightningModule):
         self.averaging: GradientAverage | None = None  # of several ranks that hold the same weights
         self.average: WeightAverage | None = None
         self.adagc: AdaGC | None = None
+        self.guard: Any = None  # of an orchestrated phase: answers spikes before a step is taken
         self._sums: dict[str, Tensor] = {}  # of the micro-batches of the current step
         self.train_loss = RunningLoss()
         self.held_out: float | None = None  # loss of the last validation
@@ -121,6 +122,10 @@ class CarambaModule(pl.LightningModule):
                 **settings.model_dump(),
             )
         optimizer = build_optimizer(trained, self.phase)  # takes its masters from float32 weights
+        if self.phase.orchestrator_enabled:
+            from caramba.optim.strategy_clip import build_strategy_clip
+
+            self.adagc = build_strategy_clip(optimizer, [parameter for _, parameter in trained])
         if self.phase.has_16_bit_weights:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -236,6 +241,8 @@ class CarambaModule(pl.LightningModule):
             scaler.unscale_(optimizer.optimizer)
         norm = self._clip(optimizer.optimizer)
         is_taken = not self._overflows(loss, norm) and self.watch.allows(self.global_step, loss, norm)
+        if self.guard is not None and is_taken:
+            is_taken = self.guard.allows(self.global_step, loss, norm)
         if not is_taken:  # a weight without a gradient is not touched by any optimiser, and the step counts
             optimizer.zero_grad(set_to_none=True)
         self.is_stepping = True

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -161,6 +162,22 @@ def fit(
         plan.phase, phase.steps, manifest.settings.console, shown=is_main_process(), work_after=work_after
     )
     profiling = manifest.debug.name == "profile"
+    orchestration: list[Any] = []
+    if phase.orchestrator_enabled:
+        from caramba.train.orchestration.build import build_orchestration
+
+        orchestration.append(
+            build_orchestration(
+                phase,
+                plan.phase,
+                data,
+                objective,
+                run_dir=run_dir,
+                per_step=per_step,
+                share=share,
+                device=device,
+            )
+        )
     stopping = stopping_callbacks(manifest.trainer)
     kept = _kept_weights(manifest.trainer, phase, run_dir, plan.phase, save_kept)
 
@@ -194,6 +211,7 @@ def fit(
             *_own_callbacks(manifest, state),
             *stopping,
             *kept,
+            *orchestration,
             Checkpointing(state, phase.save_every, save_last, phase.eval_every),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             *_float8(
@@ -253,6 +271,8 @@ def fit(
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
     seconds = earlier_s + time.perf_counter() - began
     measured = {**meter.summary(), **memory.peaks}
+    for one in orchestration:
+        measured |= one.orchestrator.cost(per_step * phase.block_size)
     reason = "" if steps >= phase.steps else _reason(module, stopping)
     loss = module.running_loss()
     return FitOutcome(steps, tokens, seconds, loss, position, measured, module.held_out, reason)

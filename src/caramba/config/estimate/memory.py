@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from caramba.config.estimate.model import ModelCost
 from caramba.config.estimate.spread import ParallelLayout, RankMemory, holdings
 from caramba.config.extension import name_of
+from caramba.config.orchestrator import portfolio_bytes
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 
 OPTIMIZER_STATES = {
@@ -191,6 +192,8 @@ def _optimizer_bytes(phase: PhaseConfig) -> int:
     """Bytes of the optimiser's states of one parameter, its master included."""
     if phase.optimizer_offload:
         return 0
+    if phase.orchestrator_enabled:
+        return portfolio_bytes(phase, 1)["states"]
     is_wide = phase.master_weights or phase.stochastic_rounding or not phase.has_16_bit_weights
     is_stateless = phase.optimizer == "sgd" and phase.optimizer_momentum == 0
     states = 0 if is_stateless else OPTIMIZER_STATES.get(name_of(phase.optimizer), OPTIMIZER_STATES["adamw"])

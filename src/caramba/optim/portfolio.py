@@ -1,0 +1,301 @@
+"""A portfolio of optimiser strategies as one optimiser: one steps at a time, and states are handed over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from caramba.config.orchestrator import MATCHED, SECOND_MOMENTS, StrategyConfig
+from caramba.config.train import PhaseConfig
+from caramba.errors import ConfigError
+from caramba.optim.groups import Named
+from caramba.optim.handover import (
+    ADAM,
+    MUON,
+    PIDAO_ADAPTIVE,
+    read_averages,
+    same_state,
+    shadow_,
+    write_averages,
+)
+from caramba.optim.muon import MuonAdamW
+
+DRY_RUNS = 3
+"""Runs in which the rate of an update that is not proportional to it is found; one is enough for all others."""
+Squares = dict[nn.Parameter, Tensor]
+
+
+class Portfolio(torch.optim.Optimizer):
+    """Steps by the active strategy of a phase; `switch` has another take over at the next step.
+
+    The next optimiser goes on from the averages of the one before (`handover`). Its rate begins where its update is as
+    large, group by group, as the update that the one before would make of the same gradients, which a dry run of both
+    measures. It then goes to the strategy's own rate geometrically, in `orchestrator_ramp_steps`. lr times weight decay
+    stays the schedule's. A switch to the strategy in use, or to one with equal data, changes no bit.
+
+    While the active optimiser lacks an average of g^2 that another strategy needs, it is kept beside it; `is_ready`
+    says when it has seen enough steps. All is in `param_groups` and `state`, and is saved and loaded as one optimiser.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[Named],
+        phase: PhaseConfig,
+        build: Callable[[list[Named], PhaseConfig], torch.optim.Optimizer],
+    ) -> None:
+        self.named, self.phase, self._build = list(named), phase, build
+        self.strategies: Mapping[str, StrategyConfig] = phase.orchestrator_strategies
+        self.active, self.pending = phase.orchestrator_initial_strategy, ""
+        self.inner = self._make(self.active)
+        super().__init__(self.inner.param_groups, {})
+        self._install(self.active, self.inner)
+        self._keeps_squares = (
+            any(one.optimizer in SECOND_MOMENTS for one in self.strategies.values())
+            and len(self.strategies) > 1
+            and phase.orchestrator_mode == "active"
+        )
+
+    @property
+    def strategy(self) -> StrategyConfig:
+        """The data of the active strategy."""
+        return self.strategies[self.active]
+
+    def switch(self, name: str) -> None:
+        """Have strategy `name` take over at the next step.
+
+        Raises:
+            ConfigError: no strategy of the portfolio, or one that needs more averages of g^2 than there are.
+        """
+        if name not in self.strategies:
+            raise ConfigError(f"portfolio: strategy {name!r}, expected one of {', '.join(self.strategies)}")
+        if not self.is_ready(name):
+            raise ConfigError(
+                f"portfolio: {name} needs averages of g^2 over {self._least_steps} steps, {self.active} has "
+                f"{self._squares_seen():.0f}; switch later"
+            )
+        self.pending = name if name != self.active else ""
+        self._note("next_strategy", self.pending)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a strategy could take over now: one with second moments needs 1 / (1 - beta2) steps of them, unless
+        the active one steps by its own."""
+        has_own = self.strategy.optimizer in (ADAM, PIDAO_ADAPTIVE)
+        if self.strategies[name].optimizer not in SECOND_MOMENTS or has_own or name == self.active:
+            return True
+        return self._squares_seen() >= self._least_steps
+
+    @property
+    def _least_steps(self) -> int:
+        return math.ceil(1.0 / (1.0 - self.phase.betas[1]) - 1e-9)
+
+    def _squares_seen(self) -> float:
+        steps = [
+            read_averages(group["family"], self.state[p], group).steps
+            for group in self.param_groups
+            for p in group["params"]
+            if self.state.get(p)
+        ]
+        return min(steps, default=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; return what `closure`, run first, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.take_step()
+        return loss
+
+    @torch.no_grad()
+    def take_step(self) -> None:
+        """Step without the hooks of `step`, which count steps of the run: those of a trial are none."""
+        if self.pending:
+            self._hand_over(self.pending)
+        self._step_inner([self._factor(group) for group in self.param_groups])
+        for group in self.param_groups:
+            group["since"] += 1
+        if self._keeps_squares:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        shadow_(group["family"], self.state[p], p, p.grad, self.phase.betas[1])
+
+    def _factor(self, group: dict[str, Any]) -> float:
+        """Return the multiple of lr that a group's rate is now."""
+        first, own, ramp = group["first_factor"], group["own_factor"], group["ramp"]
+        if own is None or first == own:
+            return first
+        share = min(1.0, group["since"] / ramp) if ramp else 1.0
+        return own if share == 1.0 else first * (own / first) ** share
+
+    def _step_inner(self, factors: list[float], *, decays: bool = True) -> None:
+        held = [(group["lr"], group.get("weight_decay", 0.0)) for group in self.param_groups]
+        for group, factor, (lr, decay) in zip(self.param_groups, factors, held, strict=True):
+            group["lr"] = lr * factor
+            if group["family"] == "sgd":  # whose own weight decay is added to the gradient
+                group["weight_decay"] = 0.0
+                if decays and group["decoupled_decay"]:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.mul_(1.0 - lr * group["decoupled_decay"])
+            else:
+                group["weight_decay"] = decay / factor if decays else 0.0
+        self.inner.step()
+        for group, (lr, decay) in zip(self.param_groups, held, strict=True):
+            group["lr"], group["weight_decay"] = lr, decay
+
+    def _make(self, name: str) -> torch.optim.Optimizer:
+        """Return a strategy's optimiser without states."""
+        one = self.strategies[name]
+        own: dict[str, Any] = {
+            "optimizer": one.optimizer,
+            "weight_decay": self.phase.weight_decay * one.decay,
+            "momentum": one.momentum,
+            "swats": one.swats,
+            "pidao": one.pidao,
+        }
+        if one.betas is not None:
+            own["betas"] = one.betas
+        inner = self._build(self.named, self.phase.model_copy(update=own))
+        for group in inner.param_groups:
+            of_muon = one.optimizer == MUON and "ns_steps" not in group
+            group["family"] = ADAM if of_muon else one.optimizer
+            group["decoupled_decay"] = group.get("weight_decay", 0.0) if group["family"] == "sgd" else 0.0
+            factor = None if one.rate == MATCHED else float(one.rate)
+            group.update(
+                strategy=name,
+                next_strategy="",
+                first_factor=factor or 1.0,
+                own_factor=factor,
+                ramp=0,
+                since=0,
+            )
+        return inner
+
+    def _install(self, name: str, inner: torch.optim.Optimizer) -> None:
+        """Let a strategy's optimiser step this optimiser's groups and states."""
+        self.active, self.inner = name, inner
+        self.param_groups = inner.param_groups
+        self._share()
+
+    def _share(self) -> None:
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state
+        if isinstance(self.inner, MuonAdamW):
+            self.inner.share()
+
+    def _note(self, key: str, value: Any) -> None:
+        for group in self.param_groups:
+            group[key] = value
+
+    def _hand_over(self, name: str) -> None:
+        self.pending = ""
+        self._note("next_strategy", "")
+        if self.strategies[name] == self.strategy:
+            self.active = name
+            self._note("strategy", name)
+            return
+        lr = self.param_groups[0]["lr"]
+        before = {p: group for group in self.param_groups for p in group["params"]}
+        kept = self._copy_state()
+        old = self._dry_run([self._factor(group) for group in self.param_groups], kept)
+        inner = self._make(name)
+        after = {p: group for group in inner.param_groups for p in group["params"]}
+        for p, state in list(self.state.items()):
+            if not state:
+                continue
+            kind, other = before[p]["family"], after[p]["family"]
+            if not same_state(kind, other, before[p], after[p]):
+                found = read_averages(kind, state, before[p])
+                self.state[p] = write_averages(other, found, after[p], p)
+        self._install(name, inner)
+        for group in self.param_groups:
+            group["lr"] = lr
+        self._match(old)
+
+    def _match(self, old: Squares) -> None:
+        """Set each group's factor to where its update is as large as the one before."""
+        if self.param_groups[0]["lr"] == 0:
+            return
+        kept = self._copy_state()
+        factors = [1.0] * len(self.param_groups)
+        for _ in range(DRY_RUNS):
+            new = self._dry_run(factors, kept)
+            for at, group in enumerate(self.param_groups):
+                sums = [
+                    torch.stack([squares[p] for p in group["params"] if p in squares]).sum()
+                    for squares in (old, new)
+                    if any(p in squares for p in group["params"])
+                ]
+                if len(sums) == 2 and float(sums[1]) > 0 and float(sums[0]) > 0:
+                    factors[at] *= math.sqrt(float(sums[0]) / float(sums[1]))
+            if not any(group["family"].startswith("pidao") for group in self.param_groups):
+                break
+        for group, factor in zip(self.param_groups, factors, strict=True):
+            group["first_factor"], group["ramp"] = factor, self.phase.orchestrator_ramp_steps
+
+    def _dry_run(self, factors: list[float], kept: tuple[Any, ...]) -> Squares:
+        """Return the squares of each weight's update, [] each; weights and states are as before."""
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        weights = [p.detach().clone() for p in stepped]
+        self._step_inner(factors, decays=False)
+        found = {
+            p: (p.detach().double() - weight.double()).square().sum()
+            for p, weight in zip(stepped, weights, strict=True)
+        }
+        for p, weight in zip(stepped, weights, strict=True):
+            p.copy_(weight)
+        self._put_state(kept)
+        return found
+
+    def _copy_state(self) -> tuple[Any, ...]:
+        """Return copies of all states and of what groups count."""
+        states = {
+            p: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+            for p, state in self.state.items()
+        }
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+        ]
+        return states, groups
+
+    def _put_state(self, kept: tuple[Any, ...]) -> None:
+        states, groups = kept
+        self.state.clear()
+        for p, state in states.items():
+            self.state[p] = {
+                key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+            }
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.update(values)
+
+    def capture(self) -> dict[str, Any]:
+        """Return a copy of everything but the weights, for `restore`."""
+        return {"active": self.active, "pending": self.pending, "kept": self._copy_state()}
+
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Go back to what `capture` returned, to the bit."""
+        if captured["active"] != self.active:
+            self._install(captured["active"], self._make(captured["active"]))
+        self._put_state(captured["kept"])
+        self.pending = captured["pending"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name = state_dict["param_groups"][0]["strategy"]
+        if name not in self.strategies:
+            raise ConfigError(
+                f"portfolio: the saved state is of strategy {name!r}, expected one of {', '.join(self.strategies)}; "
+                "put it back into orchestrator_strategies"
+            )
+        if name != self.active:
+            self._install(name, self._make(name))
+        super().load_state_dict(state_dict)
+        self.pending = self.param_groups[0]["next_strategy"]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()

@@ -1,0 +1,1 @@
+"""Choice among optimiser strategies within a phase: trials, decisions, safety and their record."""

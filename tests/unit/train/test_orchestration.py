@@ -1,0 +1,222 @@
+"""An orchestrated phase: AdamW alone is AdamW to the bit, decisions are recorded, repeated, resumed and replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from caramba.data import WindowSampler
+from caramba.errors import ConfigError
+from caramba.train.orchestration.trials import Trials
+from tests.unit.train.orchestrated import Trained, orchestrated, phase_of, train
+
+
+class KilledError(Exception):
+    """In place of a kill: nothing is saved after it."""
+
+
+class KillAt(pl.Callback):
+    """Raises before a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise KilledError
+
+
+def without_times(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for one in decisions:
+        kept = {key: value for key, value in one.items() if key not in ("cost", "inputs")}
+        found.append({**kept, "steps": one.get("cost", {}).get("steps")})
+    return found
+
+
+@pytest.mark.parametrize("interval", [1, 7, 10])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_adamw_alone_is_adamw_to_the_bit(interval: int, accumulation: int, tmp_path: Path) -> None:
+    keys = {"steps": 20, "gradient_accumulation_steps": accumulation, "save_every": None}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    plain = train(phase_of(**keys), tmp_path / "a")
+    alone = {"orchestrator_strategies": ["conservative_adamw"], "orchestrator_decision_interval": interval}
+    ours = train(orchestrated(**keys, **alone), tmp_path / "b")
+    assert ours.weights == plain.weights
+    assert [one["step"] for one in ours.decisions] == list(range(interval, 20, interval))
+
+
+def test_trials_leave_the_run_as_it_was_and_monitor_changes_nothing(tmp_path: Path) -> None:
+    """All candidates diverge to a score that never wins, so the run is that of AdamW; so is monitor's."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    plain = train(phase_of(save_every=None), tmp_path / "a")
+    bad = {"optimizer": "lion", "rate": 1000.0}
+    strategies = {"conservative_adamw": None, "bad": bad}
+    options: dict[str, Any] = {"save_every": None, "orchestrator_ramp_steps": 0}
+    ours = train(orchestrated(orchestrator_strategies=strategies, **options), tmp_path / "b")
+    assert [one["choice"] for one in ours.decisions if "safety" not in one] == ["conservative_adamw"] * 3
+    assert ours.callback is not None
+    assert ours.callback.orchestrator.trial_steps == sum(one["cost"]["steps"] for one in ours.decisions) > 0
+    assert ours.weights == plain.weights
+    seen = train(orchestrated(orchestrator_mode="monitor", save_every=None), tmp_path / "c")
+    assert seen.weights == plain.weights
+    inputs = seen.decisions[-1]["inputs"]
+    assert inputs["loss_slope"] < 0
+    assert 0 < inputs["gradient_noise"] < 1
+    assert 0 < inputs["update_over_weight"] < 0.1
+    assert seen.decisions[-1]["cost"]["steps"] == 0
+
+
+SWITCHES = {
+    "orchestrator_strategies": {"slow": {"optimizer": "adamw", "rate": 0.02}, "muon": None, "lion": None},
+    "orchestrator_initial_strategy": "slow",
+}
+"""The strategy at the start is so slow that another takes over."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    found = train(orchestrated(**SWITCHES), tmp_path_factory.mktemp("whole"))
+    assert found.decisions[0]["strategy"] == "slow"
+    assert found.decisions[-1]["choice"] != "slow"
+    return found
+
+
+def test_a_decision_says_what_it_read_and_why(whole: Trained) -> None:
+    first = next(one for one in whole.decisions if one["choice"] != one["strategy"])
+    assert first["challenger"] == first["choice"]
+    assert first["interval"][2] < 0
+    assert len(first["scores"]["slow"]) == 2
+    assert "interval excludes 0" in first["reason"]
+    assert first["cost"]["tokens"] == first["cost"]["steps"] * 4 * 8
+    later = [one for one in whole.decisions if one["step"] > first["step"]]
+    assert all(one["strategy"] == first["choice"] for one in later[:1])
+
+
+@pytest.mark.parametrize("step", [5, 10, 11, 20, 21, 35])
+def test_a_killed_run_goes_on_bit_equal(step: int, whole: Trained, tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        train(orchestrated(**SWITCHES), tmp_path, [KillAt(step)])
+    again = train(orchestrated(**SWITCHES), tmp_path)
+    assert again.weights == whole.weights
+    assert without_times(again.decisions) == without_times(whole.decisions)
+
+
+@pytest.mark.parametrize("call", [1, 4, 7])
+def test_a_kill_within_a_trial_leaves_the_state_before_it(
+    call: int, whole: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    train_ = Trials._train
+
+    def killed(self: Trials, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        train_(self, *arguments)
+        if calls == call:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trials, "_train", killed)
+        with pytest.raises(KilledError):
+            train(orchestrated(**SWITCHES), tmp_path)
+    again = train(orchestrated(**SWITCHES), tmp_path)
+    assert again.weights == whole.weights
+    assert without_times(again.decisions) == without_times(whole.decisions)
+
+
+def test_replay_follows_decisions_without_trials(whole: Trained, tmp_path: Path) -> None:
+    path = tmp_path / "earlier.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in whole.decisions))
+    keys = {"orchestrator_policy": "replay", "orchestrator_decisions": str(path)}
+    (tmp_path / "run").mkdir()
+    again = train(orchestrated(**SWITCHES, **keys), tmp_path / "run")
+    assert again.weights == whole.weights
+    assert [one["choice"] for one in again.decisions] == [one["choice"] for one in whole.decisions]
+    assert again.callback is not None
+    assert again.callback.orchestrator.trial_steps == 0
+    with pytest.raises(ConfigError, match=r"decisions of another manifest, \w{16}, expected \w{16}"):
+        train(orchestrated(**SWITCHES, **keys, lr=2e-2), tmp_path / "run")
+    path.write_text('{"step": 3}\n')
+    with pytest.raises(
+        ConfigError, match=r"earlier.jsonl:1: expected a JSON object with phase, step and choice"
+    ):
+        train(orchestrated(**SWITCHES, **keys), tmp_path / "run")
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"no such file; give the decisions\.jsonl of a run"):
+        train(orchestrated(**SWITCHES, **keys), tmp_path / "run")
+
+
+def test_identical_candidates_never_switch(tmp_path: Path) -> None:
+    adamw = {"optimizer": "adamw", "rate": 1.0}
+    for policy in ("halving", "ucb"):
+        (tmp_path / policy).mkdir()
+        (tmp_path / f"{policy}_plain").mkdir()
+        strategies = {"conservative_adamw": None, "b": adamw, "c": adamw, "d": adamw}
+        ours = train(
+            orchestrated(orchestrator_strategies=strategies, orchestrator_policy=policy, save_every=None),
+            tmp_path / policy,
+        )
+        assert {one["choice"] for one in ours.decisions} == {"conservative_adamw"}
+        intervals = [one["interval"] for one in ours.decisions if one["interval"] is not None]
+        assert intervals
+        assert all(interval == [0.0, 0.0, 0.0] for interval in intervals)
+        plain = train(phase_of(save_every=None), tmp_path / f"{policy}_plain")
+        assert ours.weights == plain.weights
+
+
+def test_a_budget_that_is_spent_ends_the_trials(tmp_path: Path) -> None:
+    phase = orchestrated(orchestrator_budget=0.6, save_every=None)
+    found = train(phase, tmp_path)
+    assert found.callback is not None
+    assert 0 < found.callback.orchestrator.trial_steps <= 0.6 * phase.steps
+    assert "of the budget are spent, a decision takes" in found.decisions[-1]["reason"]
+
+
+def test_a_trial_that_runs_out_of_memory_scores_infinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_ = Trials._train
+
+    def short_of_memory(self: Trials, *arguments: Any) -> None:
+        if self.portfolio.pending == "muon":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        train_(self, *arguments)
+
+    monkeypatch.setattr(Trials, "_train", short_of_memory)
+    strategies = ["conservative_adamw", "muon"]
+    found = train(orchestrated(orchestrator_strategies=strategies, save_every=None), tmp_path)
+    assert found.decisions[0]["scores"]["muon"] == ["inf", "inf"]
+    assert found.decisions[0]["choice"] == "conservative_adamw"
+    assert len(found.decisions) == 3, "the run went on"
+
+
+def test_windows_that_score_are_read_by_no_step(tmp_path: Path) -> None:
+    found = train(orchestrated(steps=20, save_every=None), tmp_path)
+    assert found.callback is not None
+    data = found.callback.orchestrator.data
+    assert data is not None
+    sampler = WindowSampler(len(data.dataset), 4, seed=3)
+    read = {sampler.window(sample) for sample in range((20 + 3 * 4) * 4)}
+    assert len(data.held_out) == 64
+    assert not read & set(data.held_out)
+    with pytest.raises(
+        ConfigError, match="leave 0 to score decisions by, expected 8 or more; use fewer steps"
+    ):
+        train(orchestrated(steps=300), tmp_path)
+
+
+def test_a_portfolio_that_does_not_fit_is_refused_with_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caramba.train.orchestration.build.free_bytes", lambda device: 1000)
+    with pytest.raises(
+        ConfigError, match=r"states of the portfolio take [\d,]+ bytes .* the 1,000 free on cpu"
+    ):
+        train(orchestrated(), tmp_path)
