@@ -24,7 +24,7 @@ SECOND_MOMENTS = ("adamw", "muon", "swats", "pidao_adaptive")
 
 
 class StrategyConfig(Config):
-    """One way to step: an optimiser, its rate relative to `lr`, its moments, weight decay and clipping."""
+    """How to step: an optimiser, its rate relative to `lr`, its moments, weight decay and clipping."""
 
     optimizer: Literal["adamw", "sgd", "lion", "muon", "swats", "pidao", "pidao_adaptive"] = Field(
         description="optimiser of the strategy"

@@ -22,7 +22,7 @@ WITH_SECOND_MOMENT = (ADAM, SWATS, PIDAO_ADAPTIVE)
 
 @dataclass
 class Averages:
-    """Averages of a weight's gradient g and of g^2, and of how many steps the latter is; None where there are none."""
+    """Averages of a weight's gradient g and of g^2, None where there are none, and the steps of the latter."""
 
     mean: Tensor | None
     """About the average of g, without the shortfall of an average that began at 0."""
@@ -59,7 +59,7 @@ def read_averages(kind: str, state: dict[str, Any], group: dict[str, Any]) -> Av
 
 
 def write_averages(kind: str, found: Averages, group: dict[str, Any], weight: Tensor) -> dict[str, Any]:
-    """Return the state with which a kind of optimiser goes on from averages; empty where it begins afresh."""
+    """Return the state with which a kind of optimiser resumes from averages; empty where it begins afresh."""
     mean, steps = found.mean, found.steps
     if mean is None:
         return {}
@@ -98,11 +98,11 @@ def same_state(kind: str, other: str, group: dict[str, Any], after: dict[str, An
 
 
 BETA1 = 0.9
-"""Decay of the average of g that is kept beside an optimiser without one."""
+"""Decay of the average of g that is kept next to an optimiser without one."""
 
 
 def shadow_(kind: str, state: dict[str, Any], weight: Tensor, grad: Tensor, beta2: float) -> None:
-    """Keep beside an optimiser the averages that it has none of, so that another can take over."""
+    """Keep next to an optimiser the averages that it has none of, so that another can take over."""
     if kind not in WITH_SECOND_MOMENT or "momentum_buffer" in state:
         if "exp_avg_sq" not in state:
             state["exp_avg_sq"] = torch.zeros_like(weight)

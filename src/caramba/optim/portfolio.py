@@ -32,13 +32,13 @@ Squares = dict[nn.Parameter, Tensor]
 class Portfolio(torch.optim.Optimizer):
     """Steps by the active strategy of a phase; `switch` has another take over at the next step.
 
-    The next optimiser goes on from the averages of the one before (`handover`). Its rate begins where its update is as
+    The next optimiser resumes from the averages of the one before (`handover`). Its rate begins where its update is as
     large, group by group, as the update that the one before would make of the same gradients, which a dry run of both
     measures. It then goes to the strategy's own rate geometrically, in `orchestrator_ramp_steps`. lr times weight decay
     stays the schedule's. A switch to the strategy in use, or to one with equal data, changes no bit.
 
-    While the active optimiser lacks an average of g^2 that another strategy needs, it is kept beside it; `is_ready`
-    says when it has seen enough steps. All is in `param_groups` and `state`, and is saved and loaded as one optimiser.
+    While the active optimiser lacks an average of g^2 that another strategy needs, it is kept next to it; `is_ready`
+    tells when it has seen enough steps. All is in `param_groups` and `state`, and is saved and loaded as one optimiser.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ BASE: dict[str, Any] = {"phase": "pretrain", "steps": 5000, "orchestrator_enable
 
 
 def test_names_and_data_become_strategies() -> None:
-    phase = PhaseConfig(**BASE, orchestrator_strategies=["conservative_adamw", "lion"])
+    phase = PhaseConfig.model_validate(BASE | {"orchestrator_strategies": ["conservative_adamw", "lion"]})
     assert phase.orchestrator_strategies == {
         name: STRATEGIES[name] for name in ("conservative_adamw", "lion")
     }
@@ -103,7 +103,7 @@ def test_a_decision_costs_its_rungs_and_its_test() -> None:
 
 
 def test_states_are_counted_in_bytes() -> None:
-    adamw = PhaseConfig(**BASE, orchestrator_strategies=["conservative_adamw"])
+    adamw = PhaseConfig.model_validate(BASE | {"orchestrator_strategies": ["conservative_adamw"]})
     assert portfolio_bytes(adamw, 10) == {"states": 80, "copies": 240}
-    mixed = PhaseConfig(**BASE, orchestrator_strategies=["conservative_adamw", "pidao"])
+    mixed = PhaseConfig.model_validate(BASE | {"orchestrator_strategies": ["conservative_adamw", "pidao"]})
     assert portfolio_bytes(mixed, 10)["states"] == 160

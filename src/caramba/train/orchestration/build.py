@@ -52,7 +52,7 @@ def build_orchestration(
 
 
 def refuse_too_large(phase: PhaseConfig, weights: int, device: torch.device) -> None:
-    """Check that states and copies of a portfolio fit beside the weights.
+    """Check that states and copies of a portfolio fit next to the weights.
 
     Raises:
         ConfigError: they do not, with the bytes.

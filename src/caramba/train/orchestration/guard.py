@@ -63,15 +63,15 @@ class Snapshot:
 
 
 class Guard:
-    """Watches every step of a phase, apart from `nonfinite`, which watches what is not finite.
+    """Watches every step of a phase; `nonfinite` watches what is not finite.
 
     - A gradient far above those before it is clipped to their median norm.
     - A step whose loss or gradient is further out is left out.
-    - A step whose update is far larger than those before it is undone, and weights and states go back to the last
-      snapshot that was good: what made the update is in the states.
+    - A step whose update is far larger than those before it is undone, and states go back to the last snapshot before
+      it: what made the update is in the states. A second one within PATIENCE steps takes the weights back as well.
     - A loss that stays above `orchestrator_max_loss_increase` times its median goes back as well.
 
-    After going back the run goes on with the next batch, by the safety strategy if there is one. Each answer is
+    After going back the run continues with the next batch, by the safety strategy if there is one. Each answer is
     capped. Two snapshots are kept, on the device of the weights; the older one is gone back to if the newer one is of
     fewer than PATIENCE steps ago.
     """
@@ -86,6 +86,7 @@ class Guard:
         self.phase, self.portfolio, self.parameters, self.report = phase, portfolio, parameters, report
         self.loss, self.norm, self.update = RobustScore(), RobustScore(), RobustScore()
         self.counts = dict.fromkeys(MOST, 0)
+        self.last_undo = -(10**9)
         self.high = 0  # steps in a row with a high loss
         self.snapshots: list[Snapshot] = []
         self._before: list[Tensor] | None = None
@@ -134,15 +135,19 @@ class Guard:
             return
         changes = torch._foreach_sub([p.detach() for p in self.parameters], before)  # pyright: ignore[reportPrivateImportUsage]
         norms = torch._foreach_norm(changes)  # pyright: ignore[reportPrivateImportUsage]
-        size = float(torch.stack([norm.float() for norm in norms]).norm()) / self.scheduled_lr(step)
+        size = float(torch.stack([norm.float() for norm in norms]).norm()) / self.read_scheduled_lr(step)
         z = self.update(size)
         is_far = not math.isfinite(size) or size > LEAST_UPDATE_FACTOR * self.update.median()
         if z > UNDO_AT and is_far and self._may("undo"):
-            self._go_back(step, update=size, z=z, why="update far larger than those before", kind="undo")
+            # States made the update, so they go back; the weights of before it are good, unless it continues.
+            weights = before if step - self.last_undo > PATIENCE else None
+            self.last_undo = step
+            why = "update far larger than those before"
+            self._go_back(step, kind="undo", weights=weights, update=size, z=z, why=why)
             return
         self.update.add(size)
 
-    def scheduled_lr(self, step: int) -> float:
+    def read_scheduled_lr(self, step: int) -> float:
         """Return the lr of the schedule, which updates are relative to."""
         if not isinstance(self.phase.scheduler, str):
             return self._lr
@@ -165,10 +170,13 @@ class Guard:
         self.snapshots = [*self.snapshots[-1:], Snapshot(step, weights, self.portfolio.capture())]
 
     @torch.no_grad()
-    def _go_back(self, step: int, *, kind: str = "rollback", **values: Any) -> None:
-        old_enough = [one for one in self.snapshots if kind == "undo" or step - one.step >= PATIENCE]
+    def _go_back(
+        self, step: int, *, kind: str = "rollback", weights: list[Tensor] | None = None, **values: Any
+    ) -> None:
+        least = 1 if kind == "undo" else PATIENCE
+        old_enough = [one for one in self.snapshots if step - one.step >= least]
         target = (old_enough or self.snapshots)[-1]
-        for p, kept in zip(self.parameters, target.weights, strict=True):
+        for p, kept in zip(self.parameters, weights or target.weights, strict=True):
             p.copy_(kept)
         self.portfolio.restore(target.captured)
         self.high = 0
@@ -185,6 +193,7 @@ class Guard:
             "update": list(self.update.values),
             "counts": dict(self.counts),
             "high": self.high,
+            "last_undo": self.last_undo,
             "snapshots": [
                 {"step": one.step, "weights": one.weights, "captured": self._plain(one.captured)}
                 for one in self.snapshots
@@ -203,6 +212,7 @@ class Guard:
             score.values.extend(state[name])
             setattr(self, name, score)
         self.counts, self.high = dict(state["counts"]), state["high"]
+        self.last_undo = state["last_undo"]
         self.snapshots = []
         for one in state["snapshots"]:
             states, groups = one["captured"]["kept"]

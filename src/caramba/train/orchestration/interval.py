@@ -27,7 +27,7 @@ class Interval:
         )
 
 
-def paired_interval(differences: Sequence[float], *, comparisons: int = 1) -> Interval:
+def compute_interval(differences: Sequence[float], *, comparisons: int = 1) -> Interval:
     """Return Student's interval of the mean of paired differences, at 95% over all of `comparisons` (Bonferroni).
 
     A difference of +inf, of a candidate that has diverged, makes the interval that. Equal differences have no width.

@@ -98,7 +98,7 @@ def choices_to_replay(path: Path, phase: str, digest: str, strategies: Any) -> d
         if one.get("manifest") != digest:
             raise ConfigError(
                 f"{path}: decisions of another manifest, {one.get('manifest')}, expected {digest}: model, data, seed "
-                f"or the keys of phase {phase!r} differ; run them unchanged, or decide anew with "
+                f"or the keys of phase {phase!r} differ; run them unchanged, or decide again with "
                 "orchestrator_policy=halving"
             )
         if one["choice"] not in strategies:

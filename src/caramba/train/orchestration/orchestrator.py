@@ -19,7 +19,7 @@ from caramba.errors import CarambaError
 from caramba.optim.nowcast import FORECASTS, Snapshots
 from caramba.optim.portfolio import Portfolio
 from caramba.runtime import is_distributed
-from caramba.train.orchestration.interval import paired_interval
+from caramba.train.orchestration.interval import compute_interval
 from caramba.train.orchestration.journal import Journal
 from caramba.train.orchestration.policies import Choice, Gains, choose
 from caramba.train.orchestration.trials import Fork, TrialData, Trials
@@ -30,7 +30,7 @@ NOWCAST_AHEAD = 1.0
 
 
 class Orchestrator:
-    """Decides at every `orchestrator_decision_interval` steps of a phase which strategy goes on.
+    """Decides at every `orchestrator_decision_interval` steps of a phase which strategy steps next.
 
     All ranks compute the same decision from reduced scores, and stop if they differ. Between decisions it only keeps
     the losses of steps, on the device.
@@ -60,7 +60,7 @@ class Orchestrator:
         return step > self.decided and step % interval == 0 and step < self.phase.steps
 
     def decide(self, step: int, module: Any, portfolio: Portfolio, device: torch.device) -> str:
-        """Take the decision before step `step`, record it and return the strategy that goes on."""
+        """Take the decision before step `step`, record it and return the strategy that steps next."""
         self.decided = step
         seen = self._telemetry(portfolio, device)
         cost = {"steps": 0, "seconds": 0.0}
@@ -151,7 +151,7 @@ class Orchestrator:
                 for before in (jump, None)
             )
             differences.append(with_it - without if math.isfinite(with_it) else math.inf)
-        interval = paired_interval(differences)
+        interval = compute_interval(differences)
         is_kept = interval.high < 0
         if is_kept:
             jump()
@@ -219,7 +219,7 @@ class Orchestrator:
             self.snapshots.load_state_dict(state["snapshots"])
 
     def cost(self, tokens_per_step: int) -> dict[str, float]:
-        """Return what trials have cost the phase, beside its own steps."""
+        """Return what trials have cost the phase, next to its own steps."""
         return {
             "trial_steps": float(self.trial_steps),
             "trial_tokens": float(self.trial_steps * tokens_per_step),

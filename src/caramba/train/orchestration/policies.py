@@ -9,7 +9,7 @@ from typing import Any
 
 from caramba.config.orchestrator import halving_rungs
 from caramba.config.train import PhaseConfig
-from caramba.train.orchestration.interval import Interval, paired_interval
+from caramba.train.orchestration.interval import Interval, compute_interval
 
 Score = Callable[[str, int, int, int | None], float]
 """Held-out loss of a strategy after a horizon of steps: name, horizon, repeat, half of the held-out windows."""
@@ -103,7 +103,7 @@ def choose(
     pairs = list(zip(scores[challenger], scores[active], strict=True))
     differences = [_difference(first, second) for first, second in pairs]
     compared = len(challengers) if phase.orchestrator_policy == "halving" else 1
-    interval = paired_interval(differences, comparisons=compared)
+    interval = compute_interval(differences, comparisons=compared)
     gains.add(challenger, -interval.mean)
     if challenger == left and math.isfinite(interval.mean):
         interval = interval.widen(BACK)
@@ -115,5 +115,5 @@ def choose(
 
 
 def _difference(first: float, second: float) -> float:
-    """Return first - second; 0 where both are infinite, which says nothing."""
+    """Return first - second; 0 where both are infinite."""
     return 0.0 if first == second else first - second
