@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from caramba.ops.backend import all_ops
+from caramba.ops.decode_arguments import ZEROS
 from tests.ops.decode_cases import Case, arguments
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPS = (
     *("rms_norm", "add_rms_norm", "rms_norm_backward", "layer_norm", "add_layer_norm", "layer_norm_backward"),
-    *("rope", "lion_step"),
+    *("rope", "lion_step", "dba_decode"),
 )
 WIDTHS = (1, 2, 31, 32, 33, 64, 100, 257, 1000)
 RELATIVE, ULPS = 1e-5, 1.0
@@ -162,9 +163,9 @@ def _lion(draw: random.Random, generator: torch.Generator, dtype: torch.dtype) -
 def _decode(draw: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     name = next(name for name, kind in DTYPES.items() if kind == dtype)
     is_latent = draw.random() < 0.4
-    kinds = [draw.choice((name, name, *DTYPES)) for _ in range(2 if is_latent else 3)]
-    if not is_latent and draw.random() < 0.1:
-        kinds[1] = "zeros"
+    other = draw.choice(("fp16", "bf16"))
+    kinds = list(draw.choice(((name,) * 3, (name,) * 3, (other, name, other), ("fp32",) * 3)))
+    kinds = kinds[: 2 if is_latent else 3]
     kv_heads = 1 if is_latent else draw.choice((1, 2, 3))
     widths = (1, 8, 16, 24, 33, 64, 128)
     lengths = tuple(draw.choice((0, 1, 5, 31, 32, 33, 100, 150)) for _ in range(draw.choice((1, 1, 2, 3))))
@@ -179,7 +180,12 @@ def _decode(draw: random.Random, generator: torch.Generator, dtype: torch.dtype)
         null=draw.random() < 0.3,
         seed=draw.randrange(2**31),
     )
-    return decode_call(case, dtype, draw.choice((0, 0, 1, 3, 7)))
+    call = decode_call(case, dtype, draw.choice((0, 0, 1, 3, 7)))
+    if draw.random() < 0.1:  # keys of one part: the other is a row of zeros for all
+        geo = call[4][0]
+        zeros = torch.zeros((1, 1, 1, geo.shape[3]), dtype=torch.bfloat16).expand(geo.shape)
+        return (*call[:2], [kinds[0], ZEROS, *kinds[2:]], call[3], [zeros], *call[5:])
+    return call
 
 
 def decode_call(case: Case, dtype: torch.dtype, n_splits: int) -> tuple[Any, ...]:

@@ -107,4 +107,5 @@ def _pointers(text: str) -> str:
         space, kind = found.groups()
         return f"emulated::Pointer<emulated::Space::{SPACES[space]}, {kind}> "
 
+    text = re.sub(r"\bthread\s+(\w+)\s*\*", r"\1* ", text)
     return re.sub(r"\b(device|threadgroup)\s+((?:const\s+)?[\w:]+)\s*\*\s*", checked, text)
