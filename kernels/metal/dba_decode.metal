@@ -8,7 +8,7 @@ using namespace metal;
 
 constant constexpr uint CHUNK = 32;                          // features staged at a time
 constant constexpr uint PAIRS = ROWS * KEYS / THREADS;       // scores of a thread
-constant constexpr uint STAGED = CHUNK + 1;                  // odd, so that keys lie in different banks
+constant constexpr uint STAGED = CHUNK + 1;                  // odd, so that keys are in different banks
 
 // Add the products of all rows and the tile's keys over one part of their features.
 template <typename T>

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from tests.ops.emulated import needs_compiler
-from tests.ops.metal_cases import DTYPES, OPS, calls, errors_of, kernel_of, launcher
+from tests.ops.metal_cases import DTYPES, OPS, calls, errors_of, kernel_of, launcher, surviving
 from tests.ops.metal_emulator.library import emulated_metal
+from tests.ops.metal_mutants import MUTANTS
 
 pytestmark = needs_compiler
 SAMPLES = int(os.environ.get("CARAMBA_METAL_SAMPLES", "25"))
@@ -26,3 +28,25 @@ def test_random_shapes_equal_float64(op: str) -> None:
             found = errors_of(call, call.run(run))
             assert found.are_small, f"{op} {name}, sample {i}: {found}"
         assert set(emulator.launches) >= {kernel_of(op)}
+
+
+@pytest.mark.parametrize("kernel", MUTANTS)
+def test_every_mistake_is_seen(kernel: str) -> None:
+    assert len(MUTANTS[kernel]) >= 8
+    with emulated_metal() as emulator:
+        assert surviving(kernel, emulator) == []
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_orders_of_threads_change_no_bit(op: str) -> None:
+    run = launcher(op)
+    chosen = list(calls(op, "fp32", 3, seed=1))
+    with emulated_metal() as emulator:
+        emulator.prepare(lambda: [call.run(run) for call in chosen])
+        for call in chosen:
+            results = []
+            for emulator.seed in range(20):
+                results.append(call.run(run))
+            for other in results[1:]:
+                for x, like in zip(other, results[0], strict=True):
+                    torch.testing.assert_close(x, like, rtol=0, atol=0, equal_nan=True)

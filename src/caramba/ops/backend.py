@@ -244,8 +244,8 @@ def fused_decode_available(cache: _Cache, device: torch.device | str) -> bool:
 
     It does for the caches of decoupled attention where a launcher of `dba_decode` is attached, and for quantised caches
     of undivided keys; torch's backends read the unquantised ones. It does not where blocks are Hadamard-rotated (the
-    tail is not, and one query cannot serve both) or first tokens are kept exact (their keys have another shape). Metal's
-    kernel reads numbers alone, no quantised blocks.
+    tail is not, and one query cannot serve both) or first tokens are kept exact (their keys have another shape). On
+    Metal it does not for quantised caches: the kernel there reads numbers alone.
     """
     if not _attached or ("dba_decode", torch.device(device).type) not in _attached:
         return False

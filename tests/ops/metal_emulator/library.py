@@ -38,6 +38,7 @@ class Emulator:
 
     seed: int = 0
     options: tuple[str, ...] = ()
+    mutate: Callable[[str], str] = str
     libraries: dict[tuple[str, tuple[str, ...]], EmulatedLibrary] = field(default_factory=dict)
     launches: list[str] = field(default_factory=list)
     read: int = 0
@@ -49,7 +50,7 @@ class Emulator:
         Raises:
             SyntaxError: the source does not compile.
         """
-        return self.compile_all([source])[0]
+        return self.compile_all([self.mutate(source)])[0]
 
     def compile_all(self, sources: Sequence[str]) -> list[EmulatedLibrary]:
         """Compile many sources, those that are new by one run of the compiler."""
@@ -65,8 +66,11 @@ class Emulator:
                 self.libraries[source, self.options] = EmulatedLibrary(self, library, f"source_{i}", one)
         return [self.libraries[source, self.options] for source in sources]
 
-    def prepare(self, work: Callable[[], object]) -> None:
-        """Compile what launches of `work` need by one run of the compiler; they run no kernel here."""
+    def prepare(self, work: Callable[[], object], *mutations: Callable[[str], str]) -> None:
+        """Compile what launches of `work` need by one run of the compiler; they run no kernel here.
+
+        With mutations, their forms of these sources.
+        """
         sources: list[str] = []
 
         def record(source: str) -> mock.Mock:
@@ -77,7 +81,12 @@ class Emulator:
             compiled.cache_clear()
             work()
             compiled.cache_clear()
-        self.compile_all(sources)
+        self.compile_all([mutate(source) for mutate in mutations or (str,) for source in sources])
+
+    def use(self, mutate: Callable[[str], str]) -> None:
+        """Change what is compiled from now on."""
+        self.mutate = mutate
+        compiled.cache_clear()
 
     def forget_bytes(self) -> None:
         """Count from nothing."""
