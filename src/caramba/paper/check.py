@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from caramba.config.names import nearest
@@ -125,14 +125,25 @@ def _unknown(name: str, known: Mapping[str, object], kind: str, where: str) -> l
     return [] if name in known else [f"{name!r} is no {kind}{nearest(name, known) or f'; {where}'}"]
 
 
+def section_names(
+    scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]
+) -> tuple[Names, frozenset[str]]:
+    """Return the words of a section that may hold digits, and the years of the works that it cites."""
+    works = [work for _, work in _works(scanned, cited)]
+    names = Names([*evidence.names, evidence.name, *(work.title for work in works)])
+    return names, frozenset(work.year for work in works)
+
+
+def _works(scanned: Scanned, cited: Mapping[str, Record]) -> Iterator[tuple[int, Record]]:
+    for use in scanned.uses_of(*CITING):
+        for key in map(str.strip, use.arguments[0].split(",")):
+            if key in cited:
+                yield use.paragraph, cited[key]
+
+
 def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> list[Problem]:
-    cites = [
-        (use.paragraph, cited[key])
-        for use in scanned.uses_of(*CITING)
-        for key in map(str.strip, use.arguments[0].split(","))
-        if key in cited
-    ]
-    names = Names([*evidence.names, evidence.name, *(work.title for _, work in cites)])
+    names, _ = section_names(scanned, evidence, cited)
+    cites = list(_works(scanned, cited))
     faults = list(scanned.baseless)
     ungrounded: list[tuple[Finding, str]] = []
     for row in scanned.rows:

@@ -60,10 +60,11 @@ def need_model(config: PaperConfig, where: str) -> None:
     """Refuse, before anything is loaded or sent, when the model cannot be asked from here.
 
     Raises:
-        ConfigError: litellm or pylatexenc is not installed, or the named variable holds no key.
+        ConfigError: a library of the extra `paper` is not installed, or the named variable holds no key.
     """
     need_library("litellm", "paper", where)
-    need_library("pylatexenc", "paper", where)
+    for library in ("pylatexenc", "pybtex", "pypdf"):
+        need_library(library, "paper", where)
     key = config.api.key_env
     if key is not None and not os.environ.get(key, "").strip():
         shown = config.api.shown_key_env

@@ -56,7 +56,7 @@ def need_latex(where: str) -> None:
         raise ConfigError(f"{where}: LaTeX lacks {', '.join(lacking)}; install {PACKAGES}")
 
 
-def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S) -> Compiled:
+def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S, passes: int = 2) -> Compiled:
     """Compile `paper.tex` among `files`, given by their paths relative to it; bibtex runs if it has a bibliography.
 
     Every program has `timeout_s` seconds. The same files give the same PDF.
@@ -68,7 +68,7 @@ def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S) -
             (folder / path).write_bytes(content)
         latex = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
         has_bibliography = rb"\bibliography{" in files["paper.tex"]
-        steps = [latex, ["bibtex", "paper"], latex, latex] if has_bibliography else [latex, latex]
+        steps = [latex, ["bibtex", "paper"], latex, latex] if has_bibliography else [latex] * passes
         for step in steps:
             error = _run(step, folder, timeout_s)
             if error is not None:

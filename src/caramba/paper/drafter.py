@@ -143,7 +143,7 @@ class _Session:
             if refusal is None and passed.unresolved:
                 refusal = f"not finished: these lead nowhere: {', '.join(passed.unresolved)}"
         if refusal is None:
-            refusal = self._edited_since(tools)
+            refusal = tools.gate.unknown_digits(draft.sections, draft.citable()) or self._edited_since(tools)
         if refusal is not None or passed is None:
             draft.messages.append({"role": "user", "content": refusal})
             self.folder.note("refused", reason=refusal)

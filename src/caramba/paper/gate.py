@@ -14,6 +14,7 @@ from caramba.paper.draft import HUMAN, Section
 from caramba.paper.evidence import Evidence
 from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PDF, RESULTS
 from caramba.paper.macros import figures_used, provenance_note, results_tex, tables_used
+from caramba.paper.printed import unknown_digits
 from caramba.paper.records import Record
 
 
@@ -47,6 +48,12 @@ class Gate:
                 name, section.body, self.evidence, cited, numbers_are_free=section.by == HUMAN
             ).problems
         ]
+
+    def unknown_digits(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> str | None:
+        """Return the refusal of the independent check on what the model wrote, None when it passes."""
+        own = {name: section.body for name, section in sections.items() if section.by != HUMAN}
+        wrong = unknown_digits(own, self.evidence, cited)
+        return "refused:\n" + "\n".join(wrong) if wrong else None
 
     def try_out(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> Passed:
         """Check the sections and compile the paper that they make, in a folder that is thrown away."""

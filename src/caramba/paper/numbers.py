@@ -73,41 +73,31 @@ def _reads_as_year(letters: str, word: str, at: int) -> bool:
     return is_alone and _YEAR.fullmatch(word) is not None and _BEFORE_YEAR.search(before) is not None
 
 
-_WORD = re.compile(r"[^\W\d_]+|\u00d7|[.,;!?()\[\]]")
-_COUNT = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
-_LARGE = (
-    "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|"
-    "billion|trillion|dozen"
-)
-_PART = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twelfth|hundredth|thousandth|millionth"
+# Words between which nothing ends: neither a sentence nor a bracket nor a cell.
+_GAP = r"[^\w.,;!?()\[\]\u00d7]+"
+_END = r"(?=\s*(?:$|[.,;!?)]))"
+_COUNT = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_PART = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twelfth|hundredth|thousandth"
 _MEASURE = (
-    "\u00d7|times|fold|percent|percentage|points|nats|bits|(?:kilo|mega|giga)?bytes|[kmg]i?b|ms|tokens|steps|epochs|"
-    "hours|minutes|(?:milli|micro)?seconds|parameters|layers|heads|orders|flops|watts"
+    "times|fold|percent|percentage|points?|nats|bits|bytes|[kmg]i?b|ms|tokens|steps|epochs|hours|minutes|"
+    "(?:milli|micro)?seconds|parameters|layers|heads|orders|flops|watts|halves"
 )
-_END = r"(?: [.,;!?)]|$)"
-_KNOWN_COUNT = "the|these|those|all|both|other|any|every|first|last|next|its|their|our|another"
 # What may stand behind a number, but not between a count and what is counted: "reaches seven on a CPU".
-_BEHIND = re.compile(
-    rf"{_END}| (?:on|in|at|with|while|when|where|which|but|than|against|for|from|after|before|compared|versus|is|are|"
-    rf"and (?:{_KNOWN_COUNT}|an?))\b"
-)
+_BEHIND = "on|in|out|at|with|while|when|but|than|against|for|from|after|before|compared|versus|is|are"
 _CLAIM = re.compile(
-    rf"\b(?:(?:{_LARGE})s\b|tens of\b|twice\b|thrice\b|(?:{_COUNT}|{_LARGE})fold\b|"
-    r"(?:doubl|tripl|quadrupl|quintupl|halv)(?:e|es|ed|ing)\b|"
-    r"(?:(?:an?|one) )?half\b(?! (?:precision|open|life|width|plane|space)\b)|"
-    rf"(?:an?|one) (?:(?:{_PART})(?={_END}| (?:of|as|the|less|more|fewer|smaller|larger|lower|higher|faster|slower|"
-    rf"better|worse|cheaper)\b)|(?:{_PART})s\b|halves\b)|"
-    rf"factors? of (?:(?:about|roughly|nearly|almost|over|up) )?(?:{_COUNT}|{_LARGE})\b|"
-    # "two hundred and fifty steps", of which _counts decides
-    rf"(?P<run>(?:{_COUNT}|{_LARGE})\b(?: (?:and |point )?(?:{_COUNT}|{_LARGE})\b)*(?: and(?: a)? half\b)?)"
-    rf"(?P<measure> (?:{_MEASURE}|(?:{_PART})s|halves)(?!\w))?|"
-    rf"(?P<roman>[MDCLXVI]{{2,}})\b(?P<romans> (?:{_MEASURE})(?!\w))?)",
+    r"\b(?:twice|thrice|tens|dozens?|half(?![\s-]+(?:precision|open|life|width|plane|space)\b)|halv\w+|"
+    r"(?:doubl|tripl|quadrupl|quintupl)(?:e|es|ed|ing)|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    rf"(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion|{_PART})s|"
+    rf"hundred|thousand|(?:m|b|tr)illion|(?:{_COUNT})fold|"
+    rf"(?:an?|one){_GAP}(?:{_PART})(?={_END}|{_GAP}(?:of|as|the|less|more|fewer|\w+er)\b)|"
+    rf"(?:zero|one|{_COUNT})(?={_GAP}(?:{_MEASURE})\b|[^\w.,;!?]*\u00d7|{_GAP}point{_GAP}\w)|"
+    rf"(?:of|has|reaches|is|are|by|at){_GAP}(?:zero|{_COUNT})(?:{_END}|(?={_GAP}(?:{_BEHIND})\b))|"
+    rf"(?:(?<=;\s)|(?<=^\s))(?:{_COUNT}){_END}|(?:{_COUNT}){_GAP}(?:in|out{_GAP}of){_GAP}(?:{_COUNT}))\b",
     re.IGNORECASE,
 )
-_ROMAN = re.compile(r"M{0,3}(?:CM|CD|D?C{0,3})(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3})")
-_NUMBERED_WORD = re.compile(
-    r"\b(?:type|part|phase|stage|class|kind|section|table|figure|appendix|chapter|theorem|version|war|level) $",
-    re.IGNORECASE,
+_ROMAN = re.compile(
+    r"(?<!Type )(?<!Part )(?<!Section )(?<!Table )\b(?=[MDCLXVI]{2})M{0,3}(?:CM|CD|D?C{0,3})(?:XC|XL|L?X{0,3})"
+    rf"(?:IX|IV|V?I{{0,3}})\b(?:(?<=[MDCLXVI]{{4}})|(?<=[XVI]{{3}})|(?=\s+(?:{_MEASURE})\b)(?<=[XVI]))"
 )
 
 
@@ -116,46 +106,9 @@ def claims(text: str) -> Iterator[tuple[str, int]]:
 
     "Two models" and "one block" are no claims.
     """
-    words = list(_WORD.finditer(text))
-    line = " ".join(word[0] for word in words)
-    index_at = {at: index for index, at in enumerate(_starts(words))}
-    for found in _CLAIM.finditer(line):
-        if (found["run"] and not _counts(found, line)) or (found["roman"] and not _is_number(found, line)):
-            continue
-        first, last = index_at[found.start()], index_at[line.rfind(" ", 0, found.end()) + 1]
-        claim = text[words[first].start() : words[last].end()].replace(HOLE, " ")
-        yield " ".join(claim.split()), words[first].start()
-
-
-def _starts(words: list[re.Match[str]]) -> Iterator[int]:
-    at = 0
-    for word in words:
-        yield at
-        at += len(word[0]) + 1
-
-
-def _counts(found: re.Match[str], line: str) -> bool:
-    """Whether count words are more than "two" in "two models"."""
-    run, before, after = found["run"].lower(), line[: found.start()], line[found.end() :]
-    if found["measure"] or re.search(rf"\b(?:{_LARGE}|point|half)\b", run):
-        return True
-    if re.match(rf" (?:in|out of) (?:{_COUNT}|{_LARGE})\b", after, re.IGNORECASE):
-        return True
-    is_last = _BEHIND.match(after.lower()) is not None
-    if run.endswith(("zero", "one")):  # "the first one", "goes to zero"
-        return is_last and re.search(r"\b(?!one |that |out )\w+ of $", before, re.IGNORECASE) is not None
-    return is_last and re.search(rf"\b(?:{_KNOWN_COUNT}) $", before, re.IGNORECASE) is None
-
-
-def _is_number(found: re.Match[str], line: str) -> bool:
-    """Whether a Roman number measures something, or is too long to be an abbreviation."""
-    word = found["roman"]
-    if not (word.isupper() and _ROMAN.fullmatch(word)):
-        return False
-    is_small = set(word) <= set("IVX")
-    is_plain = len(word) > 3 or (len(word) == 3 and is_small)
-    is_counting = found["romans"] and (len(word) > 2 or is_small)
-    return bool(is_counting or (is_plain and not _NUMBERED_WORD.search(line[: found.start()])))
+    for pattern in (_CLAIM, _ROMAN):
+        for found in pattern.finditer(text):
+            yield " ".join(found[0].replace(HOLE, " ").split()), found.start()
 
 
 _GLUED = (

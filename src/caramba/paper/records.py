@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from caramba.artifacts.latex import escape
+from caramba.config.optional_deps import need_library
 from caramba.errors import ConfigError
 
-_ENTRY = re.compile(r"@\s*([A-Za-z]+)\s*\{")
 _KEY = re.compile(r"[A-Za-z0-9:._+/-]+")
-_FIELD = re.compile(r"\b(title|author|year|date|abstract)\s*=\s*", re.IGNORECASE)
-_PASSED_OVER = frozenset({"comment", "preamble", "string"})
 MOST_TITLE, MOST_ABSTRACT, MOST_AUTHORS = 300, 3000, 50
 
 
@@ -81,67 +81,35 @@ def read_bibliography(path: Path) -> dict[str, Record]:
     """Read the entries of a .bib file, by `bib:KEY`.
 
     Raises:
-        ConfigError: no such file, an entry that does not end, or a key that occurs twice.
+        ConfigError: no such file, one that pybtex cannot read, or a key that no command can name.
     """
+    need_library("pybtex", "paper", "paper.citations.bibliography")
+    database: Any = importlib.import_module("pybtex.database")
     try:
         text = path.read_text(encoding="utf-8")
+        entries = database.parse_string(text, "bibtex").entries
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the bibliography: {error}; give a UTF-8 .bib file") from None
+    except importlib.import_module("pybtex.exceptions").PybtexError as error:
+        raise ConfigError(f"{path}: not BibTeX: {error}; correct that entry") from None
     found: dict[str, Record] = {}
-    for line, entry in _entries(text, path):
-        key = entry.partition("{")[2].partition(",")[0].strip()
+    for key, entry in entries.items():
         if not _KEY.fullmatch(key):
-            raise ConfigError(f"{path}:{line}: key {key!r}; expected letters, digits and : . _ + / -")
-        if f"bib:{key}" in found:
-            raise ConfigError(f"{path}:{line}: two entries are called {key!r}; keys are distinct")
-        fields = dict(_fields(entry))
+            raise ConfigError(f"{path}: key {key!r}; expected letters, digits and : . _ + / -")
+        fields = {name.lower(): re.sub("[{}]", "", value) for name, value in entry.fields.items()}
         year = re.search(r"\d{4}", fields.get("year", "") or fields.get("date", ""))
+        people = [" ".join(part for name in (person.first_names, person.middle_names, person.prelast_names,
+                                             person.last_names) for part in name)
+                  for person in entry.persons.get("author", ())]  # fmt: skip
         found[f"bib:{key}"] = Record(
             id=f"bib:{key}",
             title=clean(fields.get("title", ""), MOST_TITLE),
-            authors=tuple(
-                clean(name, 200) for name in fields.get("author", "").split(" and ") if name.strip()
-            ),
+            authors=tuple(clean(re.sub("[{}]", "", name), 200) for name in people),
             year=year[0] if year else "",
             abstract=clean(fields.get("abstract", ""), MOST_ABSTRACT),
-            entry=entry + "\n",
+            entry=entry.to_string("bibtex"),
         )
     return found
-
-
-def _entries(text: str, path: Path) -> Iterator[tuple[int, str]]:
-    at = 0
-    while found := _ENTRY.search(text, at):
-        line = text.count("\n", 0, found.start()) + 1
-        end = _closing(text, found.end())
-        if end is None:
-            raise ConfigError(f"{path}:{line}: the entry does not end; close its brace")
-        if found[1].lower() not in _PASSED_OVER:
-            yield line, text[found.start() : end]
-        at = end
-
-
-def _fields(entry: str) -> Iterator[tuple[str, str]]:
-    for found in _FIELD.finditer(entry):
-        rest = entry[found.end() :]
-        if rest.startswith("{"):
-            end = _closing(rest, 1)
-            value = rest[1 : end - 1] if end else ""
-        elif rest.startswith('"'):
-            value = rest[1:].partition('"')[0]
-        else:
-            value = re.split(r"[,}\n]", rest, maxsplit=1)[0]
-        yield found[1].lower(), value.replace("{", "").replace("}", "")
-
-
-def _closing(text: str, at: int) -> int | None:
-    """Return the place behind the brace that closes the one before `at`."""
-    depth = 1
-    for index in range(at, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return index + 1
-    return None
 
 
 def _plain(text: str) -> str:
