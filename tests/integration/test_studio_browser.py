@@ -15,6 +15,7 @@ from PIL import Image
 
 from caramba.artifacts.studio.page import build_data, build_page, find
 from caramba.artifacts.write import write
+from caramba.runs.events import append_event
 from tests.integration.studio_runs import make_sweep
 from tests.unit.artifacts.sample_run import make_result
 
@@ -26,29 +27,45 @@ ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 ]
-# Texts whose box another text covers, or that end outside of the page without a way to scroll to them.
+# Texts under 9 px as they are shown (a figure may be scaled), texts that cover each other, and texts that end outside of
+# what is in sight without a way to scroll to them. A text's boxes are those of its lines, within what scrolls it.
 FAULTS = """() => {
-  const found = [];
-  const shown = (node) => { const box = node.getBoundingClientRect(); return box.width > 0 && box.height > 0; };
+  const found = [], boxes = [];
   if (document.documentElement.scrollWidth > innerWidth) found.push(`page is ${document.documentElement.scrollWidth} wide`);
-  for (const node of document.querySelectorAll("text, label, button, h1, h2, h3, p, figcaption, option, th, td, dd")) {
-    if (node.tagName !== "OPTION" && shown(node) && node.textContent.trim()) {
-      const size = parseFloat(getComputedStyle(node).fontSize);
-      if (size < 9) found.push(`${size} px: ${node.textContent}`);
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walk.nextNode(); node; node = walk.nextNode()) {
+    const owner = node.parentElement, text = node.textContent.trim();
+    if (!text || owner.closest("script, style, option, title, desc, template") || !owner.checkVisibility()) continue;
+    const chart = owner.closest("figure svg"), style = getComputedStyle(owner);
+    const scale = owner.getScreenCTM ? Math.abs(owner.getScreenCTM().a || owner.getScreenCTM().b) : 1;
+    const size = parseFloat(style.fontSize) * scale;
+    if (size < 9) found.push(`${size.toFixed(1)} px: ${text}`);
+    if (style.overflow === "hidden" && owner.scrollWidth > owner.clientWidth + 1 && !owner.title) found.push(`cut: ${text}`);
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    for (const rect of range.getClientRects()) {
+      let box = { left: rect.left, right: rect.right, top: rect.top, bottom: rect.bottom };
+      if (chart) {
+        const frame = chart.getBoundingClientRect();
+        if (box.left < frame.left - 2 || box.right > frame.right + 2 || box.top < frame.top - 2 || box.bottom > frame.bottom + 2)
+          found.push(`outside of its figure: ${text}`);
+      }
+      for (let up = owner.parentElement; up; up = up.parentElement) {
+        if (getComputedStyle(up).overflowX === "visible") continue;
+        const edge = up.getBoundingClientRect();
+        box = { left: Math.max(box.left, edge.left), right: Math.min(box.right, edge.right), top: Math.max(box.top, edge.top), bottom: Math.min(box.bottom, edge.bottom) };
+      }
+      if (box.right > box.left && box.bottom > box.top) boxes.push([text, owner, box]);
     }
   }
-  for (const chart of document.querySelectorAll("figure svg")) {
-    const frame = chart.getBoundingClientRect();
-    const texts = [...chart.querySelectorAll("text")].filter((node) => shown(node) && !node.children.length);
-    const boxes = texts.map((node) => [node.textContent, node.getBoundingClientRect()]);
-    for (const [text, box] of boxes) {
-      if (box.left < frame.left - 2 || box.right > frame.right + 2) found.push(`cut: ${text}`);
-    }
-    boxes.forEach(([one, a], index) => boxes.slice(index + 1).forEach(([other, b]) => {
+  boxes.sort((one, other) => one[2].top - other[2].top);
+  boxes.forEach(([one, first, a], index) => {
+    for (const [other, second, b] of boxes.slice(index + 1)) {
+      if (b.top > a.bottom) break;
       const [width, height] = [Math.min(a.right, b.right) - Math.max(a.left, b.left), Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top)];
-      if (width > 2 && height > 4) found.push(`overlap: ${one} / ${other}`);
-    }));
-  }
+      if (width > 2 && height > 5 && !first.contains(second) && !second.contains(first)) found.push(`overlap: ${one} / ${other}`);
+    }
+  });
   return found;
 }"""
 
@@ -68,7 +85,15 @@ def _page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(name="report_file", scope="module")
 def _report_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with every figure: curves of two phases, and what benchmarks and checks measured."""
     run = tmp_path_factory.mktemp("run")
+    append_event(run, "run_started")
+    for phase, steps, loss in (("blockwise_0", 1200, 0.5), ("global_0", 400, 3.0)):
+        for step in range(10, steps + 1, 10):
+            values = {"running_loss": loss + 10 / step, "lr": 1e-3, "tokens_per_s": 5000.0 + step}
+            append_event(run, "metrics", phase=phase, step=step, values=values)
+        append_event(run, "metrics", phase=phase, step=steps, values={"val_loss": loss})
+    append_event(run, "run_finished")
     write(make_result(), run)
     return run / "artifacts" / "report.html"
 
@@ -112,9 +137,9 @@ def show(tab, title: str) -> None:
 
 
 def keep_picture(tab, name: str) -> None:
-    """Save a screenshot with 64 colours, which is a third of its bytes, where the pictures are asked for."""
+    """Save a screenshot with 128 colours, which is half of its bytes, where the pictures are asked for."""
     if folder := os.environ.get("CARAMBA_PICTURES"):
-        Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(64).save(
+        Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(128).save(
             Path(folder) / name, optimize=True
         )
 
@@ -141,8 +166,35 @@ def test_no_view_of_the_studio_overlaps_or_cuts_a_text(
 @pytest.mark.parametrize("width", WIDTHS)
 def test_report_overlaps_or_cuts_no_text(report_file: Path, open_tab, width: int, scheme: str) -> None:
     tab = open_tab(report_file, width, scheme)
+    for details in tab.locator("details").all():
+        details.evaluate("node => { node.open = true; }")
+    assert tab.locator("figure img").count() >= 5
     assert tab.evaluate(FAULTS) == []
+    shown = "nodes => nodes.map(node => [node.clientWidth, node.naturalWidth])"
+    for width_shown, natural in tab.locator("figure img").evaluate_all(shown):
+        assert width_shown >= natural > 0, "a figure keeps the size at which its texts were checked"
     keep_picture(tab, f"report_{width}_{scheme}.png")
+
+
+def test_faults_are_found(open_tab, tmp_path: Path) -> None:
+    """The check of this file sees a small, a covered and a cut text, also where a figure is scaled."""
+    (tmp_path / "bad.html").write_text(
+        "<body style='margin:0;width:1000px'><p style='font-size:8px'>small</p>"
+        "<p style='position:absolute;top:100px'>under</p><p style='position:absolute;top:100px'>over</p>"
+        "<p style='position:absolute;top:200px;width:40px;overflow:hidden;white-space:nowrap'>a long text</p>"
+        "<figure style='position:absolute;top:300px'><svg width=100 height=50 viewBox='0 0 400 200'>"
+        "<text x=10 y=60 font-size=16>scaled</text><text x=390 y=100 font-size=40>edge</text></svg></figure>"
+    )
+    found = open_tab(tmp_path / "bad.html", 390).evaluate(FAULTS)
+    for text in (
+        "page is",
+        "8.0 px: small",
+        "overlap: under / over",
+        "cut: a long",
+        "4.0 px: scaled",
+        "outside of its figure: edge",
+    ):
+        assert any(text in fault for fault in found), (text, found)
 
 
 def test_filter_sort_and_pin(page_file: Path, open_tab) -> None:

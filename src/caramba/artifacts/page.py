@@ -75,6 +75,7 @@ _MEASURED = (
         ((POSITION_FILE, "Perplexity ratio by position in the window"),),
     ),
     ("Accuracy", ("accuracy",), ()),
+    ("Generated text", ("generation",), ()),
     (
         "Time and memory",
         ("throughput",),

@@ -115,9 +115,9 @@ def to_picture(figure: Any, labels: dict[str, str]) -> Picture:
 def to_png(figure: Any, labels: dict[str, str]) -> bytes:
     """Return the figure as a PNG without time stamp or version, with a note when the teacher is a proxy."""
     if "proxy" in labels:
-        characters = int(figure.get_size_inches()[0] * 11)
+        characters = int(figure.get_size_inches()[0] * 10)
         note = textwrap.fill(f"Proxy teacher: {labels['proxy']}", characters).replace("$", r"\$")
-        figure.supxlabel(note, fontsize=9, color="#666666", style="italic", x=0.01, ha="left")
+        figure.supxlabel(note, fontsize=10, color="#666666", style="italic", x=0.01, ha="left")
     return _saved(figure, "png", {"Software": None})
 
 

@@ -87,6 +87,7 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
         ("training_ladder", "Training ladder of ", ".", TRAINING_HEAD, _training_ladder(result, metrics)),
         ("variants", "Attentions of ", " from scratch.", VARIANT_HEAD, _variants(result, metrics)),
         ("accuracy", "Accuracy of ", " by task.", ACCURACY_HEAD, _accuracy(metrics)),
+        ("generation", "Generated text of ", ".", GENERATION_HEAD, _generation(metrics)),
         ("throughput", "Training speed of ", " by phase.", SPEED_HEAD, _speed(result)),
         ("transplant", "Surgery of ", ", by attention layer.", TRANSPLANT_HEAD, _transplant(result)),
         ("verification", "Verification of ", ".", VERIFY_HEAD, _verification(result)),
@@ -129,6 +130,7 @@ def _spread_note(rows: list[list[Cell]], metrics: dict[str, Metric]) -> str:
 COMPARISON_HEAD = ("Metric", "Teacher", "Student", "Change")
 STAGE_HEAD = ("Stage", "Perplexity", "Ratio to teacher")
 ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
+GENERATION_HEAD = ("Metric", "Teacher", "Student")
 SPEED_HEAD = ("Phase", "Tokens/s", "MFU (share)", "Data wait (share)", "Peak memory", "Reserved")
 VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per token")
 CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
@@ -145,6 +147,15 @@ VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
 
 MOST, LEAST = "≤", "≥"
 DOWN, UP = " ↓", " ↑"
+# Fields of the family generation.
+_GENERATED = {
+    "repetition": "Repeated 4-grams, share" + DOWN,
+    "distinct_1": "Distinct tokens, share",
+    "distinct_2": "Distinct pairs of tokens, share",
+    "length": "Length, tokens",
+    "win_rate": "Wins against the teacher, share" + UP,
+    "win_tie_rate": "Wins and ties, share" + UP,
+}
 # Family, field, words, direction that is better, unit.
 _COMPARED = (
     ("perplexity", "perplexity", "Perplexity", DOWN, ""),
@@ -388,6 +399,21 @@ def _accuracy(metrics: dict[str, Metric]) -> list[list[Cell]]:
         ratio = metrics.get(MetricKey("ratio", None, key.field, key.conditions).format())
         pair = [_measured_cell(models.get(TEACHER)), _measured_cell(models.get(STUDENT))]
         rows.append([Cell(task), Cell(words), *pair, _ratio_cell(ratio)])
+    return rows
+
+
+def _generation(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List what the benchmark of generated text measured; only a student wins or ties against its teacher."""
+    found: dict[MetricKey, dict[str, Metric]] = {}
+    for metric in metrics.values():
+        key = parse_key(metric.key)
+        if key.family == "generation" and key.model in (TEACHER, STUDENT):
+            found.setdefault(replace(key, model=STUDENT), {})[key.model] = metric
+    rows: list[list[Cell]] = []
+    for key, models in found.items():
+        words = _GENERATED.get(key.field, key.field)
+        label = Cell(f"{words} ({describe(dict(key.conditions))})" if key.conditions else words)
+        rows.append([label, _measured_cell(models.get(TEACHER)), _measured_cell(models.get(STUDENT))])
     return rows
 
 

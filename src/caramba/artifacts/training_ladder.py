@@ -84,7 +84,7 @@ def _bars(axes: Any, rows: list[dict[str, Any]], fixed: str, largest: str, text:
             label = None if legend in named else legend
             named.add(legend)
             axes.barh(at, value, height=0.92 * height, color=colour, label=label)
-            axes.annotate(text(value), (value, at), xytext=(4, -3), textcoords="offset points", fontsize=8)
+            axes.annotate(text(value), (value, at), xytext=(4, -3), textcoords="offset points", fontsize=10)
     most = max(float(row[key]) for row in rows for key in (fixed, largest) if row.get(key) is not None)
     axes.set_xlim(0, 1.22 * most)
     axes.grid(visible=False, axis="y")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from caramba.artifacts.items import to_column
 from caramba.artifacts.key import MetricKey
 from caramba.config.benchmark import GenerationBenchmarkConfig
 from caramba.errors import DataError
@@ -14,11 +18,13 @@ from caramba.evaluation.subject import Subjects
 from caramba.infer import Generator, score_continuations
 from caramba.metrics import spread_windows
 from caramba.model import Model
-from caramba.result import Metric
+from caramba.result import ITEMS, Metric
 
 REPEATED = 4
 """The length of the n-grams whose repeats are counted."""
 TEACHER = "teacher"
+NLL = "continuation_nll"
+"""Score of a prompt in items.csv: NLL of its true continuation, in nats a token."""
 
 
 def generation(
@@ -51,8 +57,9 @@ def generation(
             unit = "tokens" if field == "length" else "share"
             metrics.append(_mean(key, unit, per_prompt, source))
         rows.append(
-            {"model": name, "prompts": len(prompts)}
+            {"model": name, "task": "generation", "metric": NLL, "prompts": len(prompts)}
             | {field: statistics.fmean(v) for field, v in values.items()}
+            | {ITEMS: to_column(_to_records(prompts, truths, scored[name]), NLL, is_main=True)}
         )
     return metrics, rows
 
@@ -76,6 +83,17 @@ def count_wins(ours: Sequence[float], theirs: Sequence[float], margin: float) ->
         "win_rate": [float(difference > margin) for difference in differences],
         "win_tie_rate": [float(difference >= -margin) for difference in differences],
     }
+
+
+def _to_records(
+    prompts: list[list[int]], truths: list[list[int]], scores: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Return one record for each prompt: the NLL of its true continuation, by which any two models are paired."""
+    records: list[dict[str, Any]] = []
+    for number, (prompt, truth, score) in enumerate(zip(prompts, truths, scores, strict=True)):
+        digest = hashlib.sha256(np.array([*prompt, *truth], dtype=np.int64).tobytes()).hexdigest()[:16]
+        records.append({"id": str(number), "text_sha256": digest, "cluster": str(number), NLL: -score})
+    return records
 
 
 def _read_texts(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.text import Text
 from sample_run import STAGE_NLL, without
 
-from caramba.artifacts import curves, style, summary
+from caramba.artifacts import curves, style, summary, write
 from caramba.artifacts.metrics import collect
 from caramba.result import RunResult
+from caramba.runs.events import append_event
 
 
 @pytest.fixture
@@ -28,11 +31,18 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return drawn
 
 
+def drawn_labels(axis: Any) -> list[Any]:
+    """Return the labels of the ticks within an axis; a locator has some outside too."""
+    low, high = sorted(axis.get_view_interval())
+    rest = 1e-9 * (high - low)
+    return [tick.label1 for tick in axis.get_major_ticks() if low - rest <= tick.get_loc() <= high + rest]
+
+
 def assert_no_overlap(figure: Any) -> None:
     """No two visible texts of a figure touch, and none leaves it."""
     renderer = figure.canvas.get_renderer()
     texts = [text for axes in figure.axes for text in (axes.title, axes._left_title, *axes.texts)]
-    texts += [label for axes in figure.axes for label in (*axes.get_xticklabels(), axes.xaxis.label)]
+    texts += [label for axes in figure.axes for label in (*drawn_labels(axes.xaxis), axes.xaxis.label)]
     boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts if t.get_text() and t.get_visible()]
     for index, (text, box) in enumerate(boxes):
         assert figure.bbox.x0 - 1 <= box.x0, text
@@ -40,7 +50,7 @@ def assert_no_overlap(figure: Any) -> None:
         for other_text, other in boxes[index + 1 :]:
             assert not box.overlaps(other), (text, other_text)
     for axes in figure.axes:
-        ticks = [label for label in axes.get_yticklabels() if label.get_text()]
+        ticks = [label for label in drawn_labels(axes.yaxis) if label.get_text()]
         seen = [label.get_window_extent(renderer) for label in ticks]
         assert all(not a.overlaps(b) for i, a in enumerate(seen) for b in seen[i + 1 :])
 
@@ -145,3 +155,33 @@ def test_bytes_read_well() -> None:
     assert [style.byte_text(value) for value in (0, 768, 1024, 1536, 4 * 2**20, 3 * 2**30, 5 * 2**40)] == [
         "0 B", "768 B", "1 KiB", "1.5 KiB", "4 MiB", "3 GiB", "5 TiB",
     ]  # fmt: skip
+
+
+# What A4 leaves between its margins, where a page is printed; on a screen a figure keeps its size and scrolls.
+PRINTED_INCHES = 7.27
+
+
+def test_texts_of_every_figure_of_a_report_can_be_read_and_do_not_touch(
+    result: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    saved = style._saved
+    monkeypatch.setattr(
+        style,
+        "_saved",
+        lambda figure, form, metadata: drawn.append(figure) or saved(figure, form, metadata),
+    )
+    for phase in ("blockwise_0", "global_0"):
+        for step in range(10, 400, 10):
+            values = {"running_loss": 3 + 1 / step, "lr": 1e-3, "tokens_per_s": 5000.0, "val_loss": 3.0}
+            append_event(tmp_path, "metrics", phase=phase, step=step, values=values)
+    write(result, tmp_path)
+    figures = list({id(figure): figure for figure in drawn}.values())
+    assert len(figures) >= 5
+    for figure in figures:
+        scale = min(1.0, PRINTED_INCHES / figure.get_size_inches()[0])
+        for text in figure.findobj(Text):
+            if text.get_visible() and text.get_text().strip():
+                pixels = text.get_fontsize() * 96 / 72 * scale
+                assert pixels >= 9, (text.get_text(), pixels)
+        assert_no_overlap(figure)

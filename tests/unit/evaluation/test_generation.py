@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from caramba.artifacts.items import from_column, items_csv
+from caramba.artifacts.metrics import collect
+from caramba.artifacts.tables import NOTHING, list_tables
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.model import ModelSpec
 from caramba.data import TokenDataset
@@ -16,6 +19,7 @@ from caramba.evaluation.generation import count_wins, measure_distinct, measure_
 from caramba.evaluation.subject import Subjects
 from caramba.evaluation.suite import run_benchmark
 from caramba.model import build_model
+from caramba.result import ITEMS, BenchmarkResult, RunResult
 
 SPEC = ModelSpec.model_validate(
     {
@@ -112,3 +116,33 @@ def test_equal_models_tie_everywhere_and_a_trained_one_wins(subjects: Subjects) 
 def test_too_short_text_is_named(subjects: Subjects) -> None:
     with pytest.raises(DataError, match=r"block_size|prompt_length"):
         run_benchmark(benchmark(prompt_length=1500, max_new_tokens=1000), subjects)
+
+
+def test_prompts_are_kept_and_shown_in_a_table(subjects: Subjects) -> None:
+    bench = benchmark()
+    metrics, rows = run_benchmark(bench, subjects)
+    items = {row["model"]: from_column(row[ITEMS]) for row in rows}
+    ours, theirs = items["student"], items["teacher"]
+    assert ours.texts == theirs.texts
+    margin = 0.01
+    wins = [
+        theirs_nll - ours_nll > margin
+        for ours_nll, theirs_nll in zip(ours.scores, theirs.scores, strict=True)
+    ]
+    values = {metric.key: metric.value for metric in metrics}
+    assert values["generation.student.win_rate@gen=12"] == pytest.approx(sum(wins) / len(wins))
+    kept = BenchmarkResult("gen", "generation", tuple(metrics), tuple(rows))
+    result = RunResult("demo", "r", "ab" * 32, None, {}, {}, benchmarks=(kept,))
+    assert items_csv(result) is not None
+    (table,) = [one for one in list_tables(result, collect(result)) if one.label == "generation"]
+    assert table.head == ("Metric", "Teacher", "Student")
+    shown = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert shown["Wins and ties, share ↑ (gen 12)"][0] == NOTHING
+    assert len(shown) == 6
+    assert "standard error" in table.after
+    alone = dataclasses.replace(subjects, models={"student": subjects.models["student"]})
+    metrics, rows = run_benchmark(bench, alone)
+    kept = BenchmarkResult("gen", "generation", tuple(metrics), tuple(rows))
+    result = RunResult("demo", "r", "ab" * 32, None, {}, {}, benchmarks=(kept,))
+    (table,) = [one for one in list_tables(result, collect(result)) if one.label == "generation"]
+    assert table.head == ("Metric", "Model")
