@@ -8,8 +8,7 @@ import io
 import sys
 
 from caramba import __version__
-from caramba.config.names import nearest
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.launch.commands.help import command_help
 from caramba.launch.commands.table import COMMANDS, LATER
 from caramba.runs.exit_codes import imports_without_gc, run_command

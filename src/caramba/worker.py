@@ -60,9 +60,8 @@ def run(run_dir: Path) -> int:
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
     from caramba.runs.files import remove_parts
-    from caramba.runs.integrity import check_manifest_unchanged
     from caramba.runs.jobs import REQUEUE, current_job, record_job
-    from caramba.runs.sources import check_plugins
+    from caramba.runs.sources import check_manifest_unchanged, check_plugins
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, select_retries
 
     manifest = read_manifest(run_dir)

@@ -264,7 +264,7 @@ def test_products_in_float8_go_on_bit_equal_and_near_bfloat16(
     manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = ("float32", "bfloat16", "float16", "float8")
-    monkeypatch.setattr("caramba.runtime.precision.device_precisions", lambda device: everything)
+    monkeypatch.setattr("caramba.runtime.device.device_precisions", lambda device: everything)
     for op in ("float8_cast", "float8_swiglu", "float8_swiglu_backward"):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "triton")  # what casts is the reference
     settings = {**BFLOAT16, "float8": "rowwise", "float8_min_width": 16}

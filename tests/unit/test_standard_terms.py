@@ -19,7 +19,7 @@ TERMS = {
     "continuous batching": "infer/engine",
     "speculative decoding": "infer/",
     "gradient checkpointing": "checkpointing",
-    "loss scaling": "precision",
+    "loss scaling": "train/strategies",
     "prefix cache": "infer/engine",
     "autotune": "tune",
 }

@@ -20,10 +20,12 @@ _HOMES = {
         "DataSourceConfig",
         "LossConfig",
         "MetricLoggerConfig",
+        "NodeConfig",
         "OptimizerConfig",
         "OwnBenchmarkConfig",
         "OwnCheckConfig",
         "ScheduleConfig",
+        "parse_node",
     ),
     "kvcache": ("KVCacheKind",),
     "layer": (
@@ -49,7 +51,6 @@ _HOMES = {
         "parse_manifest",
     ),
     "model": ("EmbedderConfig", "HeadConfig", "ModelConfig", "ModelSpec", "SurgeryConfig", "TeacherConfig"),
-    "node": ("NodeConfig", "parse_node"),
     "plugins": ("PluginConfig",),
     "topology": (
         "BranchingTopologyConfig",

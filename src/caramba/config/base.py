@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from caramba.config.names import nearest
-from caramba.config.narrowing import is_list, is_mapping, is_sequence
+from caramba.config.source import is_list, is_mapping, is_sequence
+from caramba.errors import nearest
 
 __all__ = ["EXECUTABLE_KEYS", "Config", "Later", "PathText", "Seed", "nearest", "refuse_executable"]
 

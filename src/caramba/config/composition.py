@@ -19,13 +19,13 @@ from caramba.config.manifest import (
     Slug,
 )
 from caramba.config.model import FitConfig, ModelConfig
-from caramba.config.names import SYNONYMS, nearest
 from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.config.verify import VerifyConfig
+from caramba.errors import SYNONYMS, nearest
 
 
 class PartialPhaseBase(Config):

@@ -26,9 +26,8 @@ from caramba.config.ladder import LadderConfig
 from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
-from caramba.config.narrowing import is_sequence, list_of
 from caramba.config.parallel_check import check_parallel
-from caramba.config.source import Path, SourceMap, format_place, retrace, show_path
+from caramba.config.source import Path, SourceMap, format_place, is_sequence, list_of, retrace, show_path
 from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.topology import custom_layers
 from caramba.config.verify import (

@@ -6,8 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from caramba.config.extension import ExtensionConfig
-from caramba.config.node import types_kept
+from caramba.config.extension import ExtensionConfig, types_kept
 from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from caramba.config.json_file import read_object
 from caramba.config.model import ModelSpec
-from caramba.config.names import nearest
-from caramba.config.narrowing import is_mapping, is_sequence, list_of, mapping_of
-from caramba.errors import CheckpointError, quote
+from caramba.config.source import is_mapping, is_sequence, list_of, mapping_of
+from caramba.errors import CheckpointError, nearest, quote
 
 CONFIG = "config.json"
 REMOTE_TYPE = "caramba"

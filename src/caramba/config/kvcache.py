@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from caramba.config.names import member
+from caramba.errors import member
 
 
 class KVCacheKind(StrEnum):

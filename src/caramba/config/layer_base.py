@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from caramba.config.cost import Cost, Unknown, Width, expect_width, layer_cost
+from caramba.config.extension import NodeConfig
 from caramba.config.kvcache import Streams
-from caramba.config.node import NodeConfig
 
 Positive = Annotated[int, Field(gt=0, le=2**63 - 1)]
 """What a 64-bit integer of torch holds."""

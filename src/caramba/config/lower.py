@@ -12,11 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from caramba.config.names import nearest
-from caramba.config.narrowing import is_list, is_mapping, list_of, mapping_of
-from caramba.config.source import Path
+from caramba.config.source import Path, is_list, is_mapping, list_of, mapping_of
 from caramba.config.train import PhaseConfig, PhaseName, checkpointing_word
-from caramba.errors import ConfigError, bare, quote
+from caramba.errors import ConfigError, bare, nearest, quote
 
 NEEDS_TEACHER = ("blockwise", "drift", "global")
 DEFAULT_SEED = 1337

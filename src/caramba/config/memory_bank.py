@@ -11,7 +11,7 @@ from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionMode
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
 from caramba.config.layer_base import Dimension, Shapes
-from caramba.config.narrowing import is_mapping
+from caramba.config.source import is_mapping
 
 SPARE_TOKENS = 17
 """Tokens that a cache keeps besides its window, which a rollback may take back: 16 drafts and the token before."""

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 import caramba.config.layer  # noqa: F401  # pyright: ignore[reportUnusedImport]  registers layers
 from caramba.config.base import Config, PathText
+from caramba.config.extension import parse_node
 from caramba.config.kvcache import CacheFormat
 from caramba.config.layer_base import Dimension, Positive
-from caramba.config.node import parse_node
 from caramba.config.topology import TopologyConfig
 from caramba.errors import quote
 

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from caramba.config.base import Config, nearest
-from caramba.config.narrowing import is_mapping, is_sequence
 from caramba.config.optimizer import PidaoConfig, SwatsConfig
+from caramba.config.source import is_mapping, is_sequence
 
 if TYPE_CHECKING:
     from caramba.config.train import PhaseConfig

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer import Positive
-from caramba.config.narrowing import is_sequence
+from caramba.config.source import is_sequence
 from caramba.config.train import Checkpointing
 
 StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp", "pipeline"]

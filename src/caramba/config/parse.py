@@ -11,10 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from caramba.config.base import SLUG, Config, refuse_executable
-from caramba.config.names import nearest
-from caramba.config.narrowing import is_mapping, is_sequence
-from caramba.config.source import Path, SourceMap, format_place, retrace, show_path
-from caramba.errors import ConfigError, clip, quote
+from caramba.config.source import Path, SourceMap, format_place, is_mapping, is_sequence, retrace, show_path
+from caramba.errors import ConfigError, clip, nearest, quote
 
 MOST_ERRORS = 10
 MOST_CHARACTERS = 1900

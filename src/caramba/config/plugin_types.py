@@ -16,14 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from caramba.config.extension import KINDS, ExtensionConfig
+from caramba.config.extension import KINDS, ExtensionConfig, NodeConfig, is_own, type_of
 from caramba.config.layer_base import Decoding, LayerConfig
-from caramba.config.names import nearest
-from caramba.config.node import NodeConfig, is_own, type_of
 from caramba.config.plugin_import import is_installed, load_from_source, root_of
 from caramba.config.topology import TopologyConfig
 from caramba.config.user_traceback import shown, user_traceback
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 

@@ -13,12 +13,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from caramba.config.base import Config
-from caramba.config.narrowing import is_mapping, is_sequence, mapping_of
-from caramba.config.node import NodeConfig, type_of, types_kept
+from caramba.config.extension import NodeConfig, type_of, types_kept
 from caramba.config.parse import parse_as
 from caramba.config.plugin_import import check_folder, holds, import_module, root_of
 from caramba.config.plugin_types import check_types, schemas_of
-from caramba.config.source import Path, SourceMap, format_place
+from caramba.config.source import Path, SourceMap, format_place, is_mapping, is_sequence, mapping_of
 from caramba.errors import ConfigError, quote
 
 ENTRY_POINTS = "caramba.plugins"

@@ -6,10 +6,8 @@ import functools
 import re
 from typing import Any
 
-from caramba.config.names import nearest
-from caramba.config.narrowing import is_list, is_mapping
-from caramba.config.source import Path, SourceMap, format_place, is_index, show_path
-from caramba.errors import ConfigError, quote
+from caramba.config.source import Path, SourceMap, format_place, is_index, is_list, is_mapping, show_path
+from caramba.errors import ConfigError, nearest, quote
 
 MOST_FILE_BYTES = 8_000_000
 MOST_NODES = 30_000

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from caramba.config.base import Later
+from caramba.config.extension import NODE_MARK, NodeConfig
 from caramba.config.manifest import Manifest
-from caramba.config.narrowing import is_list, is_mapping, is_sequence
-from caramba.config.node import NODE_MARK, NodeConfig
+from caramba.config.source import is_list, is_mapping, is_sequence
 from caramba.config.topology import TopologyConfig
 
 

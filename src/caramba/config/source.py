@@ -1,10 +1,10 @@
-"""Paths into a configuration as a user types them, and where the value at a path was written."""
+"""Plain data of YAML and JSON: its mappings and lists, paths into it, and where a value was written."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
 from caramba.errors import clip, hide_secrets, visible
 
@@ -60,3 +60,28 @@ def retrace(path: Path, origins: Mapping[Path, Path]) -> Path:
         if origin is not None:
             return (*origin, *path[length:])
     return path
+
+
+def is_mapping(value: Any) -> TypeGuard[dict[Any, Any]]:
+    """Whether `value` is a dict."""
+    return isinstance(value, dict)
+
+
+def is_sequence(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    """Whether `value` is a list or a tuple."""
+    return isinstance(value, list | tuple)
+
+
+def is_list(value: Any) -> TypeGuard[list[Any]]:
+    """Whether `value` is a list."""
+    return isinstance(value, list)
+
+
+def mapping_of(value: Any) -> dict[str, Any]:
+    """Return `value` when it is a mapping, else an empty one: schema errors are for the schema to report."""
+    return value if is_mapping(value) else {}
+
+
+def list_of(value: Any) -> list[Any]:
+    """Return `value` as a list when it is one or a tuple, else an empty list."""
+    return list(value) if is_sequence(value) else []

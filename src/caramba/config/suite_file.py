@@ -12,11 +12,10 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer import Positive
-from caramba.config.narrowing import is_list, is_mapping
 from caramba.config.parse import parse_as
 from caramba.config.resolve import load_nodes, load_tree
 from caramba.config.source import Path as Keys
-from caramba.config.source import SourceMap
+from caramba.config.source import SourceMap, is_list, is_mapping
 from caramba.config.verify import CaseId, ChoiceLogprobCase, IntGreedyCase, Text
 from caramba.errors import ConfigError, clip, quote
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeGuard
 from pydantic import Field
 
 from caramba.config.cost import MOST_RUNS, Cost, Unknown, Width, WidthError, container_cost
+from caramba.config.extension import Node, NodeConfig, is_own
 from caramba.config.layer_base import LayerConfig
-from caramba.config.narrowing import is_mapping, list_of
-from caramba.config.node import Node, NodeConfig, is_own
+from caramba.config.source import is_mapping, list_of
 from caramba.config.user_traceback import user_traceback
 
 
@@ -188,7 +188,7 @@ class TopologyConfig(NodeConfig):
 class StackedTopologyConfig(TopologyConfig):
     """Runs its list in order; the root of a model."""
 
-    target = "caramba.model.topology.stacked:StackedTopology"
+    target = "caramba.model.topology.base:StackedTopology"
 
     type: Literal["StackedTopology"] = Field(
         default="StackedTopology", description="name of the class of this node"
@@ -198,7 +198,7 @@ class StackedTopologyConfig(TopologyConfig):
 class SequentialTopologyConfig(TopologyConfig):
     """Runs its list in order, inside another node (the same class as StackedTopology serves it)."""
 
-    target = "caramba.model.topology.stacked:StackedTopology"
+    target = "caramba.model.topology.base:StackedTopology"
 
     type: Literal["SequentialTopology"] = Field(
         default="SequentialTopology", description="name of the class of this node"
@@ -208,7 +208,7 @@ class SequentialTopologyConfig(TopologyConfig):
 class ResidualTopologyConfig(TopologyConfig):
     """x + f(x): f keeps the width."""
 
-    target = "caramba.model.topology.residual:ResidualTopology"
+    target = "caramba.model.topology.base:ResidualTopology"
 
     type: Literal["ResidualTopology"] = Field(
         default="ResidualTopology", description="name of the class of this node"
@@ -222,7 +222,7 @@ class ResidualTopologyConfig(TopologyConfig):
 class NestedTopologyConfig(TopologyConfig):
     """Repeats its list `repeat` times in depth, each repeat with weights of its own."""
 
-    target = "caramba.model.topology.nested:NestedTopology"
+    target = "caramba.model.topology.base:NestedTopology"
 
     type: Literal["NestedTopology"] = Field(
         default="NestedTopology", description="name of the class of this node"
@@ -239,7 +239,7 @@ class NestedTopologyConfig(TopologyConfig):
 class ParallelTopologyConfig(TopologyConfig):
     """Feeds the same x to every node and stacks the outputs on a new dimension -2, for a LinearLayer."""
 
-    target = "caramba.model.topology.parallel:ParallelTopology"
+    target = "caramba.model.topology.base:ParallelTopology"
 
     type: Literal["ParallelTopology"] = Field(
         default="ParallelTopology", description="name of the class of this node"
@@ -260,7 +260,7 @@ class ParallelTopologyConfig(TopologyConfig):
 class BranchingTopologyConfig(TopologyConfig):
     """Feeds the same x to every node and concatenates the outputs on the features."""
 
-    target = "caramba.model.topology.branching:BranchingTopology"
+    target = "caramba.model.topology.base:BranchingTopology"
 
     type: Literal["BranchingTopology"] = Field(
         default="BranchingTopology", description="name of the class of this node"
@@ -275,7 +275,7 @@ class BranchingTopologyConfig(TopologyConfig):
 class CyclicTopologyConfig(TopologyConfig):
     """Runs its list `n_cycles` times with shared weights; each cycle has caches of its own."""
 
-    target = "caramba.model.topology.cyclic:CyclicTopology"
+    target = "caramba.model.topology.base:CyclicTopology"
 
     type: Literal["CyclicTopology"] = Field(
         default="CyclicTopology", description="name of the class of this node"
@@ -294,7 +294,7 @@ class RecurrentTopologyConfig(TopologyConfig):
     step has caches of its own.
     """
 
-    target = "caramba.model.topology.recurrent:RecurrentTopology"
+    target = "caramba.model.topology.base:RecurrentTopology"
 
     type: Literal["RecurrentTopology"] = Field(
         default="RecurrentTopology", description="name of the class of this node"

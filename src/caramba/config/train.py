@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from caramba.config.base import Config, PathText, Seed
 from caramba.config.extension import Loss, NameOrExtension, OptimizerConfig, ScheduleConfig, name_of
 from caramba.config.layer import Positive
-from caramba.config.narrowing import is_mapping
 from caramba.config.optimizer import (
     BETAS,
     LION_BETAS,
@@ -29,6 +28,7 @@ from caramba.config.orchestrator import (
     Strategies,
     orchestrator_conflicts,
 )
+from caramba.config.source import is_mapping
 from caramba.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from caramba.config.base import Config, nearest
 from caramba.config.layer import Positive
-from caramba.config.narrowing import is_mapping
+from caramba.config.source import is_mapping
 
 ELSEWHERE = {
     "accelerator": "device=auto|cpu|cuda|mps",

@@ -11,7 +11,7 @@ from caramba.config.benchmark import NOBODYS_CHOICE
 from caramba.config.extension import OrExtension, OwnCheckConfig
 from caramba.config.kvcache import CacheKind, KVCacheKind
 from caramba.config.layer import Positive
-from caramba.config.narrowing import is_mapping
+from caramba.config.source import is_mapping
 from caramba.errors import quote
 
 Share = Annotated[float, Field(ge=0, le=1)]

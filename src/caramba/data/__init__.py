@@ -10,11 +10,19 @@ if TYPE_CHECKING:
     from caramba.data.benchmark_text import BenchmarkText, open_benchmark_text
     from caramba.data.contamination import refuse_overlap
     from caramba.data.corpus import Corpus, open_corpus
-    from caramba.data.dataset import IGNORED, NpyDataset, TokenDataset, TokensDataset, build_token_dataset
+    from caramba.data.dataset import (
+        IGNORED,
+        NpyDataset,
+        TokenDataset,
+        TokensDataset,
+        WindowSampler,
+        build_token_dataset,
+        count_targets,
+        epoch_permutation,
+    )
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
     from caramba.data.library import LibraryTokenizer, train_bpe
     from caramba.data.packing import DocumentDataset, PackedDataset, open_windows, pack_best_fit
-    from caramba.data.sampler import WindowSampler, count_targets, epoch_permutation
     from caramba.data.stream import TokenStream
     from caramba.data.tokenizer import ByteTokenizer, Tokenizer, count_bytes
     from caramba.data.tokenizer_files import load_tokenizer
@@ -55,11 +63,19 @@ __getattr__ = lazy_exports(
         "benchmark_text": ("BenchmarkText", "open_benchmark_text"),
         "contamination": ("refuse_overlap",),
         "corpus": ("Corpus", "open_corpus"),
-        "dataset": ("IGNORED", "NpyDataset", "TokenDataset", "TokensDataset", "build_token_dataset"),
+        "dataset": (
+            "IGNORED",
+            "NpyDataset",
+            "TokenDataset",
+            "TokensDataset",
+            "WindowSampler",
+            "build_token_dataset",
+            "count_targets",
+            "epoch_permutation",
+        ),
         "folder": ("TokenFolder", "open_token_folder", "write_token_folder"),
         "library": ("LibraryTokenizer", "train_bpe"),
         "packing": ("DocumentDataset", "PackedDataset", "open_windows", "pack_best_fit"),
-        "sampler": ("WindowSampler", "count_targets", "epoch_permutation"),
         "stream": ("TokenStream",),
         "tokenizer": ("ByteTokenizer", "Tokenizer", "count_bytes"),
         "tokenizer_files": ("load_tokenizer",),

@@ -17,8 +17,15 @@ import numpy as np
 
 from caramba.config.json_file import read_object
 from caramba.data.library import LibraryTokenizer
-from caramba.data.npy import NpyWriter, open_npy, token_dtype
-from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter, index_name
+from caramba.data.shards import (
+    SHARD_TOKENS,
+    SPLITS,
+    NpyWriter,
+    SplitWriter,
+    index_name,
+    open_npy,
+    token_dtype,
+)
 from caramba.data.stream import Tokens, TokenStream
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition

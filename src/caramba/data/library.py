@@ -1,20 +1,187 @@
-"""Tokenizers that the `tokenizers` library runs: every tokenizer.json, and byte-level BPEs trained here."""
+"""Tokenizers of the `tokenizers` library, encoded fast: pretokens by `re`, their ids from a cache."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from caramba.data.pretoken_cache import PretokenCache, piece_pattern
-from caramba.data.token_lengths import measure_token_bytes
 from caramba.data.tokenizer import EOS, Tokenizer, refuse_unknown
 from caramba.errors import DataError
 from caramba.runs.files import write_json
+
+# Byte-level pre-tokenizers cut text by a pattern; these are the ones in wide use, as tokenizer.json spells them.
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+
+_IDS = np.dtype(np.uint32)
+_MAX_PRETOKENS = 400_000  # about 100 MB of memory; later pretokens are encoded without being cached
+
+
+_OTHER = re.compile(r"[^\x00-\x7f]")
+# No piece of any of the patterns above holds a space after another character, so one always begins here.
+_SAFE = re.compile(r"(?<=[!-~]) ")
+
+
+class _Memory(dict[str, bytes]):
+    """Ids of each piece as raw integers: joining bytes is several times quicker than chaining Python's integers."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        super().__init__()
+        self._encode = encode
+
+    def __missing__(self, piece: str) -> bytes:
+        ids = np.array(self._encode(piece), dtype=_IDS).tobytes()
+        if len(self) < _MAX_PRETOKENS and len(piece) <= 64:
+            self[piece] = ids
+        return ids
+
+
+class PretokenCache:
+    """Encodes text piece by piece; equal to the library's ids because BPE never merges across pieces.
+
+    `re` cuts ASCII text only: there it and the library agree which characters are letters, numbers and space. Words
+    with other characters go to the library, from one space to another.
+
+    Args:
+        pattern: from `piece_pattern`.
+        encode: the library's own encoding of a text, without special tokens.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], encode: Callable[[str], list[int]]) -> None:
+        self._find = pattern.findall
+        self._memory = _Memory(encode)
+
+    def encode(self, text: str, end: int) -> np.ndarray:
+        """Return the ids of `text` and `end` after them, int64."""
+        pieces = self._find(text) if text.isascii() else chain.from_iterable(self._mixed(text))
+        last = np.array([end], dtype=_IDS).tobytes()
+        joined = b"".join(chain(map(self._memory.__getitem__, pieces), (last,)))
+        return np.frombuffer(joined, dtype=_IDS).astype(np.int64)
+
+    def _mixed(self, text: str) -> Iterator[list[str]]:
+        place = 0
+        while (other := _OTHER.search(text, place)) is not None:
+            start = _safe_before(text, place, other.start())
+            yield self._find(text[place:start])
+            found = _SAFE.search(text, other.end())
+            place = found.start() if found else len(text)
+            yield [text[start:place]]
+        yield self._find(text[place:])
+
+
+def _safe_before(text: str, lowest: int, place: int) -> int:
+    """The last place before `place` where a piece begins for certain; `lowest` is one."""
+    while (space := text.rfind(" ", lowest, place)) > lowest:
+        if "!" <= text[space - 1] <= "~":
+            return space
+        place = space
+    return lowest
+
+
+def piece_pattern(definition: dict[str, Any]) -> re.Pattern[str] | None:
+    """Return the pattern that cuts ASCII text as this tokenizer does; None when it is not one that is known.
+
+    Args:
+        definition: a parsed tokenizer.json.
+    """
+    model = definition.get("model") or {}
+    if model.get("type") != "BPE" or model.get("dropout") or model.get("unk_token"):
+        return None
+    if (definition.get("normalizer") or {"type": "NFC"}) != {"type": "NFC"}:  # NFC leaves ASCII as it is
+        return None
+    if any(not token["special"] for token in definition.get("added_tokens", ())):
+        return None
+    step = definition.get("pre_tokenizer") or {}
+    parts = step.get("pretokenizers", [step]) if step.get("type") == "Sequence" else [step]
+    if not parts or parts[-1].get("type") != "ByteLevel" or parts[-1].get("add_prefix_space"):
+        return None
+    if len(parts) == 1 and parts[0].get("use_regex", True):
+        return _ascii(GPT2)
+    if len(parts) == 2 and parts[0].get("type") == "Split" and not parts[1].get("use_regex", True):
+        wanted = (parts[0].get("pattern") or {}).get("Regex")
+        is_plain = str(parts[0].get("behavior")).lower() == "isolated" and not parts[0].get("invert")
+        if is_plain and wanted in (GPT2, CL100K, QWEN):
+            return _ascii(wanted)
+    return None
+
+
+def _ascii(pattern: str) -> re.Pattern[str]:
+    words, contractions = r" ?\p{L}+|", r"'(?:[sdmt]|ll|ve|re)|"
+    if pattern == GPT2:  # no text begins both; words are what most pieces are
+        pattern = words + contractions + pattern.replace(words, "").replace(contractions, "")
+    text = pattern.replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]").replace(
+        r"[^\s\p{L}\p{N}]", r"[^\sA-Za-z0-9]"
+    )
+    # The library's \s is Unicode white space, which leaves out the four separators 0x1c to 0x1f that re adds.
+    text = text.replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
+    return re.compile(
+        text.replace(r"[^\s", r"[^ \t-\r").replace(r"\S", r"[^ \t-\r]").replace(r"\s", r"[ \t-\r]")
+    )
+
+
+_SPACE = "\u2581"  # SentencePiece writes a space as this character
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# A rule that loses or changes text (lower case, stripped space, an invented first space, unknown words) fails here.
+_PROBES = (
+    "Hello, World! it's 12,345.\n",
+    "  two spaces  and\ttabs\r\n\r\n    end ",
+    "def f(x):\n    return x\n",
+    "\u00fcnic\u00f6de \u2713 \u6f22\u5b57 \U0001f642 \ufb01 \u2581",
+    "word",
+)
+
+
+def measure_token_bytes(backend: Any, vocab_size: int) -> tuple[np.ndarray | None, str | None]:
+    """Return (UTF-8 bytes per token, int32 [V]; None) or (None, the reason).
+
+    Byte-level: a character of a token is a byte. SentencePiece style: `\u2581` is a space and `<0xNN>` a byte. Special
+    tokens stand for no text, other added tokens for their own. With an NFC normaliser, bytes are those of the
+    normalised text.
+    """
+    definition = json.loads(backend.to_str())
+    is_byte_level = '"ByteLevel"' in json.dumps(definition.get("pre_tokenizer")) + json.dumps(
+        definition.get("decoder")
+    )
+    added = dict(backend.get_added_tokens_decoder())
+    alphabet = _alphabet()
+    lengths = np.zeros(vocab_size, dtype=np.int32)
+    for token, index in backend.get_vocab(with_added_tokens=True).items():
+        if index in added:
+            lengths[index] = 0 if added[index].special else len(added[index].content.encode())
+        elif is_byte_level:
+            if not alphabet.issuperset(token):
+                return None, f"entry {index} ({token!r}) of a byte-level vocabulary is not byte-level"
+            lengths[index] = len(token)
+        else:
+            lengths[index] = 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
+    for probe in _PROBES:
+        # In SentencePiece style a literal U+2581 in text and a space are one token: they cannot be distinguished.
+        text = probe if is_byte_level else probe.replace(_SPACE, "")
+        found = int(lengths[backend.encode(text, add_special_tokens=False).ids].sum())
+        if found != len(text.encode()):
+            return None, (
+                f"the tokenizer changes text before it encodes it: {text!r} has {len(text.encode())} bytes, its tokens"
+                f" stand for {found} (an invented first space, lower case, or unknown words)"
+            )
+    return lengths, None
+
+
+def _alphabet() -> set[str]:
+    from tokenizers import pre_tokenizers
+
+    return set(pre_tokenizers.ByteLevel.alphabet())
+
 
 MAX_BPE_SIZE = 1_000_000  # four times the largest vocabularies in use
 

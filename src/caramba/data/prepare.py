@@ -15,8 +15,7 @@ from typing import Any
 
 from caramba.data.folder import document_batches, publish_folder, write_meta, write_tokenizer
 from caramba.data.library import train_bpe
-from caramba.data.npy import NpyWriter, open_npy, token_dtype
-from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter
+from caramba.data.shards import SHARD_TOKENS, SPLITS, NpyWriter, SplitWriter, open_npy, token_dtype
 from caramba.data.sources import DocumentSource
 from caramba.data.tokenizer import Tokenizer
 from caramba.data.tokenizer_files import load_tokenizer

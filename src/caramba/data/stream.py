@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caramba.data.npy import memmap_place
+from caramba.data.shards import memmap_place
 from caramba.errors import DataError
 
 

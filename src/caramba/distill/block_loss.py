@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.layer import AttentionLayer, Documents, LatentProjection
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 
 def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:

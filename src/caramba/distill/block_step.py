@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from caramba.distill.block_loss import mean_abs, mean_l1
 from caramba.layer import AttentionLayer, Documents
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 
 class BlockStep(nn.Module):

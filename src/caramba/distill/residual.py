@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from caramba.errors import ConfigError
 from caramba.model import Model
 from caramba.model.topology import ResidualTopology
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 
 class ResidualDistance:

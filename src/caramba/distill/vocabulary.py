@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from caramba.data import IGNORED
 from caramba.distill.teacher_rows import StoredRows, TeacherRows, likeliest_losses
 from caramba.model import Model
-from caramba.model.head import Head, TiedHead
+from caramba.model.model import Head, TiedHead
+from caramba.ops.backend import upcast
 from caramba.ops.distillation_rows import distillation_rows
 from caramba.ops.linear_cross_entropy import accumulate, linear_cross_entropy, rows_per_chunk
-from caramba.ops.upcast import upcast
 
 RowsOf = Callable[[int, int], TeacherRows]
 

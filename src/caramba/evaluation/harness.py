@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from caramba.config.names import nearest
 from caramba.config.optional_deps import need_harness
 from caramba.data import Tokenizer
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.model import Model
 
 BOOTSTRAPS = 1000  # samples behind the standard error of metrics that have no formula for it

@@ -30,9 +30,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from caramba.config.names import nearest
 from caramba.data import Tokenizer
-from caramba.errors import ConfigError, DataError
+from caramba.errors import ConfigError, DataError, nearest
 from caramba.infer import score_continuations
 from caramba.model import Model
 

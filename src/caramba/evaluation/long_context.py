@@ -21,7 +21,7 @@ from caramba.evaluation.subject import Subjects
 from caramba.metrics import batches, documents_of, spread_windows
 from caramba.metrics.agreement import CHUNK, EDGES
 from caramba.model import Model
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 from caramba.result import Metric
 
 NAMES = (

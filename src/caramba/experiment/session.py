@@ -15,7 +15,7 @@ from caramba import kernels, surgery
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
-from caramba.config.model import ModelSpec, SurgeryConfig
+from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs, check_surgery, keeps_copied, makes_student
 from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
 from caramba.config.verify import EvalVerifyConfig, FidelityVerifyConfig
@@ -26,15 +26,14 @@ from caramba.data.group_text import check_tokenizer, open_text, reads_text
 from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.evaluation import Subjects, check_accuracy, check_other_texts, prepare_verification, run_suite
-from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import StageLedger
-from caramba.experiment.sources import labels_as
-from caramba.layer import uses_split_keys_kernel
+from caramba.layer import documents_path, uses_split_keys_kernel
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runs.sources import DATA, check_source
 from caramba.runtime import (
     AttentionChoice,
+    Decision,
     Ranks,
     RuntimePlan,
     check_gpu,
@@ -46,6 +45,51 @@ from caramba.runtime import (
     plan,
     trainable_decision,
 )
+
+# Labels of models that were trained here from scratch: of the one that a run's teacher is, and of any other.
+PROXY, ORIGIN = "proxy", "origin"
+OF_FOLDERS = ("teacher_weights", "student_weights")
+
+
+def is_fresh_init(model: ModelConfig, role: str | None) -> bool:
+    """Return whether the weights of `role` come from no file."""
+    if role == "teacher":
+        return model.teacher is None or model.teacher.checkpoint is None
+    return model.path is None and model.checkpoint is None
+
+
+def labels_as(role: str, labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of weights that are read as `role`: a teacher that another run trained from scratch is a proxy,
+    as one that the run trains itself. Which folders the run that trained them read its own models from stays with it.
+    """
+    found = {key: label for key, label in labels.items() if not key.startswith(OF_FOLDERS)}
+    if role == "teacher" and ORIGIN in found:
+        found.setdefault(PROXY, found.pop(ORIGIN))
+    return found
+
+
+def attention_decisions(
+    made: RuntimePlan,
+    layers: Sequence[AttentionLayerConfig],
+    choice: AttentionChoice,
+    *,
+    has_documents: bool,
+) -> dict[str, Decision]:
+    """Return the decisions `two_part_keys` and `documents`, each if it applies.
+
+    `two_part_keys` counts the layers whose own kernel replaces the order of `attention`; `documents` is what separates
+    the documents of a row.
+    """
+    device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
+    found: dict[str, Decision] = {}
+    n_own = sum(uses_split_keys_kernel(config, device, dtype) for config in layers)
+    if n_own:
+        value = f"decoupled_attention in {n_own} of {len(layers)} attention layers"
+        found["two_part_keys"] = Decision(value, "their keys are wider than flash and cuDNN take")
+    if has_documents:
+        is_compiled = bool(made.value("compile_model"))
+        found["documents"] = Decision(*documents_path(device, dtype, layers, choice, is_compiled=is_compiled))
+    return found
 
 
 @dataclass

@@ -22,8 +22,7 @@ from caramba.experiment.ledger import StageRecord
 from caramba.experiment.ranks import Assembled, assemble, send_command
 from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
 from caramba.experiment.retry import retry_failed_benchmarks
-from caramba.experiment.session import Session
-from caramba.experiment.sources import ORIGIN, PROXY, is_fresh_init
+from caramba.experiment.session import ORIGIN, PROXY, Session, is_fresh_init
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal, spec_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict

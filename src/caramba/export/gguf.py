@@ -14,13 +14,12 @@ from torch import Tensor
 
 from caramba.config.attention import AttentionMode
 from caramba.config.layer import AttentionLayerConfig
-from caramba.config.names import nearest
 from caramba.config.optional_deps import need_library
 from caramba.config.surgery import attention_configs
 from caramba.data.checkpoint.gguf_file import LAYER_NAMES, TOP_NAMES, interleave_pairs, llama3_factors
 from caramba.data.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.data.gguf_tokenizer import tokenizer_metadata
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.export.llama import llama_config, why_not_llama
 from caramba.export.tokenizer import definition_of, find_template
 from caramba.infer.model_bundle import ModelBundle

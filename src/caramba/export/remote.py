@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from caramba.config.attention_dims import AttentionDims
+from caramba.config.extension import NodeConfig
 from caramba.config.model import ModelSpec
-from caramba.config.node import NodeConfig
 from caramba.errors import ConfigError
 from caramba.export.bundle import PACKAGE, Bundle, Place
 from caramba.model import Model
@@ -81,7 +81,7 @@ def plain_spec(value: Any) -> Any:
         plain = {name: plain_spec(getattr(value, name)) for name in type(value).model_fields}
         plain |= {name: plain_spec(getattr(value, name)) for name in _derived(type(value))}
         if callable(dims := getattr(value, "dims", None)):
-            plain["dims"] = dataclasses.asdict(cast(AttentionDims, dims()))
+            plain["dims"] = dataclasses.asdict(cast("AttentionDims", dims()))
         return plain
     if isinstance(value, Enum):
         return value.value

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from caramba.config.hf import is_hf_folder
-from caramba.config.names import nearest
 from caramba.data.checkpoint import save_tensors
 from caramba.data.checkpoint.formats import write_model_file
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.export.card import model_card
 from caramba.export.deepseek import (
     deepseek_config,

@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.names import nearest
 from caramba.config.parse import parse_as
 from caramba.config.quantise import WeightFormat
 from caramba.console import logger
 from caramba.data import Tokenizer
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.infer.dialogue import read_template
 from caramba.infer.eval_text import held_out_of
 from caramba.infer.generator import Generator

@@ -15,7 +15,7 @@ from caramba.data import Tokenizer
 from caramba.data.stream import Tokens
 from caramba.metrics import cached_hidden
 from caramba.model import Model
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SEED = 0x4EED1E

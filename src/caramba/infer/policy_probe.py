@@ -17,7 +17,7 @@ from caramba.infer.decode import prefill
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_measure import cache_bytes
 from caramba.metrics import cached_hidden
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 MOST_TOKENS = 1024  # of the text's end: bounds what a probe costs
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from caramba.data.folder import publish_folder, write_meta, write_tokenizer
-from caramba.data.npy import token_dtype
 from caramba.data.prepare import (
     STATE,
     Advance,
@@ -24,7 +23,7 @@ from caramba.data.prepare import (
     lock_part,
     read_state,
 )
-from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter
+from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter, token_dtype
 from caramba.data.tokenizer import Tokenizer
 from caramba.errors import ConfigError, DataError
 from caramba.infer.generator import Generator

@@ -6,8 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from caramba.config.names import SYNONYMS, nearest
-from caramba.errors import ConfigError
+from caramba.errors import SYNONYMS, ConfigError, nearest
 
 FLAGS = (
     "--help",

@@ -23,8 +23,15 @@ from caramba.config.resolve import resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, clip
 from caramba.launch.config_files import MergedFile, Origin, SetPath, conf_root, config_file, groups, show_file
-from caramba.launch.overrides import Override, aliases_of, parse_overrides, refuse_sweeps, rename_deleted
-from caramba.launch.unsafe_keys import refuse_unsafe_folder, refuse_unsafe_overrides
+from caramba.launch.overrides import (
+    Override,
+    aliases_of,
+    parse_overrides,
+    refuse_sweeps,
+    refuse_unsafe_folder,
+    refuse_unsafe_overrides,
+    rename_deleted,
+)
 
 LONGEST_REASON = 1500
 """Characters of an error of Hydra, which quotes files whole."""

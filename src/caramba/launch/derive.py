@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba.config.hf import CONFIG, DERIVED, describe_hf, hf_name, is_hf_folder, read_hf_config
-from caramba.config.narrowing import is_mapping
-from caramba.config.source import SourceMap, format_place
+from caramba.config.source import SourceMap, format_place, is_mapping
 from caramba.data.checkpoint.gguf_file import is_gguf, unpack_gguf
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder
 from caramba.errors import CheckpointError, ConfigError

@@ -13,12 +13,11 @@ from caramba.config.crosscheck import check_vocabulary, cross_check, refuse_unbu
 from caramba.config.lower import Lowered, lower_file, lower_groups
 from caramba.config.manifest import GroupConfig, Manifest, parse_manifest
 from caramba.config.model import FitConfig
-from caramba.config.names import nearest
 from caramba.config.parse import parse_as
 from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, format_place, read_path
 from caramba.config.train import PhaseConfig
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.launch.config_files import Origin, groups
 from caramba.launch.derive import derive_models
 from caramba.launch.scale import scale_train

@@ -14,8 +14,7 @@ from caramba.config.resolve import load_tree, resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, quote
 from caramba.launch.config_files import MergedFile, Origin, SetPath, groups, show_file
-from caramba.launch.overrides import Override, parse_overrides, refuse_sweeps
-from caramba.launch.unsafe_keys import refuse_unsafe_overrides
+from caramba.launch.overrides import Override, parse_overrides, refuse_sweeps, refuse_unsafe_overrides
 
 
 def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Origin, frozenset[Path]]:

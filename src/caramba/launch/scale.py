@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba.config.hf import is_hf_folder, read_hf_config
-from caramba.config.narrowing import is_mapping
+from caramba.config.source import is_mapping
 
 SCALED = ("blockwise", "upcycle")
 """Options of `train` whose numbers are for proxies of a minute."""

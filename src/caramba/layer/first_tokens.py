@@ -13,8 +13,8 @@ from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, supports_two_widths
 from caramba.layer.small_batch import has_hooks
 from caramba.ops import has_kernel
+from caramba.ops.backend import upcast
 from caramba.ops.prefix_attention import has_fused_widths, prefix_attention
-from caramba.ops.upcast import upcast
 
 TWO_WIDTHS_LIMIT = 128
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.projection import Projection
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 
 class GatedProjection(Projection):

@@ -17,8 +17,8 @@ from caramba.layer.projection import split_heads
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import rotate
 from caramba.layer.standard import StandardProjection
+from caramba.ops.backend import upcast
 from caramba.ops.memory_bank import MemoryState, memory_bank, write_slots
-from caramba.ops.upcast import upcast
 
 CHUNK = 16
 """Queries of a step of the op, unless `q_chunk` is set."""

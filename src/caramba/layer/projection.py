@@ -15,8 +15,8 @@ from caramba.layer.cache_view import CacheView
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding
 from caramba.layer.score import CausalScore, Null
+from caramba.ops.backend import upcast
 from caramba.ops.dba_append import dba_append
-from caramba.ops.upcast import upcast
 
 Angles = tuple[Tensor, Tensor] | None
 Queries = tuple[Tensor, Tensor]

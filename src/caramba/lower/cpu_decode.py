@@ -28,7 +28,7 @@ from caramba.lower.fuse_linears import is_unmodified_linear
 from caramba.lower.replaced import Replaced
 from caramba.model.topology import NestedTopology, ResidualTopology, StackedTopology, Topology
 from caramba.ops import has_kernel
-from caramba.ops.upcast import WIDE
+from caramba.ops.backend import WIDE
 
 
 class CpuDecodeStep(Protocol):

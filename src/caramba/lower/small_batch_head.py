@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from caramba.layer.small_batch import has_kernel_weight, is_small_batch
 from caramba.lower.replaced import Replaced
-from caramba.model.head import Head, TiedHead
+from caramba.model.model import Head, TiedHead
 from caramba.ops import has_kernel
 from caramba.ops.small_batch_linear import small_batch_linear
 

@@ -15,7 +15,7 @@ from caramba.data import IGNORED
 from caramba.errors import CarambaError, DataError
 from caramba.metrics.nll import WindowedNLL, Windows, batches, documents_of, spread_windows
 from caramba.model import Model
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 CHUNK = 1024  # tokens whose logits exist at one time
 NORMAL_95 = 1.96

@@ -10,11 +10,9 @@ if TYPE_CHECKING:
     from caramba.model.build import build_empty, build_model, build_with_random_weights, init_weights
     from caramba.model.custom_layers import check_causal
     from caramba.model.early_exit import EarlyExit
-    from caramba.model.embedder import Embedder
-    from caramba.model.head import Head, TiedHead
     from caramba.model.hf_folder import load_hf_folder, record_loaded
     from caramba.model.identity import model_hash
-    from caramba.model.model import Model, pair_attention
+    from caramba.model.model import Embedder, Head, Model, TiedHead, pair_attention
     from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
     from caramba.model.trace import Trace, TraceRecord
 
@@ -47,11 +45,15 @@ __getattr__ = lazy_exports(
         "build": ("build_empty", "build_model", "build_with_random_weights", "init_weights"),
         "custom_layers": ("check_causal",),
         "early_exit": ("EarlyExit",),
-        "embedder": ("Embedder",),
-        "head": ("Head", "TiedHead"),
         "hf_folder": ("load_hf_folder", "record_loaded"),
         "identity": ("model_hash",),
-        "model": ("Model", "pair_attention"),
+        "model": (
+            "Embedder",
+            "Head",
+            "Model",
+            "TiedHead",
+            "pair_attention",
+        ),
         "pretrained": ("find_checkpoint", "load_pretrained", "save_model", "spec_of"),
         "trace": ("Trace", "TraceRecord"),
     },

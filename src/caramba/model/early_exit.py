@@ -11,11 +11,13 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.model.custom_layers import cached_layers
 from caramba.model.model import Model, context_of
-from caramba.model.topology.base import attention_applications
-from caramba.model.topology.cyclic import CyclicTopology
-from caramba.model.topology.nested import NestedTopology
-from caramba.model.topology.residual import ResidualTopology
-from caramba.model.topology.stacked import StackedTopology
+from caramba.model.topology.base import (
+    CyclicTopology,
+    NestedTopology,
+    ResidualTopology,
+    StackedTopology,
+    attention_applications,
+)
 
 
 class EarlyExit:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.cache import TAIL_TOKENS, Context, DeviceContext
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.model import ModelSpec
+from caramba.config.model import EmbedderConfig, ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
@@ -22,10 +23,70 @@ from caramba.model.custom_layers import (
     new_cache,
     refuse_documents,
 )
-from caramba.model.embedder import Embedder
-from caramba.model.head import build_head
 from caramba.model.topology.base import attention_applications
 from caramba.model.topology.build import build_node
+
+
+class Head(nn.Linear):
+    """Projection to the vocabulary with weights of its own.
+
+    Shape: hidden [..., M] to logits [..., V].
+    """
+
+    def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
+class TiedHead(nn.Module):
+    """Projection to the vocabulary by the token embedding, which is passed in, so that it has one owner and
+    name.
+
+    Shape: hidden [..., M] and the embedding [V, M] to logits [..., V].
+
+    Reference: Press and Wolf, 2016, arXiv:1608.05859.
+    """
+
+    def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
+        return F.linear(input, token_weight)
+
+
+def build_head(spec: ModelSpec) -> Head | TiedHead:
+    """Return the head that the spec asks for."""
+    if spec.head.tied:
+        return TiedHead()
+    return Head(spec.embedder.d_model, spec.embedder.vocab_size, bias=spec.head.bias)
+
+
+class Embedder(nn.Module):
+    """Token embedding, plus a learned embedding of the position for `type: token_position`.
+
+    Shape: tokens [B, T] int64 to [B, T, M].
+    """
+
+    def __init__(self, config: EmbedderConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.d_model)
+        self.position = nn.Embedding(config.max_positions, config.d_model) if config.max_positions else None
+
+    def forward(self, tokens: Tensor, offset: int | Tensor = 0) -> Tensor:
+        """Embed tokens whose first position is `offset`, or whose positions are `offset` [B, T].
+
+        Raises:
+            ConfigError: a position at or above max_positions.
+        """
+        features = self.token(tokens)
+        if self.position is None:
+            return features
+        end = tokens.shape[1] if isinstance(offset, Tensor) else offset + tokens.shape[1]
+        if end > self.position.num_embeddings:
+            raise ConfigError(
+                f"embedder: the sequence reaches {end} tokens, max_positions={self.position.num_embeddings}; "
+                "use shorter sequences or a larger max_positions"
+            )
+        if isinstance(offset, Tensor):
+            return features + self.position(offset)
+        return features + self.position(torch.arange(offset, end, device=tokens.device))
+
 
 TABLE_TOKENS = 65536
 """Tokens up to which a context comes with a table of its angles: 16 MB at 64 features per head."""

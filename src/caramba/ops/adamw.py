@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op, direct, has_kernel
+from caramba.ops.backend import caramba_op, direct, has_kernel, upcast
 from caramba.ops.packed_masters import moments_of, pack_masters, unpack_masters
 from caramba.ops.stochastic_round import check_seed, chunk_noise, chunks, round_with_noise
-from caramba.ops.upcast import upcast
 
 NAMES = ("parameter", "first moment", "second moment", "gradient", "weight")
 

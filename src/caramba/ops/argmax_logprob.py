@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op, direct
-from caramba.ops.upcast import empty_upcast, upcast
+from caramba.ops.backend import caramba_op, direct, empty_upcast, upcast
 
 
 def argmax_logprob(logits: Tensor) -> tuple[Tensor, Tensor]:

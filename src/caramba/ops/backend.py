@@ -11,11 +11,25 @@ from importlib.metadata import version
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.library import infer_schema
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from caramba.errors import KernelUnavailable
 from caramba.ops.first_order import first_order, refuse_tangents
+
+WIDE = (torch.float32, torch.float64)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """Return x in at least float32."""
+    return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def empty_upcast(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Return an uninitialised tensor of `shape` in the dtype that `widened` gives x."""
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op, direct
+from caramba.ops.backend import caramba_op, direct, upcast
 from caramba.ops.decode_on_host import put
 from caramba.ops.first_order import refuse_gradients
-from caramba.ops.upcast import upcast
 
 
 def dba_append(

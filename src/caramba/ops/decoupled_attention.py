@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op, has_kernel
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import call_op, caramba_op, has_kernel, upcast
 
 HALF = (torch.float16, torch.bfloat16)
 NARROWEST, WIDEST_SEM, WIDEST_GEO, WIDEST_VALUE = 16, 128, 256, 128

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops.backend import call_op, caramba_op, direct
+from caramba.ops.backend import call_op, caramba_op, direct, empty_upcast, upcast
 from caramba.ops.rows import check_rows
-from caramba.ops.upcast import empty_upcast, upcast
 
 
 def layer_norm(

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op
+from caramba.ops.backend import caramba_op, upcast
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.first_order import leave_traces, refuse_tangents
 from caramba.ops.scale import scale_
-from caramba.ops.upcast import upcast
 
 EXTRA_BYTES = 10**9
 """Memory of a call besides its inputs and the weight's gradient, unless the caller sets the rows of a chunk: a chunk of

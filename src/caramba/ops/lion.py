@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op, direct
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import caramba_op, direct, upcast
 
 
 def lion_step(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import call_op, caramba_op, upcast
 
 
 class MemoryState(NamedTuple):

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op, direct
+from caramba.ops.backend import call_op, caramba_op, direct, empty_upcast, upcast
 from caramba.ops.layer_norm import fake_gradients, normalise, normalise_backward, scale_and_shift
 from caramba.ops.philox import dropout_mask, resolve_probability
 from caramba.ops.rows import check_rows
-from caramba.ops.upcast import empty_upcast, upcast
 
 Activation = Literal["relu", "gelu", "silu"]
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op, has_kernel
+from caramba.ops.backend import call_op, caramba_op, has_kernel, upcast
 from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF
-from caramba.ops.upcast import upcast
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:

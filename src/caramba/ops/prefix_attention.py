@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import call_op, caramba_op, upcast
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST, STEP = 128, 8

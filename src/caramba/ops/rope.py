@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op, direct
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import call_op, caramba_op, direct, upcast
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:

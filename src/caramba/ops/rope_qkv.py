@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op
+from caramba.ops.backend import caramba_op, upcast
 from caramba.ops.first_order import refuse_tangents
-from caramba.ops.upcast import upcast
 
 
 def rope_qkv(

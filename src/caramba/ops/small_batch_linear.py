@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op, direct
+from caramba.ops.backend import caramba_op, direct, upcast
 from caramba.ops.packed_int4 import FIELDS, SHARED, WORDS, reference_dequantize_int4
 from caramba.ops.rms_norm import reference_rms_norm
 from caramba.ops.swiglu import reference_swiglu_packed
-from caramba.ops.upcast import upcast
 
 MAX_ROWS = 64
 """Maximum rows of a call: the tokens of a decode step, which is bound by reading the weights."""

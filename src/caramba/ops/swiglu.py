@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op, direct
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import call_op, caramba_op, direct, upcast
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

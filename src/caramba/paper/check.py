@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from caramba.config.names import nearest
-from caramba.errors import CarambaError
+from caramba.errors import CarambaError, nearest
 from caramba.paper.evidence import Evidence
 from caramba.paper.latex import Finding, NotAllowed, Scanned, Use, scan
 from caramba.paper.numbers import Names, adjacent, in_formula, in_prose

@@ -15,9 +15,8 @@ from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
 from caramba.artifacts.write import REPORT_FILE, TABLES_FILE
 from caramba.config.manifest import Manifest
-from caramba.config.names import nearest
-from caramba.config.narrowing import is_mapping, is_sequence
-from caramba.errors import CarambaError, ConfigError
+from caramba.config.source import is_mapping, is_sequence
+from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.runs.files import sha256_of
 from caramba.runs.manifest import read_manifest
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from caramba.config.names import nearest
 from caramba.config.optional_deps import need_library
+from caramba.errors import nearest
 from caramba.paper import vocabulary as words
 
 HOLE = "\ufffc"

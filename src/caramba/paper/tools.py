@@ -7,9 +7,8 @@ import json
 from typing import Any, cast
 
 from caramba.config.base import Config
-from caramba.config.names import nearest
 from caramba.config.paper import PaperConfig, SourceName
-from caramba.errors import AgentError, CarambaError
+from caramba.errors import AgentError, CarambaError, nearest
 from caramba.paper import arguments as given
 from caramba.paper.check import check_section, report
 from caramba.paper.draft import AGENT, HUMAN, Draft, Section
@@ -79,7 +78,7 @@ class Toolbox:
             case given.AddCitation():
                 return self._cite(asked.source_id)
             case given.Search():
-                return self._search(cast(SourceName, name.removeprefix("search_")), asked)
+                return self._search(cast("SourceName", name.removeprefix("search_")), asked)
             case given.GetExperimentManifest():
                 return _listed({path: value for path, value in self.evidence.settings.items()
                                 if path.startswith(asked.prefix)}, "settings")  # fmt: skip

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from caramba.config.names import nearest
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.runs.find import list_runs
 from caramba.runs.locking import lock
 from caramba.runs.manifest import MANIFEST, OVERRIDES

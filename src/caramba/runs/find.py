@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caramba.config.names import nearest
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.runs.files import sha256_of
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST, experiment_of, experiment_sha256, manifest_sha256

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caramba.config.names import nearest
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.runs.files import write_json, write_whole
 from caramba.runs.locking import drop_mark, mark_starting
 from caramba.runs.manifest import canonical_json, read_manifest

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
         restore_random_states,
         seed_process,
     )
-    from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
+    from caramba.runtime.device import (
+        Precision,
+        check_gpu,
+        choose_device,
+        choose_precision,
+        device_facts,
+        device_precisions,
+        synchronize,
+    )
     from caramba.runtime.distributed import (
         SignalAgreement,
         all_agree,
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
     )
     from caramba.runtime.offload import activations_on_host
     from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
-    from caramba.runtime.precision import Precision, choose_precision, device_precisions
     from caramba.runtime.ranks import Ranks, check_world, join_ranks
     from caramba.runtime.runtime_plan import (
         Decision,
@@ -114,7 +121,15 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "determinism": ("apply_determinism", "random_states", "restore_random_states", "seed_process"),
-        "device": ("check_gpu", "choose_device", "device_facts", "synchronize"),
+        "device": (
+            "Precision",
+            "check_gpu",
+            "choose_device",
+            "choose_precision",
+            "device_facts",
+            "device_precisions",
+            "synchronize",
+        ),
         "distributed": (
             "SignalAgreement",
             "all_agree",
@@ -145,7 +160,6 @@ __getattr__ = lazy_exports(
             "trainable_decision",
         ),
         "plan_cache": ("cached_plan", "plan_path", "signature_of", "store_plan"),
-        "precision": ("Precision", "choose_precision", "device_precisions"),
         "ranks": ("Ranks", "check_world", "join_ranks"),
         "table_rows": ("EmbeddingGradRows", "takes_rows"),
         "tuned": ("AttentionChoice", "choose_attention", "families_of"),

@@ -16,8 +16,7 @@ from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConf
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
-from caramba.runtime.device import choose_device, device_facts
-from caramba.runtime.precision import choose_precision
+from caramba.runtime.device import choose_device, choose_precision, device_facts
 from caramba.runtime.tuned import AttentionChoice, choose_attention
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError)

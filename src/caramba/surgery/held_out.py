@@ -18,7 +18,7 @@ from caramba.layer.first_tokens import attend_with_prefix, read_first
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 from caramba.surgery.collect import batches
 from caramba.surgery.latent import LatentMaps
 from caramba.surgery.per_head import PerHeadMaps

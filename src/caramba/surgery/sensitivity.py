@@ -21,7 +21,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 from caramba.surgery.budget import REACH, STEPS, Choice, allocate, is_sane, lower_hull, unroll
 from caramba.surgery.calibration import Calibration
 from caramba.surgery.collect import batches

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.utils.data import Subset
 
 from caramba.config.manifest import Manifest
@@ -48,12 +49,29 @@ from caramba.train.callbacks import (
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import mean_targets, targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.display import Display
-from caramba.train.lightning_profilers import build_profiler
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
-from caramba.train.precision import matmul_precision, precision_arguments
-from caramba.train.strategies import AVERAGED, SHARDED, strategy_arguments, strategy_for
+from caramba.train.strategies import (
+    AVERAGED,
+    SHARDED,
+    matmul_precision,
+    precision_arguments,
+    strategy_arguments,
+    strategy_for,
+)
 from caramba.train.throughput import PeakMemory, PhaseMeter, Work, device_peak
+
+
+def build_profiler(name: str | None, folder: Path) -> Profiler | None:
+    """Return Lightning's profiler of a name, `simple`, `advanced` or `pytorch`, which writes to `folder`."""
+    if name is None or not is_main_process():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "simple":
+        return SimpleProfiler(dirpath=folder, filename="simple")
+    if name == "advanced":
+        return AdvancedProfiler(dirpath=folder, filename="advanced")
+    return PyTorchProfiler(dirpath=folder, filename="pytorch")
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from caramba.config.cost import AttentionWork, Width, WidthError
+from caramba.config.extension import parse_node
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig, LinearLayerConfig, RopeScalingConfig
-from caramba.config.node import parse_node
 
 
 def attention(**fields):

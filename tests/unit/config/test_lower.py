@@ -9,9 +9,9 @@ import json
 import pytest
 
 from caramba.config.crosscheck import find_unbuilt, refuse_unbuilt
+from caramba.config.extension import NodeConfig
 from caramba.config.lower import lower_file
 from caramba.config.manifest import Manifest, parse_manifest
-from caramba.config.node import NodeConfig
 from caramba.config.resolve import resolve
 from caramba.config.schema import json_schema, key_table
 from caramba.errors import ConfigError

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caramba.config.cost import Cost, Width, WidthError
+from caramba.config.extension import NodeConfig, parse_node
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.node import NodeConfig, parse_node
 from caramba.config.topology import TopologyConfig
 
 NORM = {"type": "RMSNormLayer", "d_model": 64}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.experiment.attention_plan import attention_decisions
+from caramba.experiment.session import attention_decisions
 from caramba.ops import backend
 from caramba.runtime import AttentionChoice, Decision, RuntimePlan
 

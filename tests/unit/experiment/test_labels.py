@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caramba.experiment.sources import labels_as
+from caramba.experiment.session import labels_as
 
 
 def test_a_teacher_trained_from_scratch_is_a_proxy_and_the_folders_of_its_run_are_not_ours() -> None:

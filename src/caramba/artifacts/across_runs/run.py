@@ -15,8 +15,7 @@ from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.across_runs.gather import ReportedMetric, RunRow, gather, read_metrics, swept_keys
 from caramba.artifacts.across_runs.summary import choose_metrics
 from caramba.config.manifest import Manifest
-from caramba.config.names import nearest
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.runs.events import metric_rows
 from caramba.runs.manifest import read_manifest, read_overrides
 from caramba.runs.state import RunState, run_state

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from caramba.artifacts.across_runs.gather import RunRow, is_seed, swept_keys
-from caramba.config.names import nearest
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 
 # The default metric of a table: the first of these that was measured, else the held-out loss of the last phase, else
 # its training loss.

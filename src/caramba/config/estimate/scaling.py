@@ -8,9 +8,9 @@ from typing import Any
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionMode
+from caramba.config.extension import NodeConfig
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
-from caramba.config.node import NodeConfig
 from caramba.config.topology import NestedTopologyConfig, TopologyConfig
 from caramba.errors import ConfigError
 

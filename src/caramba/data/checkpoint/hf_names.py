@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from caramba.config.extension import NodeConfig
 from caramba.config.layer import (
     AttentionLayerConfig,
     AttentionMode,
@@ -14,7 +15,6 @@ from caramba.config.layer import (
     SwiGLULayerConfig,
 )
 from caramba.config.model import ModelSpec
-from caramba.config.node import NodeConfig
 from caramba.config.topology import NestedTopologyConfig, ResidualTopologyConfig, TopologyConfig
 from caramba.errors import CheckpointError
 

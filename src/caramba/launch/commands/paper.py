@@ -8,11 +8,10 @@ from typing import Any
 import yaml
 
 from caramba.config.crosscheck import find_unbuilt
-from caramba.config.names import nearest
 from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.paper import PaperDrafter
 from caramba.runs import read_manifest, resolve_run

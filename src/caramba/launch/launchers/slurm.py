@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
-from caramba.config.names import nearest
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.launch.launchers.torchrun import LOGS, ranks_per_node
 from caramba.runs import MANIFEST
 from caramba.runs.files import write_whole

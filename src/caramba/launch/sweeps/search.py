@@ -24,14 +24,12 @@ from caramba.config.base import Config
 from caramba.config.launcher import LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.manifest import Manifest
-from caramba.config.names import nearest
 from caramba.config.parse import parse_as
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.launch.argv import CommandLine
-from caramba.launch.overrides import expand_sweep, split_sign
+from caramba.launch.overrides import expand_sweep, refuse_unsafe_overrides, split_sign
 from caramba.launch.sweeps.grid import check_point
 from caramba.launch.sweeps.runner import SweepRunner
-from caramba.launch.unsafe_keys import refuse_unsafe_overrides
 from caramba.runs.state import FAILED, FINISHED
 from caramba.runs.sweeps import Point, Sweep, add_point, create_sweep, find_sweep
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.ops.upcast import upcast
+from caramba.ops.backend import upcast
 
 MOST, MOST_REDUCED = 127, 63
 """Largest code; on CPUs that add pairs of products in 16 bits half of it, so that no pair overflows."""

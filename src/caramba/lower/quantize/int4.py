@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from caramba.ops.backend import upcast
 from caramba.ops.packed_int4 import pack_int4
-from caramba.ops.upcast import upcast
 
 GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale and a zero; the largest that divides a layer's."""

@@ -22,8 +22,8 @@ from caramba.lower.quantize.int4 import GROUP_SIZES, group_of, quantize_int4
 from caramba.lower.quantize.library import format_refusal, load_torchao, refuse_packed_int4
 from caramba.metrics import model_bytes
 from caramba.model import Model
-from caramba.model.head import Head, TiedHead
-from caramba.ops.upcast import upcast
+from caramba.model.model import Head, TiedHead
+from caramba.ops.backend import upcast
 
 TILE = 8
 """Both widths of an 8-bit product on CUDA are multiples of this."""

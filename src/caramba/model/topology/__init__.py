@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING
 from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from caramba.model.topology.base import Topology, applications, attention_applications
-    from caramba.model.topology.branching import BranchingTopology
+    from caramba.model.topology.base import (
+        BranchingTopology,
+        CyclicTopology,
+        NestedTopology,
+        ParallelTopology,
+        RecurrentTopology,
+        ResidualTopology,
+        StackedTopology,
+        Topology,
+        applications,
+        attention_applications,
+    )
     from caramba.model.topology.build import build_node, build_nodes, own_config
     from caramba.model.topology.checkpointing import Granularity, checkpoint_topology, clear_checkpointing
-    from caramba.model.topology.cyclic import CyclicTopology
-    from caramba.model.topology.nested import NestedTopology
-    from caramba.model.topology.parallel import ParallelTopology
-    from caramba.model.topology.recurrent import RecurrentTopology
     from caramba.model.topology.regions import compilable_regions, join_repeats, sharding_units
-    from caramba.model.topology.residual import ResidualTopology
-    from caramba.model.topology.stacked import StackedTopology
 
 __all__ = [
     "BranchingTopology",
@@ -44,16 +48,20 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "base": ("Topology", "applications", "attention_applications"),
-        "branching": ("BranchingTopology",),
+        "base": (
+            "BranchingTopology",
+            "CyclicTopology",
+            "NestedTopology",
+            "ParallelTopology",
+            "RecurrentTopology",
+            "ResidualTopology",
+            "StackedTopology",
+            "Topology",
+            "applications",
+            "attention_applications",
+        ),
         "build": ("build_node", "build_nodes", "own_config"),
         "checkpointing": ("Granularity", "checkpoint_topology", "clear_checkpointing"),
-        "cyclic": ("CyclicTopology",),
-        "nested": ("NestedTopology",),
-        "parallel": ("ParallelTopology",),
-        "recurrent": ("RecurrentTopology",),
         "regions": ("compilable_regions", "join_repeats", "sharding_units"),
-        "residual": ("ResidualTopology",),
-        "stacked": ("StackedTopology",),
     },
 )

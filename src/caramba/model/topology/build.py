@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from caramba.config.extension import NodeConfig, is_own, types_kept
 from caramba.config.layer_base import LayerConfig
-from caramba.config.node import NodeConfig, is_own, types_kept
 from caramba.config.topology import is_own_layer
 from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError

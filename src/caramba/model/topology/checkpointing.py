@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from caramba.model.topology.base import Topology
-from caramba.model.topology.cyclic import CyclicTopology
-from caramba.model.topology.nested import NestedTopology
-from caramba.model.topology.recurrent import RecurrentTopology
-from caramba.model.topology.stacked import StackedTopology
+from caramba.model.topology.base import (
+    CyclicTopology,
+    NestedTopology,
+    RecurrentTopology,
+    StackedTopology,
+    Topology,
+)
 
 Granularity = Literal["layer", "block"]
 LISTS = (StackedTopology, NestedTopology, CyclicTopology, RecurrentTopology)

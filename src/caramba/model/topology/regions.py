@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from caramba.model.topology.base import NestedTopology, StackedTopology
 from caramba.model.topology.checkpointing import repeats
-from caramba.model.topology.nested import NestedTopology
-from caramba.model.topology.stacked import StackedTopology
 
 
 def compilable_regions(module: nn.Module) -> list[nn.Module]:

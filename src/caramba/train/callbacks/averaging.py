@@ -9,7 +9,7 @@ import torch
 
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
-from caramba.model.head import TiedHead
+from caramba.model.model import TiedHead
 from caramba.runtime import EmbeddingGradRows, GradientAverage, takes_rows
 from caramba.runtime.gradient_average import Missing
 from caramba.train.callbacks.restore_on_exit import RestoreOnExit

@@ -12,8 +12,7 @@ from typing import Any
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers.logger import Logger
 
-from caramba.config.names import nearest
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, nearest
 
 PACKAGES = {
     "CometLogger": "comet_ml",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caramba.config.node import parse_node
+from caramba.config.extension import parse_node
 from caramba.model.topology import build_node, sharding_units
 
 NORM = {"type": "RMSNormLayer", "d_model": 8}

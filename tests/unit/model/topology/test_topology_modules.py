@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.cache import Context, new_layer_cache
-from caramba.config.node import NodeConfig, parse_node
+from caramba.config.extension import NodeConfig, parse_node
 from caramba.errors import ConfigError
 from caramba.model.topology import StackedTopology, attention_applications, build_node
 
