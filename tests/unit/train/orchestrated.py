@@ -12,17 +12,19 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.data.packing import PackedDataset
 from caramba.distill import LanguageModelObjective
 from caramba.model import build_model
 from caramba.optim import NonFiniteWatch
-from caramba.train.callbacks import Checkpointing
+from caramba.train.callbacks import Checkpointing, GradientAveraging
 from caramba.train.callbacks.orchestration import Orchestration
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import train_loader
 from caramba.train.module import CarambaModule
 from caramba.train.orchestration.build import build_orchestration
+from caramba.train.strategies import AVERAGED, SINGLE, strategy_arguments
 from caramba.train.trainer import read_saved_step
 from tests.unit.model.model_specs import NORM, VOCAB, spec
 
@@ -80,14 +82,22 @@ class Trained:
     decisions: list[dict[str, Any]]
 
 
-def train(phase: PhaseConfig, folder: Path, callbacks: list[pl.Callback] | None = None) -> Trained:
-    """Train from the state in a folder, or from the beginning."""
+def train(
+    phase: PhaseConfig,
+    folder: Path,
+    callbacks: list[pl.Callback] | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> Trained:
+    """Train from the state in a folder, or from the beginning; `share` is (rank, ranks) of parallel=ddp."""
     dataset, state = windows(), folder / "state.pt"
     position = read_saved_step(state)
-    per_step = BATCH * phase.gradient_accumulation_steps
+    per_step = BATCH * phase.gradient_accumulation_steps * share[1]
+    parallel = ParallelConfig(strategy="ddp", dp=share[1]) if share[1] > 1 else ParallelConfig()
+    way = AVERAGED if share[1] > 1 else SINGLE
+    places, who = strategy_arguments(parallel, way, torch.device("cpu"))
     objective = LanguageModelObjective(build_model(spec(NORM), seed=0))
     watch = NonFiniteWatch(phase, folder, "pretrain", lambda _: ())
-    module = CarambaModule(objective, phase, watch)
+    module = CarambaModule(objective, phase, watch, way=way)
     own = None
     if phase.orchestrator_enabled:
         own = build_orchestration(
@@ -97,24 +107,27 @@ def train(phase: PhaseConfig, folder: Path, callbacks: list[pl.Callback] | None 
             objective,
             run_dir=folder,
             per_step=per_step,
-            share=(0, 1),
+            share=share,
             device=torch.device("cpu"),
         )
     trainer = pl.Trainer(
         accelerator="cpu",
+        **places,
+        use_distributed_sampler=False,
         max_steps=phase.steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        plugins=[WholeCheckpointIO()],
+        plugins=[WholeCheckpointIO(), *who],
         callbacks=[
             *(callbacks or []),
+            *([GradientAveraging(parallel, phase)] if way == AVERAGED else []),
             *([] if own is None else [own]),
             Checkpointing(state, phase.save_every, lambda: None),
         ],
     )
-    loader = train_loader(dataset, phase, seed=SEED, start=position * per_step, pin=False)
+    loader = train_loader(dataset, phase, seed=SEED, start=position * per_step, pin=False, share=share)
     trainer.fit(module, loader, ckpt_path=str(state) if position else None, weights_only=True)
     path = folder / "decisions.jsonl"
     decisions = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

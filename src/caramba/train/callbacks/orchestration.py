@@ -52,7 +52,7 @@ class Orchestration(pl.Callback):
         if pl_module.micro_steps:
             return
         if self.guard is not None:
-            self.guard.after(trainer.global_step - 1)
+            self.guard.check_update(trainer.global_step - 1)
         self.orchestrator.after_step(trainer.global_step, outputs["loss"], self.parameters)
 
     def state_dict(self) -> dict[str, Any]:

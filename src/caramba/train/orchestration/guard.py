@@ -67,8 +67,8 @@ class Guard:
 
     - A gradient far above those before it is clipped to their median norm.
     - A step whose loss or gradient is further out is left out.
-    - A step whose update is far larger than those before it is undone, and states go back to the last snapshot before
-      it: what made the update is in the states. A second one within PATIENCE steps takes the weights back as well.
+    - A step whose update is far larger than those before it is undone. After a second one within PATIENCE steps the
+      states go back to a snapshot, since they make such updates, and after a third the weights as well.
     - A loss that stays above `orchestrator_max_loss_increase` times its median goes back as well.
 
     After going back the run continues with the next batch, by the safety strategy if there is one. Each answer is
@@ -86,7 +86,7 @@ class Guard:
         self.phase, self.portfolio, self.parameters, self.report = phase, portfolio, parameters, report
         self.loss, self.norm, self.update = RobustScore(), RobustScore(), RobustScore()
         self.counts = dict.fromkeys(MOST, 0)
-        self.last_undo = -(10**9)
+        self.undos, self.last_undo = 0, -(10**9)
         self.high = 0  # steps in a row with a high loss
         self.snapshots: list[Snapshot] = []
         self._before: list[Tensor] | None = None
@@ -128,7 +128,7 @@ class Guard:
         return True
 
     @torch.no_grad()
-    def after(self, step: int) -> None:
+    def check_update(self, step: int) -> None:
         """Look at the update of the step that was just taken."""
         before, self._before = self._before, None
         if before is None or not self._lr:
@@ -139,11 +139,9 @@ class Guard:
         z = self.update(size)
         is_far = not math.isfinite(size) or size > LEAST_UPDATE_FACTOR * self.update.median()
         if z > UNDO_AT and is_far and self._may("undo"):
-            # States made the update, so they go back; the weights of before it are good, unless it continues.
-            weights = before if step - self.last_undo > PATIENCE else None
-            self.last_undo = step
-            why = "update far larger than those before"
-            self._go_back(step, kind="undo", weights=weights, update=size, z=z, why=why)
+            in_a_row = step - self.last_undo <= PATIENCE
+            self.undos, self.last_undo = (self.undos + 1 if in_a_row else 1), step
+            self._undo(step, before, update=size, z=z, why="update far larger than those before")
             return
         self.update.add(size)
 
@@ -170,10 +168,23 @@ class Guard:
         self.snapshots = [*self.snapshots[-1:], Snapshot(step, weights, self.portfolio.capture())]
 
     @torch.no_grad()
+    def _undo(self, step: int, before: list[Tensor], **values: Any) -> None:
+        """Put the weights before a step back; go further back where that was not enough for the step after it."""
+        if self.undos > 2:
+            self._go_back(step, kind="undo", **values)
+            return
+        if self.undos == 2:
+            self._go_back(step, kind="undo", weights=before, **values)
+            return
+        for p, kept in zip(self.parameters, before, strict=True):
+            p.copy_(kept)
+        self.report("undo", step, back_to=step, strategy=self.portfolio.active, **values)
+
+    @torch.no_grad()
     def _go_back(
         self, step: int, *, kind: str = "rollback", weights: list[Tensor] | None = None, **values: Any
     ) -> None:
-        least = 1 if kind == "undo" else PATIENCE
+        least = 2 if kind == "undo" else PATIENCE
         old_enough = [one for one in self.snapshots if step - one.step >= least]
         target = (old_enough or self.snapshots)[-1]
         for p, kept in zip(self.parameters, weights or target.weights, strict=True):
@@ -193,7 +204,7 @@ class Guard:
             "update": list(self.update.values),
             "counts": dict(self.counts),
             "high": self.high,
-            "last_undo": self.last_undo,
+            "last_undo": [self.undos, self.last_undo],
             "snapshots": [
                 {"step": one.step, "weights": one.weights, "captured": self._plain(one.captured)}
                 for one in self.snapshots
@@ -212,7 +223,7 @@ class Guard:
             score.values.extend(state[name])
             setattr(self, name, score)
         self.counts, self.high = dict(state["counts"]), state["high"]
-        self.last_undo = state["last_undo"]
+        self.undos, self.last_undo = state["last_undo"]
         self.snapshots = []
         for one in state["snapshots"]:
             states, groups = one["captured"]["kept"]
