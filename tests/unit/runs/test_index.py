@@ -114,6 +114,34 @@ def test_status_works_whatever_happened_to_the_index(runs: list[Path], damage: s
     assert [run["state"] for run in second["runs"]] == [run["state"] for run in first["runs"]]
 
 
+def test_damaged_runs_and_hostile_names_end_no_command(runs: list[Path], capsys) -> None:
+    folder = runs[0].parents[1]
+    (runs[0] / "artifacts" / "report.json").write_text('{"metrics": {"a": 1}}')
+    (runs[1] / "overrides.txt").write_bytes(b"\xff\xfe")
+    make_run(folder / "demo" / "a\nb\x1b[31m", 5.0)
+    assert main(["status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "a\\nb\\x1b[31m" in shown
+    assert len(shown.splitlines()) == 5
+    assert main(["collect", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "2 of 4 runs finished (2 damaged)" in said.out
+    assert said.err.count("omitted") == 2
+    for words in (
+        [runs[0], runs[2]],
+        [runs[2], runs[1]],
+        [runs[2], folder / "demo" / "a\nb\x1b[31m", runs[0]],
+    ):
+        assert main(["compare", *map(str, words)]) == 2
+        error = capsys.readouterr().err
+        assert "cannot be read" in error
+        assert "report.json" in error or "overrides.txt" in error
+    with open(runs[2] / "events.jsonl", "ab") as file:
+        file.write(b"\x00\xff\n{}\n")
+    assert main(["compare", str(runs[2]), str(folder / "demo" / "a\nb\x1b[31m")]) == 2
+    assert "events.jsonl: cannot be read" in capsys.readouterr().err
+
+
 def test_collect_reads_the_index(runs: list[Path], capsys) -> None:
     folder = str(runs[0].parents[1])
     assert main(["collect", folder]) == 0

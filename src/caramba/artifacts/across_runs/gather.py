@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from caramba.artifacts.across_runs.leaves import read_leaves
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
+from caramba.runs.events import EVENTS, metric_rows
 from caramba.runs.index import read_indexed
-from caramba.runs.manifest import read_overrides
+from caramba.runs.manifest import OVERRIDES, read_overrides
 from caramba.runs.sources import plugin_sources
 from caramba.runs.state import FAILED, FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
@@ -162,6 +163,29 @@ def read_metrics(run: Path) -> dict[str, ReportedMetric]:
     Of a run of several groups every key begins with `GROUP/`. No report, no metrics.
     """
     return _metrics_of(_reports(run))
+
+
+def check_readable(run: Path) -> None:
+    """Refuse a run whose files cannot be compared, by the first that is damaged or of an older schema.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    folders = [run, *sorted(run.glob("groups/*"))]
+    readers: list[tuple[Path, Callable[[], object]]] = [
+        (run / MANIFEST, lambda: json.loads((run / MANIFEST).read_text(encoding="utf-8"))["groups"]),
+        (run / OVERRIDES, lambda: read_overrides(run)),
+        (run / "artifacts" / "report.json", lambda: (read_metrics(run), read_labels(run))),
+        *((folder / EVENTS, lambda folder=folder: list(metric_rows(folder))) for folder in folders),
+    ]
+    for file, read in readers:
+        try:
+            read()
+        except UNREADABLE as error:
+            raise ConfigError(
+                f"{file}: cannot be read ({type(error).__name__}: {error}); it is damaged, or of another version: "
+                "leave the run out, or run it again (caramba rerun)"
+            ) from None
 
 
 def read_labels(run: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from caramba.artifacts.across_runs.compare import (
     manifest_differences,
     metric_differences,
 )
-from caramba.artifacts.across_runs.gather import read_labels, read_metrics
+from caramba.artifacts.across_runs.gather import check_readable, read_labels, read_metrics
 from caramba.artifacts.across_runs.many import (
     column_letter,
     compare_with_first,
@@ -77,6 +77,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"compare: {args.first} and {args.second} are the same run; name two, or --models teacher,student"
         )
+    for run in (first, second):
+        check_readable(run)
     for letter, run in (("A", first), ("B", second)):
         state = run_state(run)
         where = f", {state.phase} step {state.step}/{state.steps}" if state.phase else ""
@@ -121,6 +123,8 @@ def _compare_many(names: Sequence[str], models: tuple[str, str], args: argparse.
             raise ConfigError(
                 f"compare: {names[index]} is {runs[index].name}, which is named twice; name each once"
             )
+    for run in runs:
+        check_readable(run)
     for index, run in enumerate(runs):
         state = run_state(run)
         print(f"{column_letter(index)}  {state.name}  {state.state}")

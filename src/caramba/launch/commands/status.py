@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from caramba.artifacts.across_runs.columns import align_columns
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, visible
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.index import read_states
@@ -91,7 +91,8 @@ def _cells(state: RunState) -> tuple[str, ...]:
         f"{state.step}/{state.steps}" if state.steps is not None else str(state.step) if state.phase else ""
     )
     note = " ".join((state.error or state.job or "").split())
-    return (state.name, state.state, state.phase or "", steps, _age(state.age_s), note[:100])
+    name = visible(state.name).replace("\n", "\\n").replace("\t", "\\t")
+    return (name, state.state, state.phase or "", steps, _age(state.age_s), note[:100])
 
 
 def _age(seconds: float) -> str:
