@@ -1,6 +1,7 @@
-"""Make docs/benchmarks.md from the JSON files of the cases, by the templates in page/: NAME.md.j2 for benchmark NAME.
+"""Make docs/benchmarks.md and the measured part of docs/results.md from JSON files, by the templates in page/.
 
-Usage: python scripts/bench/report.py [--check]   (--check exits 1 when the page is not what the JSON gives)
+Usage: python scripts/bench/report.py [--check]   (--check exits 1 when a page is not what the JSON gives)
+NAME.md.j2 is of benchmark NAME, results.md.j2 of docs/benchmarks/smollm2.json.
 A newline after a statement is left out. `x|f(".1f")` formats a number; `opt` leaves out what is missing.
 """
 
@@ -21,7 +22,8 @@ from record import DEFAULT_FOLDER as FOLDER
 from caramba.runs.files import write_whole
 
 TEMPLATES = Path(__file__).with_name("page")
-PAGE = Path("docs/benchmarks.md")
+PAGE, RESULTS = Path("docs/benchmarks.md"), Path("docs/results.md")
+RESULTS_MARKS = "<!-- from smollm2.json -->", "<!-- end of smollm2.json -->"
 GROUPS = {
     "Quality": ("first_light", "upcycle_proxy"),
     "Training": (
@@ -102,13 +104,22 @@ def render() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def render_results() -> str:
+    """Return docs/results.md with the part between its marks made again."""
+    start, end = RESULTS_MARKS
+    before, rest = RESULTS.read_text(encoding="utf-8").split(start)
+    made = section("results", json.loads((FOLDER / "smollm2.json").read_text(encoding="utf-8")))
+    return f"{before}{start}\n{made}\n{end}{rest.split(end)[1]}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
-    page = render()
+    pages = {PAGE: render(), RESULTS: render_results()}
     if parser.parse_args().check:
-        return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
-    write_whole(PAGE, page)
+        return int(any(not page.is_file() or page.read_text() != text for page, text in pages.items()))
+    for page, text in pages.items():
+        write_whole(page, text)
     return 0
 
 

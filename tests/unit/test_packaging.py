@@ -105,6 +105,6 @@ def test_every_launch_is_on_the_device_of_its_tensors() -> None:
     assert n_launches >= 4  # those of forms that are remembered are one, in launch.py
 
 
-def test_the_benchmarks_page_is_what_the_json_gives() -> None:
+def test_the_pages_of_figures_are_what_the_json_gives() -> None:
     done = subprocess.run([sys.executable, "scripts/bench/report.py", "--check"], cwd=ROOT)
-    assert done.returncode == 0, "docs/benchmarks.md: run python scripts/bench/report.py"
+    assert done.returncode == 0, "docs/benchmarks.md, docs/results.md: run python scripts/bench/report.py"
