@@ -92,3 +92,26 @@ def median_seconds(
     """Return the median device seconds of a call, after one to warm up."""
     call()
     return statistics.median(device_seconds(call, device, queue_cycles) for _ in range(repeats))
+
+
+def capture(call: Callable[[], Any], turns: int) -> Callable[[], Any]:
+    """Return the replay of a CUDA graph of so many calls."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def read_rate(device: torch.device) -> float:
+    """Return bytes per second of reading memory: the roof of a decode step."""
+    if device.type == "cuda":
+        from read_bandwidth import read_bandwidth
+
+        return read_bandwidth()
+    x = torch.ones(1 << 24)
+    return x.numel() * 4 / median_seconds(x.sum, device, 5)

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases.decode_steps import SIZES, model_of
+from models import SIZES, model_of
 from record import Record, is_same_machine, machine_facts
 
 from caramba import kernels

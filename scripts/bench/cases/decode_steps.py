@@ -11,42 +11,15 @@ import statistics
 from typing import Any
 
 import torch
+from models import SIZES, model_of
 from record import Record, machine_facts
 from timing import interleave
 
 from caramba import kernels
-from caramba.config.model import ModelSpec
 from caramba.infer import Generator
-from caramba.model import Model, build_model
 
 FORMS: dict[str, Any] = {"false": False, "graph": "graph", "true": True}
-# d_model, layers, heads, key/value heads, d_ff, vocabulary: the second is Llama 3.2 1B's.
-SIZES = {"tiny": (64, 2, 4, 2, 128, 128), "1b": (2048, 16, 32, 8, 8192, 128256)}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "gqa": {"mode": "gqa"},
-    "latent": {"mode": "decoupled", "layout": "latent", "sem_dim": 128, "geo_dim": 64},
-}
-
-
-def model_of(size: str, layout: str, device: torch.device) -> Model:
-    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on the text."""
-    d_model, n_layers, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
-    norm = {"type": "RMSNormLayer", "d_model": d_model}
-    heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    attention = {"type": "AttentionLayer", "d_model": d_model, **heads, **LAYOUTS[layout]}
-    mlp = {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff}
-    layers = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
-    block = {"type": "SequentialTopology", "layers": layers}
-    nested = {"type": "NestedTopology", "layers": [block], "repeat": n_layers}
-    spec = ModelSpec.model_validate(
-        {
-            "embedder": {"vocab_size": vocab, "d_model": d_model},
-            "topology": {"type": "StackedTopology", "layers": [nested, norm]},
-            "head": {"tied": True},
-        }
-    )
-    model = build_model(spec, seed=0).eval()
-    return model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+LAYOUTS = ("gqa", "latent")
 
 
 def time_steps(generator: Generator, prompts: list[list[int]]) -> float:

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import torch
-from cases import inference_models as models
 from cases.static_decode import StaticDecoder
 from plots import draw_inference
 from record import Record, is_same_machine, machine_facts
 from registry import UsageError
-from timing import median_seconds
+from timing import read_rate
 
 from caramba import kernels
 from caramba.config.kvcache import KVCacheKind
@@ -309,16 +309,6 @@ class Bench:
                 "bytes_of_step": size,
             }
             yield facts | row
-
-
-def read_rate(device: torch.device) -> float:
-    """Return bytes per second of reading memory: the roof of a decode step."""
-    if device.type == "cuda":
-        from cases.read_bandwidth import read_bandwidth
-
-        return read_bandwidth()
-    x = torch.ones(1 << 24)
-    return x.numel() * 4 / median_seconds(x.sum, device, 5)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

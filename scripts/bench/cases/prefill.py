@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import models
 import torch
-from cases import inference_models as models
 from cases import prefill_attention
 from record import Record, machine_facts
 from registry import UsageError

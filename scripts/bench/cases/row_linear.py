@@ -13,34 +13,211 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from cases.kernel_case import Side
-from cases.row_linear_cases import (
-    SHAPES,
-    Shape,
-    alone,
-    by_torch,
-    bytes_of,
-    made,
-    n_sets,
-    numbers_of,
-    ours,
-    time_products,
-)
-from cases.row_linear_tiles import keep_tiles, tune
+import torch.nn.functional as F
+from cases.kernel_case import COLD_BYTES, Side
 from record import Record, machine_facts
+from timing import interleave, read_rate
 from torch import Tensor
 
 from caramba import kernels
+from caramba.lower.quantize.int4 import group_of, quantize_int4
 from caramba.ops import backend
+from caramba.ops.packed_int4 import WORDS, dequantize_int4
+from caramba.ops.small_batch_linear import small_batch_linear
+from caramba.runs.files import write_json
 
 NAMES = {16: "", 8: "_codes", 4: "_codes4"}
 """Of files, by the bits of a number of the weight."""
 MUST = 0.85
 """Share of the read roof on the widest products."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One product of a block: rows of the result, width, and what runs in the same pass."""
+
+    name: str
+    n_out: int
+    width: int
+    is_gated: bool = False
+    is_normed: bool = False
+    has_residual: bool = False
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the weight."""
+        return self.n_out * (2 if self.is_gated else 1)
+
+
+SHAPES = {
+    "1b": (
+        Shape("queries, keys, values", 3072, 2048, is_normed=True),
+        Shape("out", 2048, 2048, has_residual=True),
+        Shape("gate, up", 8192, 2048, is_gated=True, is_normed=True),
+        Shape("down", 2048, 8192, has_residual=True),
+        Shape("head", 128256, 2048),
+    ),
+    "tiny": (Shape("gate, up", 8, 512, is_gated=True, is_normed=True),),
+}
+
+
+Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
+"""x, weight, its scale if it is codes, residual and norm."""
+
+
+def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, bits: int = 16) -> Given:
+    """Return what a product is of: a weight of the dtype, or its codes of 8 bits or 4."""
+
+    def random_tensor(*size: int) -> Tensor:
+        return torch.randn(size, dtype=dtype, device=device)
+
+    weight, scale = random_tensor(shape.n_rows, shape.width) * shape.width**-0.5, None
+    if bits == 4:
+        group = group_of(shape.width)
+        assert group is not None
+        weight, scale = quantize_int4(weight, group)
+    elif bits == 8:
+        scale = weight.float().abs().amax(1) / 127
+        weight = (weight / scale[:, None]).round().to(torch.int8)
+    return (
+        random_tensor(rows, shape.width),
+        weight,
+        scale,
+        random_tensor(rows, shape.n_out),
+        random_tensor(shape.width),
+    )
+
+
+def numbers_of(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight that codes stand for."""
+    if scale is not None and weight.dtype == WORDS:
+        return dequantize_int4(weight, scale, dtype)
+    return (
+        weight
+        if scale is None
+        else (weight * scale[:, None].to(torch.promote_types(dtype, scale.dtype))).to(dtype)
+    )
+
+
+def ours(shape: Shape) -> Callable[..., Tensor]:
+    """Return the op on what `made` returns."""
+
+    def call(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
+        return small_batch_linear(
+            x,
+            weight,
+            scale=scale,
+            residual=residual if shape.has_residual else None,
+            norm=norm if shape.is_normed else None,
+            eps=1e-5 if shape.is_normed else None,
+            gated=shape.is_gated,
+        )
+
+    return call
+
+
+def by_torch(shape: Shape) -> Callable[..., Tensor]:
+    """Return the same by torch's own calls."""
+
+    def call(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
+        if shape.is_normed:
+            x = F.rms_norm(x, (shape.width,), norm, 1e-5)
+        y = alone(x, weight, scale, residual, norm)
+        if shape.is_gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        return y + residual if shape.has_residual else y
+
+    return call
+
+
+def alone(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
+    """Return the library's product alone.
+
+    torchao multiplies codes of 8 bits; codes of 4 bits use a weight made for it.
+    """
+    if scale is not None and weight.dtype == WORDS:
+        return F.linear(x, dequantize_int4(weight, scale, x.dtype))
+    return F.linear(x, weight) if scale is None else (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
+
+
+def n_sets(n_bytes: int, device: torch.device) -> int:
+    """Return how many weights together exceed the cache."""
+    return min(max(2, -(-COLD_BYTES // n_bytes)), 64) if device.type == "cuda" else 1
+
+
+def time_products(sides: dict[str, Side], seconds: float) -> dict[str, float]:
+    """Return the median microseconds of every side, which take turns."""
+    times = interleave(
+        {name: side.seconds for name, side in sides.items()}, repeats=3, warm=2, seconds=seconds
+    )
+    return {name: 1e6 * statistics.median(values) for name, values in times.items()}
+
+
+def bytes_of(shape: Shape, dtype: torch.dtype, bits: int) -> int:
+    """Return the bytes of a weight, with scales and zeros of groups."""
+    n = shape.n_rows * shape.width
+    return (
+        n // 2 + 4 * n // (group_of(shape.width) or n)
+        if bits == 4
+        else n * (dtype.itemsize if bits == 16 else 1)
+    )
+
+
+def tiles(shape: Shape, itemsize: int) -> list[tuple[int, int]]:
+    """Return rows of a tile and warps worth trying: 128 to 512 bytes of the weight to a thread."""
+    width = 1 << (shape.width - 1).bit_length()
+    parts = 2 if shape.is_gated else 1
+    return [
+        (block_n, warps)
+        for warps in (1, 2, 4, 8, 16)
+        for block_n in (1, 2, 4, 8, 16)
+        if 128 <= block_n * parts * width * itemsize // (32 * warps) <= 512 and width // (32 * warps) >= 8
+    ]
+
+
+def tune(
+    shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, bits: int
+) -> list[list[list[Any]]]:
+    """Return the fastest tile of each product, in the form of the kernel's table."""
+    module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
+    entries = []
+    for shape in shapes:
+        for n_rows in rows:
+            itemsize = dtype.itemsize if bits == 16 else 1
+            product = [shape.n_out, shape.width, n_rows, itemsize, shape.is_gated]
+            some = [
+                made(shape, n_rows, dtype, device, bits=bits)
+                for _ in range(n_sets(bytes_of(shape, dtype, bits), device))
+            ]
+            found = {}
+            for tile in tiles(shape, itemsize):
+                module.load_tuned([(product, list(tile))])
+                found[tile] = time_products({"ours": Side(ours(shape), some, False)}, 0.05)["ours"]
+            best = min(found, key=lambda tile: found[tile])
+            module.load_tuned([(product, list(best))])
+            entries.append([product, list(best)])
+            said = ", ".join(
+                f"{tile}: {us:.2f}" for tile, us in sorted(found.items(), key=lambda one: one[1])
+            )
+            print(f"{shape.name}, {n_rows} rows: {said}", flush=True)
+    return entries
+
+
+def keep_tiles(table: Path, tiles: list[list[list[Any]]]) -> None:
+    """Write tiles to the kernel's table, in the place of those of the same products."""
+    kept = {tuple(product): tile for product, tile in json.loads(table.read_text())["tiles"]}
+    kept |= {tuple(product): tile for product, tile in tiles}
+    found = [[list(product), tile] for product, tile in kept.items()]
+    write_json(table, {"device": torch.cuda.get_device_name(), "tiles": found})
 
 
 def measure_products(
@@ -122,11 +299,7 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
         data["tiles"] = tune(shapes, [1], dtype, device, bits=words.codes)
         if device.type == "cuda":
             keep_tiles(module.TABLE, data["tiles"])
-    roof = 1e12
-    if device.type == "cuda":
-        from cases.read_bandwidth import read_bandwidth
-
-        roof = read_bandwidth()
+    roof = read_rate(device)
     data["read_bytes_per_s"] = roof
     for n_rows in (int(n) for n in words.rows.split(",")):
         for shape in shapes:

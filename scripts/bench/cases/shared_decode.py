@@ -12,7 +12,8 @@ import statistics
 from typing import Any
 
 import torch
-from cases.decode_steps import FORMS, LAYOUTS, SIZES, model_of
+from cases.decode_steps import FORMS, LAYOUTS
+from models import SIZES, model_of
 from record import Record, machine_facts
 
 from caramba import kernels

@@ -1,4 +1,4 @@
-"""Models of random weights for the inference benchmark, and the bytes that a decode step of each has to read."""
+"""Models of random weights, and the bytes that a decode step of each has to read."""
 
 from __future__ import annotations
 
@@ -35,13 +35,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+SAME = {"latent": "llama32_dba_384b"}
+"""Names of layouts in files of before."""
+
+
 def model_of(size: str, layout: str, device: torch.device) -> Model:
     """Return a model of random weights, bfloat16 on a GPU: speed does not depend on the text."""
     d_model, n_blocks, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
     norm = {"type": "RMSNormLayer", "d_model": d_model}
     rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
     heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    attention = {"type": "AttentionLayer", "d_model": d_model, **heads, **rope, **LAYOUTS[layout]}
+    attention = {
+        "type": "AttentionLayer",
+        "d_model": d_model,
+        **heads,
+        **rope,
+        **LAYOUTS[SAME.get(layout, layout)],
+    }
     mlp = {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff}
     block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
     nested = {"type": "NestedTopology", "layers": block, "repeat": n_blocks}
