@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from caramba.kernels.triton.dba_decode_tile import NF4_LEVELS
+from caramba.kernels.triton.dba_decode_kernel import NF4_LEVELS
 from torch import Tensor
 
 

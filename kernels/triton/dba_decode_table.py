@@ -8,32 +8,79 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import caramba.kernels.cuda.blocks as blocks
 import caramba.kernels.cuda.launch_configs as cuda
 from caramba.kernels.cuda.blocks import ZEROS
-from caramba.kernels.triton.dba_decode_configs import (
-    BY_WORDS,
-    GROUPED,
-    MOST_ROWS_OF_WORDS,
-    MOST_TOGETHER,
-    NARROW,
-    OF_NARROW_HEADS,
-    READINGS,
-    TOGETHER,
-    WIDEST_GROUPED,
-)
-from caramba.kernels.triton.dba_decode_sizes import (
-    BLOCKS,
-    GROUP_ROWS,
-    LEEWAY,
-    SHARED_BYTES,
-    SM_BYTES,
-    TOGETHER_ROWS,
-    is_in_fp32,
-    next_power_of_2,
-    shared_bytes,
-)
 from caramba.kernels.triton.pdl import EARLY_ARCHS
 
+READINGS = {
+    # Tokens of a tile, warps, stages and registers. Without a limit a thread takes up to 255 registers in any of these,
+    # for the sake of the masked tiles at the end, so that a multiprocessor holds eight warps at most.
+    True: (
+        *((128, 8, n_stages, 128) for n_stages in (2, 3)),
+        *((128, 4, n_stages, 0) for n_stages in (2, 3)),
+        *((64, 4, n_stages, 128) for n_stages in (2, 3)),
+        *((64, 4, n_stages, 168) for n_stages in (2, 3)),
+        *((64, 4, n_stages, 0) for n_stages in (2, 3)),
+        *((64, 2, n_stages, 0) for n_stages in (2, 3)),
+        *((32, 4, n_stages, 168) for n_stages in (2, 3)),
+        (128, 4, 3, 128),
+        (256, 8, 2, 0),
+    ),
+    False: (
+        *((n, n_warps, n_stages, 0) for n in (32, 64, 128) for n_warps in (4, 8) for n_stages in (2, 3, 4)),
+        *((64, 4, n_stages, 128) for n_stages in (2, 3)),
+    ),
+}
+"""Tile configs worth timing, by whether any stream is quantised."""
+OF_NARROW_HEADS = (256, 4, 2, 0), (256, 8, 3, 0), (64, 1, 4, 0), (128, 2, 2, 0)
+NARROW = 128
+"""The same of numbers of so few features, of which few tokens are few bytes in a row: fewer programs that read longer
+runs of memory each; or as many programs as there are sequences' heads, of a warp or two that wait for no other."""
+GROUPED = (
+    *((128, 4, n_stages, 0) for n_stages in (2, 3)),
+    *((128, 8, n_stages, 0) for n_stages in (2, 3)),
+    *((64, 4, n_stages, 0) for n_stages in (2, 3, 4)),
+    *((64, 4, n_stages, 168) for n_stages in (2, 3)),
+    *((64, 8, n_stages, 0) for n_stages in (2, 3)),
+    (128, 8, 2, 128),
+)
+"""The same for GROUP_ROWS rows, of which half may be empty: Hopper's warp-group products take no fewer."""
+TOGETHER = (
+    *((128, 4, n_stages, n_registers) for n_stages in (3, 2) for n_registers in (168, 0)),
+    *((64, 4, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (128, 168, 0)),
+    *((64, 2, n_stages, 0) for n_stages in (2, 3)),
+    *((32, n_warps, n_stages, 168) for n_warps in (2, 1) for n_stages in (3, 4)),
+    (128, 4, 2, 128),
+)
+"""The same for heads of quantised streams that are read together."""
+BY_WORDS = (
+    *((64, 4, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (168, 0)),
+    *((64, 2, n_stages, 0) for n_stages in (3, 4)),
+    *((128, 4, n_stages, n_registers) for n_stages in (3, 2) for n_registers in (168, 0)),
+    *((32, 2, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (168, 0)),
+    (32, 1, 3, 0),
+)
+"""The same for a quantised latent whose codes go to products by words."""
+MOST_ROWS_OF_WORDS = 32
+"""Rows of a program that reads a latent by words: the sums of more take too many registers."""
+MOST_TOGETHER = 4
+"""Heads that are read together at most: the sums of more take too many registers."""
+WIDEST_GROUPED = 384
+"""Features of both parts up to which three stages of 64 tokens and the queries were measured, 196 KB in all."""
+SHARED_BYTES = blocks.MOST_SHARED
+SM_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor of Hopper, of which each block takes 1 KB more than it asks for."""
+LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
+NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, blocks.ZEROS: 2}
+BLOCKS = {
+    kind: (elements, codes / elements, scale) for kind, (elements, codes, scale) in blocks.BLOCKS.items()
+}
+"""Elements of a block, bytes of a code and of a scale."""
+TOGETHER_ROWS = 16
+"""Rows of a product, which heads that are read together fill."""
+GROUP_ROWS = 64
+"""Rows of a product of a warp group."""
 TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2, 4
 """Programs on a processor, of blocks and of numbers, as far as shared memory has place for their tiles: registers bound
@@ -357,3 +404,64 @@ def _distance(key: str, shape: DecodeShape) -> float:
     _, lanes, tokens = key.rsplit("|", 2)
     of_lanes, of_tokens = int(lanes) / next_power_of_2(shape.lanes), int(tokens) / shape.tokens
     return abs(math.log2(of_lanes)) + abs(math.log2(of_tokens))
+
+
+def is_in_fp32(shape: DecodeShape) -> bool:
+    """Whether a tile holds numbers of float32, which takes twice the shared memory."""
+    return shape.in_fp32 or "fp32" in shape.formats
+
+
+def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
+    """Return the shared memory of a program on Hopper, as compiled kernels have it.
+
+    It holds queries, stages of what is stored, one fewer than are in flight, and a tile of what products cannot read as
+    it is stored. Products of a warp group's rows read numbers where they are loaded, so that all stages stay; those of
+    fewer rows hold scores. Of heads read together codes go to products as they are stored.
+    """
+    if reading.in_cuda:
+        return cuda.shared_bytes(reading, shape.formats, shape.dims, shape.rows)
+    if reading.n_heads and len(shape.formats) == 2:
+        stored = sum(
+            _loaded_bytes(kind, width) * width for kind, width in zip(shape.formats, shape.dims, strict=False)
+        )
+        elements, _, scale = BLOCKS[shape.formats[0]]
+        stored += (
+            shape.dims[0] / elements * scale
+        )  # the latent's scales are read by words of keys, and of values
+        numbers = 2 * (reading.block_rows * sum(shape.dims[:2]) + TOGETHER_ROWS * reading.block_tokens)
+        return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
+    if reading.n_heads:
+        numbers = reading.block_rows * (reading.n_heads * sum(shape.dims[:2]) + reading.block_tokens) * 2
+        stored = 0.0
+        for kind, width in zip(shape.formats, shape.dims, strict=True):
+            elements, code, scale = BLOCKS[kind]
+            stored += reading.n_heads * (width * code + max(1, width // elements) * scale)
+        return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
+    widths = [max(16, next_power_of_2(width)) for width in shape.dims]
+    itemsize = 4 if is_in_fp32(shape) else 2
+    is_grouped = reading.block_rows >= GROUP_ROWS
+    total = reading.block_rows * sum(widths[:2]) * itemsize
+    if not is_grouped:
+        total += reading.block_rows * reading.block_tokens * itemsize
+    for kind, width, padded in zip(shape.formats, shape.dims, widths, strict=False):
+        tile, stored = reading.block_tokens * padded, _loaded_bytes(kind, width)
+        is_read = stored == itemsize
+        total += int((reading.n_stages - (not (is_grouped and is_read))) * tile * stored)
+        total += 0 if is_read else tile * itemsize
+    return total
+
+
+def _loaded_bytes(kind: str, width: int) -> float:
+    """Return the bytes that are loaded of an element of a head, with its share of a scale."""
+    if kind in NUMBER_BYTES:
+        return NUMBER_BYTES[kind]
+    elements, code, scale = BLOCKS[kind]
+    if width % elements == 0:
+        return code + scale / elements
+    # A byte of codes is loaded for each code in it, and where heads cross blocks each has its own scale.
+    return 1 + (scale / width if elements % width == 0 else scale)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the power of two from n on."""
+    return 1 << max(0, n - 1).bit_length()

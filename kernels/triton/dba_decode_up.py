@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import caramba.kernels.triton.dba_decode as decode
 import torch
-from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.dba_decode_plan import DecodePlan, arguments
-from caramba.kernels.triton.launch import Launch
+from caramba.kernels.triton.dba_decode import DecodePlan, arguments
+from caramba.kernels.triton.launch import Launch, power_of_2
 from caramba.kernels.triton.pdl import pdl_options
 from caramba.kernels.triton.per_head_linear import per_head_linear
 from torch import Tensor

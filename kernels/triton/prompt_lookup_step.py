@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.launch import Launches, power_of_2
 from torch import Tensor
 
 import triton

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.launch import Launch
+from caramba.kernels.triton.launch import Launch, power_of_2
 from caramba.kernels.triton.signature import LaunchCache
 from caramba.kernels.triton.store_plan import MOST_STREAMS, StorePlan, along_width, columns_of
 from torch import Tensor

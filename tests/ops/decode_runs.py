@@ -57,7 +57,7 @@ def kernel_of(case: Case, dtype: torch.dtype, **reading: int) -> str:
 
 
 def split_of(case: Case, dtype: torch.dtype, **reading: int) -> Any:
-    from caramba.kernels.triton.dba_decode_plan import plan
+    from caramba.kernels.triton.dba_decode import plan
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
     args, options = arguments(case, dtype, DEVICE)

@@ -59,7 +59,7 @@ def hopper() -> Iterator[list[tuple[str, Any]]]:
         patch.setattr(module("norm"), "_counts", {torch.device("cpu"): PROCESSORS})
         patch.setattr(module("dba_decode"), "num_sms", lambda device: PROCESSORS)
         patch.setattr(module("decoupled_attention_tiles"), "shared_bytes", lambda device: SHARED_BYTES)
-        for name in ("dba_decode_plan", "pdl", "norm_dropout_activation"):
+        for name in ("dba_decode", "pdl", "norm_dropout_activation"):
             patch.setattr(module(name), "arch", lambda device: "sm90")
         patch.setattr(module("dba_decode"), "plans", module("signature").LaunchCache())
         yield made

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from caramba.kernels.triton.dba_decode_share import share
+from caramba.kernels.triton.dba_decode_kernel import share
 
 
 @triton.jit

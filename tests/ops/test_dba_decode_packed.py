@@ -11,9 +11,9 @@ import torch
 from caramba.ops import formats
 
 pytest.importorskip("triton")
-from caramba.kernels.triton import dba_decode_scaled as scaled
-from caramba.kernels.triton import dba_decode_tile as tile
-from caramba.kernels.triton import dba_decode_words as words
+from caramba.kernels.triton import dba_decode_heads as words
+from caramba.kernels.triton import dba_decode_kernel as tile
+from caramba.kernels.triton import dba_decode_latent as scaled
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 

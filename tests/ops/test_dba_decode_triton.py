@@ -58,9 +58,8 @@ def test_the_count_of_splits_changes_nothing() -> None:
 
 def sums_of_splits(case: Case, n_splits: int, **reading: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's sums of exponentials by splits, base 2, [B, H, T, splits], and what they should be in all."""
-    from caramba.kernels.triton.dba_decode import run_splits
-    from caramba.kernels.triton.dba_decode_plan import arguments as tensors_of
-    from caramba.kernels.triton.dba_decode_plan import plan
+    from caramba.kernels.triton.dba_decode import arguments as tensors_of
+    from caramba.kernels.triton.dba_decode import plan, run_splits
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
     args, options = arguments(case, torch.float32, DEVICE)
@@ -119,7 +118,7 @@ def test_splits_with_a_tail_of_their_own_change_nothing(name: str) -> None:
 
 @runs
 def test_splits_of_many_rows_are_joined_by_fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caramba.kernels.triton.dba_decode_plan.MANY_ROWS", 4)
+    monkeypatch.setattr("caramba.kernels.triton.dba_decode.MANY_ROWS", 4)
     for name in ("widths that are no power of two", "latent, nf4, window, null"):
         check(CASES[name], torch.float32, n_splits=3)
 

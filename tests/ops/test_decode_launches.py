@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from caramba.kernels.triton import dba_append, dba_decode, dba_decode_plan, launch
+from caramba.kernels.triton import dba_append, dba_decode, launch
 from torch import Tensor
 
 from caramba.errors import ConfigError
@@ -44,8 +44,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     found = {}
     for module, name in (
-        (dba_decode_plan, "split_kv_kernel"),
-        (dba_decode_plan, "combine_kernel"),
+        (dba_decode, "split_kv_kernel"),
+        (dba_decode, "combine_kernel"),
         (dba_append, "_append"),
     ):
         found[name] = Kernel(getattr(module, name))

@@ -62,7 +62,7 @@ def planned(name: str, n_splits: int, batch: int, device: str) -> tuple[Any, lis
     parts = [*(stream.tensors for stream in args[2:5] if stream is not None), []][:3]
     config = module("triton.dba_decode_table").DecodeConfig(n_splits=n_splits, **reading)
     n_packed = options.get("n_packed")
-    made = module("triton.dba_decode_plan").plan(config, *args[:2], list(case.kinds), *parts, n_packed, [], 0)
+    made = module("triton.dba_decode").plan(config, *args[:2], list(case.kinds), *parts, n_packed, [], 0)
     is_in_cuda = type(made.split).__name__ == "CudaLaunch"
     assert is_in_cuda == bool(config.in_cuda)
     assert (made.split.name if is_in_cuda else made.split.kernel.__name__) == kernel
@@ -74,7 +74,7 @@ def planned(name: str, n_splits: int, batch: int, device: str) -> tuple[Any, lis
 
 @pytest.mark.parametrize("name", WAYS)
 def test_ways_are_those_that_they_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in ("pdl", "dba_decode_plan"):
+    for part in ("pdl", "dba_decode"):
         monkeypatch.setattr(module(f"triton.{part}"), "arch", lambda device: "sm90")
     for question, answer in (("is_ready", True), ("is_hopper", True), ("most_shared", 227 * 1024)):
         monkeypatch.setattr(module("cuda.decode"), question, lambda device, answer=answer: answer)
@@ -97,7 +97,7 @@ def test_splits_and_their_join_read_what_the_kernel_ahead_stores_last(name: str,
     # Eleven steps of sixteen sequences, none of which is as long as any other.
     lengths = torch.arange(187, 2113, 11, dtype=torch.int32, device="cuda").view(11, 16)
     seqlens = torch.zeros_like(lengths[0])
-    tensors = module("triton.dba_decode_plan").arguments(*given, seqlens, n_packed, [])
+    tensors = module("triton.dba_decode").arguments(*given, seqlens, n_packed, [])
     run = module("triton.dba_decode").run
 
     def steps(wait: Callable[[], None]) -> list[Tensor]:

@@ -50,7 +50,7 @@ def planned(
     args, options = arguments(case, dtype)
     parts = [*(stream.tensors for stream in args[2:5] if stream is not None), []][:3]
     config = module("triton.dba_decode_table").DecodeConfig(n_splits=n_splits, **way)
-    plan = module("triton.dba_decode_plan").plan
+    plan = module("triton.dba_decode").plan
     made = plan(
         config,
         *args[:2],
@@ -66,7 +66,7 @@ def planned(
 def emulate(made: Any, given: list[Any], n_packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the splits of a plan; return outputs [rows, splits, width] and natural logarithms of sums in float64."""
     launch, (q_sem, q_geo, parts, seqlens) = made.split, given
-    tensors = module("triton.dba_decode_plan").arguments(q_sem, q_geo, *parts, seqlens, n_packed, [])
+    tensors = module("triton.dba_decode").arguments(q_sem, q_geo, *parts, seqlens, n_packed, [])
     read = [tensors[i] for i in made.read]
     rows = math.prod(made.out[:-1])
     out = torch.full((rows, made.n_splits, made.out[-1]), torch.nan, dtype=q_sem.dtype)
@@ -102,7 +102,7 @@ def test_what_is_launched_attends(name: str, n_splits: int) -> None:
 def test_splits_begin_early_and_are_announced_where_devices_have_that(
     name: str, arch: str, is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part in ("pdl", "dba_decode_plan"):
+    for part in ("pdl", "dba_decode"):
         monkeypatch.setattr(module(f"triton.{part}"), "arch", lambda device: arch)
     made, _, _ = planned(*CASES[name], 3, torch.bfloat16)
     assert type(made.split).__name__ == "CudaLaunch"

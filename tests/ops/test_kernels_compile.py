@@ -166,7 +166,7 @@ def test_the_products_of_one_row_begin_early_and_wait_before_they_read(op: str) 
 def test_what_joins_and_maps_early_reads_the_map_and_waits_for_splits(name: str) -> None:
     case = next(case for case in CASES if case.op == "dba_decode_up" and case.name == name)
     *given, up, window, _, n_splits = case.arguments()
-    decode, plans = module("dba_decode"), module("dba_decode_plan")
+    decode = plans = module("dba_decode")
     way = module("dba_decode_table").DecodeConfig(block_tokens=16, n_splits=n_splits)
     q, (lengths, packed) = given[0], given[-2:]
     with hopper() as made:
