@@ -14,7 +14,8 @@ from urllib.parse import unquote
 import pytest
 from sample_run import without
 
-from caramba.artifacts import collect, write
+from caramba.artifacts import collect, tables, write
+from caramba.artifacts.page import _METRIC_HEAD, _PHASE_HEAD
 from caramba.artifacts.tables import NOTHING, TIMES, list_tables
 from caramba.result import Answer, Case, Check, Metric, RunResult, Verdict
 
@@ -189,3 +190,29 @@ def test_it_says_what_failed_and_what_is_missing(result: RunResult, tmp_path: Pa
     bare = page_of(nothing, tmp_path)
     assert [text for _, text in bare.all("h2")] == ["Left out", "Provenance", "Files"]
     assert bare.all("img") == []
+
+
+def test_the_page_of_documentation_explains_every_column() -> None:
+    """docs/evidence.md has each heading of a table of a report, and each name of a row that is compared."""
+    text = (Path(__file__).parents[3] / "docs" / "evidence.md").read_text(encoding="utf-8")
+    heads = [value for name, value in vars(tables).items() if name.endswith("_HEAD")]
+    rows = [words for _, _, words, _, _ in tables._COMPARED]
+    listed = {word for head in [*heads, _PHASE_HEAD, _METRIC_HEAD] for word in head} | set(rows)
+    # Words that name a thing and no number.
+    plain = {
+        "Metric",
+        "Model",
+        "Task",
+        "Type",
+        "Check",
+        "Case",
+        "Kind",
+        "Stage",
+        "Phase",
+        "Layer",
+        "Weights",
+        "Unit",
+    }
+    plain |= {"Teacher", "Student", "Teacher answers", "Student answers", "Weights or why skipped", "Row"}
+    assert len(listed - plain) > 35
+    assert [word for word in sorted(listed - plain) if word not in text] == []
