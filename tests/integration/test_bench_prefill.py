@@ -47,7 +47,7 @@ def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, scripts: Path) -
 
 
 def test_arithmetic_is_of_the_pairs_that_causality_leaves(scripts: Path) -> None:
-    module: ModuleType = importlib.import_module("cases.prefill_attention")
+    module: ModuleType = importlib.import_module("cases.prefill")
     shape = module.Shape("x", 2, 3, 5, 4, (16, 48, 8))
     pairs = 2 * 4 * (3 + 4 + 5)
     assert shape.flops == 2 * pairs * (64 + 8)

@@ -54,31 +54,23 @@ def test_parts_are_measured_once_and_said(
 def test_recipes_of_float8_take_turns_and_the_trainers_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    sides, turns, float8, report = (
-        importlib.import_module(f"{name}")
-        for name in (
-            "cases.training_sides",
-            "cases.training_turns",
-            "cases.training_float8",
-            "report",
-        )
-    )
+    bench, report = (importlib.import_module(name) for name in ("cases.training", "report"))
     monkeypatch.setitem(backend._attached, ("float8_cast", "cpu"), "triton")
     spec = freeze(["model=tiny", "train=pretrain", "settings.instrument=none"]).manifest.model
     x = torch.randint(spec.embedder.vocab_size, (1, 17), generator=torch.Generator().manual_seed(0))
     given = {"has_masters": False, "clip": None, "least_width": 16}
     batch = (spec, x[:, :-1], x[:, 1:], False)
-    made = {"bf16": sides.ours_bare(*batch, **given)}
-    for name, recipe in float8.recipes_of("rowwise,rowwise/torchao", torch.device("cpu")):
-        made[name] = sides.ours_bare(*batch, float8=recipe, **given)
+    made = {"bf16": bench.ours_bare(*batch, **given)}
+    for name, recipe in bench.recipes_of("rowwise,rowwise/torchao", torch.device("cpu")):
+        made[name] = bench.ours_bare(*batch, float8=recipe, **given)
     assert list(made) == ["bf16", "float8 rowwise, cast by kernels", "float8 rowwise, cast by torchao"]
     for side in made.values():
         side.step()
         side.step()
-    ran = turns.Turns(made, torch.device("cpu"), steps=1, turns=1, deadline=0.0, tokens=16)
+    ran = bench.Turns(made, torch.device("cpu"), steps=1, turns=1, deadline=0.0, tokens=16)
     for seconds, name in zip((3.0, 2.9, 2.0, 4.0), ran.seconds, strict=True):
         ran.seconds[name] = [seconds]
-    found = float8.float8_of(ran, made, "bf16", "rowwise")
+    found = bench.float8_of(ran, made, "bf16", "rowwise")
     ours, theirs = list(found["over_bf16"].items())[1:]
     assert (ours[1], theirs[1]) == (2.9 / 2.0, 2.9 / 4.0)
     through_trainer = "caramba with float8=rowwise"
@@ -86,7 +78,7 @@ def test_recipes_of_float8_take_turns_and_the_trainers_is_held(monkeypatch: pyte
     assert found["losses"][ours[0]] == found["losses"][theirs[0]], "the same numbers"
     assert 0 < abs(found["loss_change"][ours[0]]) < 0.01
     part = {"part": "fp8", "batch": 1, "tokens": 16, "clip": None, "steps_a_turn": 1, "ratios": {}, **found}
-    rows = turns.rows_of(ran, 1.0, None)
+    rows = bench.rows_of(ran, 1.0, None)
     page = report.section("training", {"model": "tiny", "parts": {"fp8": part | {"rows": rows}}})
     assert "float8 rowwise, cast by kernels **1.450x**" in page
     assert "0.967 over bf16, by caramba with float8=rowwise (must 1.15): **missed**" in page
@@ -194,7 +186,7 @@ class FakeAllocator:
 
 def test_the_phases_own_peak_holds_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    turns_of = importlib.import_module("cases.training_turns").Turns
+    turns_of = importlib.import_module("cases.training").Turns
     memory, device = FakeAllocator(between=7, within=14), torch.device("cuda")
     memory.patch(monkeypatch)
     peak = PeakMemory(device)

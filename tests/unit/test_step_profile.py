@@ -106,7 +106,7 @@ def test_without_a_device_ops_have_their_own_time(profile: ModuleType) -> None:
 
 
 def test_bytes_of_our_ops_hold_what_they_write(profile: ModuleType) -> None:
-    calls = importlib.import_module("cases.trace_calls")
+    calls = importlib.import_module("cases.step_profile")
     shapes = [[4, 8], [4, 16]]
     assert calls._bytes("caramba::swiglu_packed_backward", shapes, [BF16, BF16]) == 2 * (32 + 64 + 64)
     assert calls._bytes("caramba::swiglu_packed", shapes[1:], [BF16]) == 2 * (64 + 32)

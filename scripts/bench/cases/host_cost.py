@@ -18,17 +18,63 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import decode_cases, kernels_elementwise
-from cases.kernel_case import HOST_MUST_US, outputs
-from cases.launchless_driver import launch_nothing
+from cases import decode_cases
+from cases.kernels import HOST_MUST_US, cases, outputs
 from record import Record, machine_facts
 from registry import UsageError
 from timing import host_seconds
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from caramba import kernels
 from caramba.ops.backend import all_ops
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import dba_decode
+
+
+class _Utilities:
+    """What a compiled kernel asks of CUDA when it is loaded."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return object(), 1, 32, 0, 1024
+
+
+class _Launcher:
+    """Takes what CUDA's launcher takes."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class _Driver:
+    """An H200 that does nothing."""
+
+    launcher_cls = _Launcher
+    utils = _Utilities()
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> str:
+        return "cpu"
+
+
+def launch_nothing() -> None:
+    """Make it the driver of this process."""
+    driver.set_active(_Driver())  # pyright: ignore[reportArgumentType]
+
 
 ROWS, TOKENS, RUN = 4, 512, 10
 FORWARD = "forward"  # without gradients
@@ -48,7 +94,7 @@ def attach_here(device: torch.device) -> None:
 def calls_of_elementwise(device: torch.device, only: set[str]) -> dict[str, dict[str, Call]]:
     """Return each op's eager calls: without gradients, with them, and the backward."""
     found: dict[str, dict[str, Call]] = {}
-    for case in kernels_elementwise.cases(device, torch.bfloat16):
+    for case in cases(device, torch.bfloat16):
         if case.name.endswith("8192") or (only and case.op not in only):
             continue
         tensors = case.make(min(case.rows, ROWS))

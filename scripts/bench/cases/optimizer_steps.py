@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases.training_sides import Masters
+from cases.training import Masters
 from record import Record, machine_facts
 from timing import host_seconds, interleave, wall_seconds
 from torch import nn

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases.kernel_case import COLD_BYTES, Side
+from cases.kernels import COLD_BYTES, Side
 from record import Record, machine_facts
 from timing import interleave, read_rate
 from torch import Tensor

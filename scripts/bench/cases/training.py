@@ -21,42 +21,41 @@ that failed, are measured again, and all with --again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from cases import step_profile
-from cases.training_float8 import RECIPES, float8_of, recipes_of
-from cases.training_sides import (
-    LOSSES,
-    Side,
-    as_it_comes,
-    bare_side,
-    ours_bare,
-    torchs_own_backends,
-    transformers_side,
-    without_masks,
-)
-from cases.training_turns import Traced, Turns, ratios_of, rows_of
 from plots import draw_training
 from record import Record
+from torch import Tensor, nn
+from torch.nn import attention
+from torch.nn import functional as F
 
 from caramba import kernels
 from caramba.config.estimate import estimate_phase, model_cost
+from caramba.config.model import ModelSpec
 from caramba.config.surgery import attention_configs
 from caramba.config.train import PhaseConfig
 from caramba.distill import LanguageModelObjective
 from caramba.errors import CarambaError
 from caramba.experiment.planning.trial import RandomWindows
+from caramba.export.llama import llama_config
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
+from caramba.layer.float8 import Float8Linear, Float8Recipe
 from caramba.model import build_with_random_weights
+from caramba.ops.backend import without_kernels
+from caramba.optim import AdamW, MasterWeights, clip_gradients
 from caramba.runtime import (
     choose_attention,
     choose_precision,
@@ -64,9 +63,456 @@ from caramba.runtime import (
     families_of,
     plan,
     release_memory,
+    synchronize,
 )
 from caramba.train import PhaseData, fit
+from caramba.train.callbacks.float8 import float8_layers
 from caramba.train.throughput import device_peak
+
+
+class BareBlock(nn.Module):
+    """A Llama block as one would write it for speed: q, k and v in one product, gate and up in another."""
+
+    def __init__(self, d_model: int, heads: int, kv_heads: int, d_ff: int, eps: float) -> None:
+        super().__init__()
+        width = d_model // heads
+        self.widths, self.width, self.eps = (heads * width, kv_heads * width, kv_heads * width), width, eps
+        self.norms = nn.ParameterList([nn.Parameter(torch.ones(d_model)) for _ in range(2)])
+        self.qkv = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.out = nn.Linear(heads * width, d_model, bias=False)
+        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = F.rms_norm(x, x.shape[-1:], self.norms[0], self.eps)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for part in self.qkv(h).split(self.widths, dim=-1)
+        )
+        is_grouped = q.shape[1] != k.shape[1]
+        heads = F.scaled_dot_product_attention(
+            turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True, enable_gqa=is_grouped
+        )
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(F.rms_norm(x, x.shape[-1:], self.norms[1], self.eps)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves of [B, N, T, D] by tables [T, D/2]."""
+    real, imaginary = x.float().chunk(2, dim=-1)
+    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1).to(x.dtype)
+
+
+class BareLlama(nn.Module):
+    """The same shapes as the preset's; returns the mean cross-entropy, logits of the whole batch at once."""
+
+    def __init__(self, spec: ModelSpec, keys: dict[str, Any], length: int) -> None:
+        super().__init__()
+        d_model, heads, kv_heads = (
+            keys["hidden_size"],
+            keys["num_attention_heads"],
+            keys["num_key_value_heads"],
+        )
+        self.eps = keys["rms_norm_eps"]
+        self.embed = nn.Embedding(spec.embedder.vocab_size, d_model)
+        self.blocks = nn.ModuleList(
+            BareBlock(d_model, heads, kv_heads, keys["intermediate_size"], self.eps)
+            for _ in range(keys["num_hidden_layers"])
+        )
+        self.norm = nn.Parameter(torch.ones(d_model))
+        pairs = d_model // heads // 2
+        angles = torch.arange(length)[:, None] * 5e5 ** (-torch.arange(pairs) / pairs)
+        self.tables = (angles.cos(), angles.sin())
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        cos, sin = self.tables
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = F.linear(F.rms_norm(x, x.shape[-1:], self.norm, self.eps), self.embed.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class Masters:
+    """AdamW in one kernel over float32 copies of bfloat16 weights: what masters cost at least in plain PyTorch."""
+
+    def __init__(self, weights: list[nn.Parameter], lr: float) -> None:
+        self.weights = weights
+        self.masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+        for master in self.masters:
+            master.grad = torch.empty_like(master)
+        self.inner = torch.optim.AdamW(self.masters, lr=lr, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step the masters and round the weights from them."""
+        torch._foreach_copy_([master.grad for master in self.masters], [w.grad for w in self.weights])  # type: ignore[attr-defined]
+        self.inner.step()
+        torch._foreach_copy_(self.weights, self.masters)  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for weight in self.weights:
+            weight.grad = None
+
+
+Loss = Callable[[], Tensor]
+LOSSES = 20  # of as many first steps, kept
+
+
+class Side:
+    """A bare training loop: forward, backward, clipping where asked for, the optimiser, gradients set to None.
+
+    Every step of it is taken within `surroundings()`. `optimizer` None is torch's own AdamW, of masters if asked.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        backward: Callable[[], None],
+        *,
+        has_masters: bool,
+        clip: float | None,
+        surroundings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        optimizer: torch.optim.Optimizer | None = None,
+    ):
+        self.net, self.run_backward, self.clip = net, backward, clip
+        self.losses: list[Tensor] = []
+        self.surroundings = surroundings
+        weights = list(net.parameters())
+        self.weights = weights
+        self.optimizer: Any = optimizer
+        if optimizer is None:
+            self.optimizer = (
+                Masters(weights, 1e-5) if has_masters else torch.optim.AdamW(weights, lr=1e-5, fused=True)
+            )
+
+    def step(self) -> None:
+        """Take one step."""
+        self.run_backward()
+        if self.clip is not None:
+            clip_gradients([self.weights], self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def held_bytes(self) -> int:
+        """Bytes of what the side holds between steps: weights, states and masters."""
+        inner = getattr(self.optimizer, "inner", self.optimizer)
+        tensors: list[Tensor] = [*self.weights, *getattr(self.optimizer, "masters", [])]
+        tensors += [wide.detach() for wide in getattr(self.optimizer, "wide", [])]
+        tensors += [master.grad for master in getattr(self.optimizer, "masters", [])]
+        tensors += [x for state in inner.state.values() for x in state.values() if isinstance(x, Tensor)]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def torchs_own_backends(device: torch.device) -> list[attention.SDPBackend]:
+    """Return the backends of scaled_dot_product_attention in the order in which torch tries them by itself.
+
+    Call it before anything sets an order. Torch settles its own at the first call on a device.
+    """
+    x = torch.zeros(1, 1, 8, 64, device=device, dtype=torch.bfloat16)
+    F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    return attention._cur_sdpa_kernel_backends(with_priority=True)
+
+
+def as_it_comes(
+    own: list[attention.SDPBackend],
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Surroundings in which torch picks the backend as it does in a process of its own."""
+    return lambda: attention.sdpa_kernel(own, set_priority=True)
+
+
+@contextlib.contextmanager
+def without_masks() -> Iterator[None]:
+    """Let transformers make no causal mask, so that SDPA may take the backend that leads here: see beside_transformers.
+
+    Taken back at the end, since the same process measures transformers as it comes.
+    """
+    from cases.beside_transformers import rely_on_is_causal
+    from transformers.models.llama import modeling_llama
+
+    module: Any = modeling_llama
+    before = module.create_causal_mask
+    rely_on_is_causal()
+    try:
+        yield
+    finally:
+        module.create_causal_mask = before
+
+
+def transformers_side(spec: ModelSpec, x: Tensor, compiled: bool, **options: Any) -> Side:
+    """LlamaForCausalLM with its own loss, compiled whole."""
+    import transformers
+
+    keys = llama_config(spec, max_positions=131072, eos_id=None, dtype="bfloat16")
+    keys = {key: value for key, value in keys.items() if key not in ("architectures", "model_type", "dtype")}
+    with torch.device(x.device):
+        net = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**keys), dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+    call = torch.compile(net, dynamic=False) if compiled else net
+    return Side(net, lambda: call(input_ids=x, labels=x, use_cache=False).loss.backward(), **options)
+
+
+def bare_side(spec: ModelSpec, x: Tensor, y: Tensor, compiled: bool, **options: Any) -> Side:
+    """The bare model, compiled whole."""
+    keys = llama_config(spec, max_positions=131072, eos_id=None, dtype="bfloat16")
+    with torch.device(x.device):
+        net = BareLlama(spec, keys, x.shape[1]).to(torch.bfloat16)
+        for weight in net.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.02)
+    call = torch.compile(net, dynamic=False) if compiled else net
+    return Side(net, lambda: call(x, y).backward(), **options)
+
+
+def ours_bare(
+    spec: ModelSpec,
+    x: Tensor,
+    y: Tensor,
+    compiled: bool,
+    *,
+    float8: Float8Recipe | None = None,
+    least_width: int = 1024,
+    **options: Any,
+) -> Side:
+    """Our own model with the objective and the compiled regions that a phase uses, without Lightning around it.
+
+    With `float8`, products of the layers that a phase would choose are of such numbers. The losses of the first
+    `LOSSES` steps are kept.
+    """
+    net = build_with_random_weights(spec, x.device).to(torch.bfloat16).train()
+    if float8 is not None:
+        for name, layer in float8_layers(net, least_width, is_compiled=compiled)[0].items():
+            net.set_submodule(name, Float8Linear(layer, float8))
+    objective = LanguageModelObjective(net)
+    if compiled:
+        for module in objective.compilable():
+            module.forward = torch.compile(module.forward)
+    losses: list[Tensor] = []
+
+    def backward() -> None:
+        found = objective.step((x, y), lambda loss: loss.backward())
+        if len(losses) < LOSSES:
+            losses.append(found["loss"].detach().clone())
+
+    side = Side(net, backward, optimizer=our_optimizer(net, options["has_masters"]), **options)
+    side.losses = losses
+    return side
+
+
+def our_optimizer(net: nn.Module, has_masters: bool) -> torch.optim.Optimizer:
+    """AdamW as a phase steps it, so that the difference is Lightning, callbacks and monitors alone."""
+    named = list(net.named_parameters())
+    if not has_masters:
+        return AdamW([weight for _, weight in named], lr=1e-5)
+    return MasterWeights(named, lambda copies: AdamW([wide for _, wide in copies], lr=1e-5), keeps=True)
+
+
+WARM_UP = 5
+LEAST_TURNS = 2  # that are measured after the time is up, so that a part that was begun has a figure
+
+
+class Turns(pl.Callback):
+    """Times blocks of our steps, and between two of them a block of every other side. Ends training after `turns`.
+
+    Attributes:
+        seconds: side -> seconds a step of each turn. peaks: side -> peak bytes, without what the others hold.
+    """
+
+    def __init__(
+        self,
+        sides: dict[str, Side],
+        device: torch.device,
+        *,
+        steps: int,
+        turns: int,
+        deadline: float,
+        tokens: int = 0,
+    ) -> None:
+        self.sides, self.device, self.deadline = sides, device, deadline
+        self.steps, self.turns, self.tokens = steps, turns, tokens
+        self.seconds: dict[str, list[float]] = {name: [] for name in ("caramba", *sides)}
+        self.peaks: dict[str, int] = {}
+        self.is_warm, self.taken, self.clock = False, 0, 0.0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.taken += 1
+        if self.taken < (self.steps if self.is_warm else WARM_UP):
+            return
+        synchronize(self.device)
+        if self.is_warm:
+            self.seconds["caramba"].append((time.perf_counter() - self.clock) / self.taken)
+            self._note_peak("caramba", self._held_by_others())
+        self._run_others(trainer)
+        self._say()
+        done = len(self.seconds["caramba"])
+        if done >= self.turns or (done >= LEAST_TURNS and time.monotonic() > self.deadline):
+            trainer.should_stop = True
+            return  # the phase's own monitor reads the peak of this turn after training
+        self.taken = 0
+        self._reset_peak()
+        synchronize(self.device)
+        self.clock = time.perf_counter()
+
+    def _run_others(self, trainer: pl.Trainer) -> None:
+        for parameter in trainer.lightning_module.parameters():
+            assert parameter.grad is None  # what a peer's peak would hold
+        with torch.enable_grad():
+            for name, side in self.sides.items():
+                with side.surroundings():
+                    self._run(name, side)
+        self.is_warm = True
+
+    def _run(self, name: str, side: Side) -> None:
+        if not self.is_warm:
+            began = time.perf_counter()
+            for _ in range(WARM_UP):
+                side.step()
+            synchronize(self.device)
+            print(f"  {name}: warm after {time.perf_counter() - began:.0f} s", flush=True)
+            return
+        self._reset_peak()
+        synchronize(self.device)
+        before, began = self._allocated(), time.perf_counter()
+        for _ in range(self.steps):
+            side.step()
+        synchronize(self.device)
+        self.seconds[name].append((time.perf_counter() - began) / self.steps)
+        self._note_peak(name, before - side.held_bytes())
+
+    def _say(self) -> None:
+        done = len(self.seconds["caramba"])
+        if done and self.tokens:
+            rates = ", ".join(
+                f"{name} {self.tokens / taken[-1]:,.0f}" for name, taken in self.seconds.items()
+            )
+            print(f"  turn {done} of {self.turns}, tokens/s: {rates}", flush=True)
+
+    def _held_by_others(self) -> int:
+        return sum(side.held_bytes() for side in self.sides.values())
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def _note_peak(self, name: str, others: int) -> None:
+        if self.device.type == "cuda":
+            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated() - others)
+
+
+def rows_of(turns: Turns, flops: float, peak: float | None) -> dict[str, dict[str, Any]]:
+    """Return side -> rates, step time, MFU by `flops` a token over `peak` FLOP/s, and peak memory."""
+    rows = {}
+    for name, seconds in turns.seconds.items():
+        rates = sorted(turns.tokens / value for value in seconds)
+        rate = statistics.median(rates)
+        rows[name] = {
+            "tokens_per_s": rate,
+            "p20": rates[len(rates) // 5],
+            "p80": rates[-1 - len(rates) // 5],
+            "all": rates,
+            "step_ms": 1e3 * statistics.median(seconds),
+            "mfu": peak and rate * flops / peak,
+            "peak_bytes": turns.peaks.get(name),
+        }
+    return rows
+
+
+def ratios_of(turns: Turns) -> dict[str, float]:
+    """Return other side -> our speed over its own, the median of turns."""
+    return {
+        name: statistics.median(b / a for a, b in zip(turns.seconds["caramba"], theirs, strict=False))
+        for name, theirs in turns.seconds.items()
+        if name != "caramba"
+    }
+
+
+class Traced(pl.Callback):
+    """Times a few steps of ours, traces three more with the shapes of every op, and writes the trace."""
+
+    TIMED, STEPS = 8, 3
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
+        self.path, self.device, self.taken = path, device, 0
+        self.step_ms, self.clock = 0.0, 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.taken += 1
+        if self.taken == WARM_UP:
+            synchronize(self.device)
+            self.clock = time.perf_counter()
+        if self.taken == WARM_UP + self.TIMED:
+            synchronize(self.device)
+            self.step_ms = 1e3 * (time.perf_counter() - self.clock) / self.TIMED
+            self.profiler.start()
+        if self.taken == WARM_UP + self.TIMED + self.STEPS:
+            synchronize(self.device)
+            self.profiler.stop()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(self.path))
+            trainer.should_stop = True
+
+
+RECIPES = "rowwise,tensorwise,rowwise_with_gw_hp"
+MUST_FP8 = 1.15
+TRAINER = "caramba"
+WITHOUT = {"": (), "apart": ("float8_swiglu",), "torchao": ("float8_cast",)}
+
+
+def recipes_of(words: str, device: torch.device) -> Iterator[tuple[str, Float8Recipe]]:
+    """Yield name and recipe of each NAME in a list with commas.
+
+    NAME/apart separates SwiGLU from its casts, and NAME/torchao casts by torchao.
+    """
+    for asked in words.split(","):
+        name, _, casts = asked.partition("/")
+        if name not in RECIPES.split(",") or casts not in WITHOUT:
+            raise SystemExit(
+                f"--recipes: got {asked!r}, expected some of {RECIPES}, each with /apart or /torchao or alone"
+            )
+        with without_kernels(*WITHOUT[casts]) if casts else contextlib.nullcontext():
+            recipe = Float8Recipe(name, device)  # pyright: ignore[reportArgumentType] - torchao refuses others
+        yield f"float8 {name}, cast by {recipe.casts}", recipe
+
+
+def float8_of(turns: Turns, sides: dict[str, Side], bf16: str, through_trainer: str) -> dict[str, Any]:
+    """Return every side's speed over the side `bf16`, the Trainer's with its recipe compared with the must, and
+    losses.
+
+    `loss_change` is of the last step of those whose losses are kept, from the same weights on the same batch.
+    """
+    over = {
+        name: statistics.median(b / a for a, b in zip(seconds, turns.seconds[bf16], strict=False))
+        for name, seconds in turns.seconds.items()
+        if name != bf16
+    }
+    losses = {name: [round(float(loss), 5) for loss in side.losses] for name, side in sides.items()}
+    return {
+        "float8": through_trainer,
+        "over_bf16": over,
+        "losses": losses,
+        "loss_change": {name: row[-1] - losses[bf16][-1] for name, row in losses.items() if row},
+        "musts": [
+            {
+                "over": bf16,
+                "limit": MUST_FP8,
+                "got": over[TRAINER],
+                "by": f"{TRAINER} with float8={through_trainer}",
+            }
+        ],
+    }
+
 
 SIZES = {"1b": "llama32_1b", "tiny": "tiny"}
 SHAPES = {"1b": "8x2048,2x8192", "tiny": "1x16,1x32"}
