@@ -27,7 +27,7 @@ STAGES = (
 # A count of tokens is the same for both models, and a difference may be 0: their ratios mean nothing.
 NO_RATIO = frozenset({"unique_tokens", "acc_drop"})
 COMPARING = frozenset(
-    {"controls", "weights", "inference_ladder", "ladder", "generation"}
+    {"controls", "weights", "inference_ladder", "ladder", "optimizers", "generation"}
 )  # families that state their ratios themselves
 EXACT_16_BIT = ("fp16", "bf16")
 # Fields of the family perplexity whose ratio follows from the losses of the windows.

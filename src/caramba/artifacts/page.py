@@ -25,6 +25,7 @@ from caramba.artifacts.markup import (
     sentence,
     table,
 )
+from caramba.artifacts.optimizers import PLOT_FILE as OPTIMIZERS_FILE
 from caramba.artifacts.report import Omission
 from caramba.artifacts.style import Picture
 from caramba.artifacts.summary import FILE as SUMMARY_FILE
@@ -67,6 +68,11 @@ _MEASURED = (
                 "Training throughput and peak memory by row, with the change of held-out loss",
             ),
         ),
+    ),
+    (
+        "Optimisers",
+        ("optimizers",),
+        ((OPTIMIZERS_FILE, "Training loss by tokens and by time; triangles are switches"),),
     ),
     ("From scratch", ("variants",), ()),
     (

@@ -12,6 +12,7 @@ from caramba.artifacts.dispersion import describe_dispersion
 from caramba.artifacts.key import MetricKey, parse_key
 from caramba.artifacts.ladder import collect_measured_rows
 from caramba.artifacts.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
+from caramba.artifacts.optimizers import OPTIMIZERS_HEAD, interval_text, optimizer_rows
 from caramba.artifacts.style import byte_text, name_of
 from caramba.artifacts.summary import ratio_key, stage_bars
 from caramba.artifacts.training_ladder import TRAINING_HEAD, ladder_keys
@@ -85,6 +86,7 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
         ),
         ("ladder", "Inference ladder of ", ", decode alone.", LADDER_HEAD, _ladder(result, metrics)),
         ("training_ladder", "Training ladder of ", ".", TRAINING_HEAD, _training_ladder(result, metrics)),
+        ("optimizers", "Optimisers of ", ", from scratch.", OPTIMIZERS_HEAD, _optimizers(result, metrics)),
         ("variants", "Attentions of ", " from scratch.", VARIANT_HEAD, _variants(result, metrics)),
         ("accuracy", "Accuracy of ", " by task.", ACCURACY_HEAD, _accuracy(metrics)),
         ("generation", "Generated text of ", ".", GENERATION_HEAD, _generation(metrics)),
@@ -335,6 +337,21 @@ def _training_ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list
             Cell(ended or NOTHING),
         ]
         for words, keys, ended in ladder_keys(result)
+    ]
+
+
+def _optimizers(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the optimisers of a table, with intervals of the differences from AdamW."""
+    return [
+        [
+            Cell(str(row["row"])),
+            *(_measured_cell(metrics.get(key)) for key in keys[:3]),
+            Cell(interval_text(row["loss_difference"])),
+            Cell(interval_text(row.get("loss_difference_at_equal_time"))),
+            _measured_cell(metrics.get(keys[3])),
+            Cell(f"{row['trial_tokens']:,}"),
+        ]
+        for row, keys in optimizer_rows(result)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,7 @@ def draw_training(run_dir: Path, labels: dict[str, str]) -> tuple[Picture | None
         grid = figure.subplots(len(shown), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
         for axes, (unit, lines) in zip(grid, shown, strict=True):
             _draw_panel(axes, phases, unit, lines)
+        _mark_decisions(grid[0], phases, run_dir)
         _name_phases(grid[0], phases)
         grid[-1].set_xlabel("step of the run")
         label_ticks(grid[-1].xaxis, short_number)
@@ -126,6 +128,30 @@ def _draw_panel(axes: Any, phases: list[PhaseCurves], unit: str, lines: Any) -> 
     axes.grid(visible=True, color=FAINT)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="best")
+
+
+def read_marks(run_dir: Path) -> list[tuple[str, int, str]]:
+    """Return (phase, step, words) of an orchestrated run's switches of strategy and answers to spikes."""
+    path = run_dir / "decisions.jsonl"
+    if not path.is_file():
+        return []
+    found: list[tuple[str, int, str]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        if "safety" in one:
+            found.append((one["phase"], one["step"], str(one["safety"])))
+        elif one["choice"] != one.get("strategy", one["choice"]):
+            found.append((one["phase"], one["step"], str(one["choice"])))
+    return found
+
+
+def _mark_decisions(axes: Any, phases: list[PhaseCurves], run_dir: Path) -> None:
+    starts = {phase.phase: phase.start for phase in phases}
+    for phase, step, words in read_marks(run_dir):
+        if phase in starts:
+            place = starts[phase] + step
+            axes.axvline(place, color="#CC79A7", ls=":", lw=1.2)
+            axes.annotate(words, (place, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8)
 
 
 def _name_phases(axes: Any, phases: list[PhaseCurves]) -> None:

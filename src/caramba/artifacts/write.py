@@ -18,6 +18,8 @@ from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
 from caramba.artifacts.ladder import collect_skipped_rows, draw_ladder
 from caramba.artifacts.latex import build_tables
 from caramba.artifacts.metrics import collect, find_undefined_ratios
+from caramba.artifacts.optimizers import PLOT_FILE as OPTIMIZERS_FILE
+from caramba.artifacts.optimizers import draw_optimizers
 from caramba.artifacts.page import build_page
 from caramba.artifacts.report import Omission, build_report
 from caramba.artifacts.rows import missing_reason, to_csv
@@ -108,6 +110,8 @@ def _contents(
     pictures[LADDER_FILE], missing = draw_ladder(result)
     omitted += [*missing, *collect_skipped_rows(result)]
     pictures[TRAINING_LADDER_FILE], missing = draw_training_ladder(result)
+    omitted += missing
+    pictures[OPTIMIZERS_FILE], missing = draw_optimizers(result)
     omitted += missing
     contents[CSV_FILE] = transplant_csv(result)
     pictures[PLOT_FILE], missing = draw_transplant(result)

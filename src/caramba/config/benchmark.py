@@ -11,6 +11,7 @@ from caramba.config.extension import OrExtension, OwnBenchmarkConfig
 from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.ladder import LadderConfig
 from caramba.config.layer import Positive
+from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.quantise import CalibrationConfig
 
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
@@ -235,7 +236,7 @@ class WeightsBenchmarkConfig(Measurement):
 RungName = Literal["eager_math", "flash", "graphs", "int8", "tp2"]
 
 
-STAGED = (ControlsBenchmarkConfig, LadderConfig)
+STAGED = (ControlsBenchmarkConfig, LadderConfig, OptimizersConfig)
 """Benchmarks of a whole group, whose rows are stages of their own."""
 
 
@@ -370,6 +371,7 @@ BenchmarkKind = Annotated[
     | WeightsBenchmarkConfig
     | InferenceLadderConfig
     | LadderConfig
+    | OptimizersConfig
     | RecallBenchmarkConfig
     | LongContextBenchmarkConfig
     | GenerationBenchmarkConfig,

@@ -26,6 +26,7 @@ from caramba.config.ladder import LadderConfig
 from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
+from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.parallel_check import check_parallel
 from caramba.config.source import Path, SourceMap, format_place, is_sequence, list_of, retrace, show_path
 from caramba.config.surgery import attention_configs, check_surgery
@@ -394,7 +395,7 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         owner, config = f"benchmark {quote(bench.id)}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
             yield owner, "block_size", config.block_size, bench.models
-        elif isinstance(config, ControlsBenchmarkConfig | LadderConfig):
+        elif isinstance(config, ControlsBenchmarkConfig | LadderConfig | OptimizersConfig):
             yield owner, "block_size", config.block_size, both
         elif isinstance(config, LatencyBenchmarkConfig):
             yield owner, LONGEST_GENERATION, _longest_generation(config), bench.models

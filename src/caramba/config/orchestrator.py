@@ -147,7 +147,7 @@ def runs_trials(phase: PhaseConfig) -> bool:
         phase.orchestrator_enabled
         and phase.orchestrator_mode == "active"
         and phase.orchestrator_policy != "replay"
-        and len(phase.orchestrator_strategies) > 1
+        and (len(phase.orchestrator_strategies) > 1 or phase.orchestrator_use_nowcasting)
     )
 
 
@@ -165,8 +165,8 @@ def trial_steps(phase: PhaseConfig, challengers: int | None = None) -> int:
     horizon, repeats = phase.orchestrator_eval_horizon, phase.orchestrator_repeats
     n = len(phase.orchestrator_strategies) - 1 if challengers is None else challengers
     rungs = halving_rungs(n, horizon) if phase.orchestrator_policy == "halving" else []
-    jumps = 2 * repeats * horizon if phase.orchestrator_use_nowcasting else 0
-    return sum(arms * steps for arms, steps in rungs) + 2 * repeats * horizon + jumps
+    pairs = (n > 0) + phase.orchestrator_use_nowcasting
+    return sum(arms * steps for arms, steps in rungs) + 2 * repeats * horizon * pairs
 
 
 def portfolio_bytes(phase: PhaseConfig, weights: int) -> dict[str, int]:

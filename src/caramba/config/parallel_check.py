@@ -13,6 +13,7 @@ from caramba.config.layer import AttentionDims, DropoutLayerConfig, SwiGLULayerC
 from caramba.config.manifest import Manifest
 from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelSpec
+from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.topology import NestedTopologyConfig, StackedTopologyConfig, TopologyConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
@@ -217,9 +218,9 @@ def check_parallel(manifest: Manifest) -> None:
                 "first stage of parallel=pipeline alone; use parallel=fsdp2, or leave them joined"
             )
         for bench in group.benchmarks:
-            if isinstance(bench.config, LadderConfig):
+            if isinstance(bench.config, LadderConfig | OptimizersConfig):
                 raise ConfigError(
-                    f"benchmark {quote(bench.id)}: the ladder trains its rows in one process, got parallel="
+                    f"benchmark {quote(bench.id)}: {bench.config.type} trains its rows in one process, got parallel="
                     f"{parallel.strategy}; use parallel=single, or remove the benchmark"
                 )
 

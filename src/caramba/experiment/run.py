@@ -11,6 +11,7 @@ from caramba.config.benchmark import STAGED, BenchmarkConfig
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.config.optimizer_table import OptimizersConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
 from caramba.experiment.chats import check_chats, run_chat
@@ -147,6 +148,10 @@ def finish(session: Session) -> None:
     for bench in staged:
         if isinstance(bench.config, LadderConfig):
             climb_ladder(session, bench)
+        elif isinstance(bench.config, OptimizersConfig):
+            from caramba.experiment.optimizer_table import measure_optimizers
+
+            measure_optimizers(session, bench)
         else:
             measure_controls(session, bench)
     last = last_trained(session.group)

@@ -8,9 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from caramba.data import WindowSampler
 from caramba.errors import ConfigError
+from caramba.optim.nowcast import Snapshots
 from caramba.train.orchestration.trials import Trials
 from tests.unit.train.orchestrated import Trained, orchestrated, phase_of, train
 
@@ -220,3 +222,46 @@ def test_a_portfolio_that_does_not_fit_is_refused_with_its_bytes(
         ConfigError, match=r"states of the portfolio take [\d,]+ bytes .* the 1,000 free on cpu"
     ):
         train(orchestrated(), tmp_path)
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_jump_is_kept_only_if_it_helps(
+    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forecast of noise is undone to the bit; one of much better weights stays."""
+    keys: dict[str, Any] = {
+        "save_every": None,
+        "steps": 30,
+        "orchestrator_strategies": ["conservative_adamw"],
+        "orchestrator_use_nowcasting": True,
+        "orchestrator_decision_interval": 20,
+    }
+    for name in ("later", "ours", "plain"):
+        (tmp_path / name).mkdir()
+    trained = train(phase_of(save_every=None, steps=300), tmp_path / "later").module.model.parameters()
+    better = [value.detach().clone() for value in trained]
+
+    def forecast(self: Snapshots, name: str, ahead: float) -> list[torch.Tensor]:
+        return better if is_good else [torch.randn_like(value) for value in better]
+
+    monkeypatch.setattr(Snapshots, "forecast", forecast)
+    ours = train(orchestrated(**keys), tmp_path / "ours")
+    plain = train(phase_of(save_every=None, steps=30), tmp_path / "plain")
+    jump = ours.decisions[0]["nowcast"]
+    assert jump["kept"] is is_good
+    assert (jump["interval"][2] < 0) is is_good
+    assert (ours.weights == plain.weights) is not is_good
+    assert ours.decisions[0]["cost"]["steps"] == 2 * 2 * 4
+
+
+def test_nowcasting_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"orchestrator_use_nowcasting": True}
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = train(orchestrated(**keys), tmp_path / "whole")
+    assert any(one["nowcast"] for one in whole.decisions)
+    with pytest.raises(KilledError):
+        train(orchestrated(**keys), tmp_path / "cut", [KillAt(17)])
+    again = train(orchestrated(**keys), tmp_path / "cut")
+    assert again.weights == whole.weights
+    assert without_times(again.decisions) == without_times(whole.decisions)

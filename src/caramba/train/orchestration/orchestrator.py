@@ -109,7 +109,8 @@ class Orchestrator:
             if name != active and one == portfolio.strategy
         ]
         challengers += equal  # tried like others: their trials are equal to the bit
-        if not challengers or self.data is None:
+        jumps = self.snapshots is not None and self.snapshots.is_enough
+        if self.data is None or not (challengers or jumps):
             return Choice(active, "no other strategy is ready"), none, None
         needed, most = trial_steps(phase, len(challengers)), phase.orchestrator_budget * phase.steps
         if self.trial_steps + needed > most:
@@ -122,7 +123,9 @@ class Orchestrator:
         def score(name: str, horizon: int, repeat: int, half: int | None) -> float:
             return trials.score(fork, name, step, horizon=horizon, repeat=repeat, half=half)
 
-        found = choose(phase, active, challengers, score, gains=self.gains, left=self.left or None)
+        found = Choice(active, "no other strategy is ready")
+        if challengers:
+            found = choose(phase, active, challengers, score, gains=self.gains, left=self.left or None)
         jump = self._nowcast(step, module, trials, fork, found.choice)
         self.trial_steps += trials.steps
         self.trial_seconds += trials.seconds
