@@ -37,8 +37,16 @@ GROUPS = {
     ),
     "Commands and data": ("launch_times", "substrate", "prepare", "collect_runs", "studio", "sweep_overhead"),
 }
-ELSEWHERE = ("smollm2", "paired_tests", "export_memory", "engines")
-"""Shown by docs/results.md, evidence.md and export.md."""
+ELSEWHERE = (
+    "smollm2",
+    "paired_tests",
+    "export_memory",
+    "engines",
+    "optimizers",
+    "orchestrator",
+    "research_gate",
+)
+"""Shown by docs/results.md, evidence.md, export.md, orchestrator.md and papers.md."""
 
 
 def optional(value: Any, spec: str, missing: str = "", *, scale: float = 1.0) -> str:

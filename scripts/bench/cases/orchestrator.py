@@ -39,7 +39,7 @@ from caramba.train.module import CarambaModule
 from caramba.train.orchestration.build import build_orchestration
 from caramba.train.orchestration.trials import TrialData, Trials
 
-SMOKE_OPTIONS = ("--seeds", "1", "--clean", "1", "--spikes", "1", "--steps", "70")
+SMOKE_OPTIONS = ("--seeds", "1", "--clean", "1", "--spikes", "1", "--steps", "40")
 WIDTH, VOCAB, BLOCK, BATCH = 32, 256, 32, 8
 KINDS = ("bad batch", "rate x 30", "corrupt moments")
 

@@ -219,8 +219,9 @@ def check_parallel(manifest: Manifest) -> None:
             )
         for bench in group.benchmarks:
             if isinstance(bench.config, LadderConfig | OptimizersConfig):
+                what = "ladder" if isinstance(bench.config, LadderConfig) else "table of optimisers"
                 raise ConfigError(
-                    f"benchmark {quote(bench.id)}: {bench.config.type} trains its rows in one process, got parallel="
+                    f"benchmark {quote(bench.id)}: the {what} trains its rows in one process, got parallel="
                     f"{parallel.strategy}; use parallel=single, or remove the benchmark"
                 )
 
