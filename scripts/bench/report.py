@@ -46,7 +46,7 @@ ELSEWHERE = (
     "orchestrator",
     "research_gate",
 )
-"""Shown by docs/results.md, evidence.md, export.md, orchestrator.md and papers.md."""
+"""Shown by docs/results.md, evidence.md, export.md, orchestrator.md and research.md."""
 
 
 def optional(value: Any, spec: str, missing: str = "", *, scale: float = 1.0) -> str:

@@ -368,6 +368,27 @@ COMMANDS: dict[str, Command] = {
             **COMMON,
         },
     ),
+    "research": Command(
+        (
+            "compare RUN --proposal FILE --metric KEY --direction less|more [--seeds N] [--candidates N] "
+            "[--budget tokens|wall] [--timeout S] [--output-dir DIR] | verify DIR"
+        ),
+        (
+            "compare a proposed change with a run under a test registered before the first run, seed by seed, with a "
+            "chained ledger; verify recomputes every decision from the artifacts"
+        ),
+        {
+            "--proposal": "YAML file of the proposal: base_sha256, patches, rationale, hypothesis, smallest_effect.",
+            "--metric": "Key of report.json that decides.",
+            "--direction": "Better values of the metric: less or more.",
+            "--seeds": "Most seeds, each run in both arms; default 10.",
+            "--candidates": "Most candidates of the folder, which share the level 0.05; default 5.",
+            "--budget": "What both arms spend equally: tokens or wall; default tokens.",
+            "--timeout": "Seconds after which a run counts as failed; default no limit.",
+            "--output-dir": "Folder of the ledger and the runs; default research/ in the folder of the run.",
+            **COMMON,
+        },
+    ),
     "schema": Command(
         "[--json] [plugins=[MODULE,...]]",
         "the keys of a manifest, for people or as JSON Schema for editors and agents; with layers of your own",
@@ -375,4 +396,4 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 
-LATER = {"review": "the review work", "research": "the research loop"}
+LATER = {"review": "the review work"}
