@@ -21,7 +21,7 @@ from caramba.paper.research.proposal import Proposal, arm_manifest
 from caramba.paper.research.verify import verify_ledger
 from caramba.runs import read_manifest
 from caramba.runs.files import write_json
-from caramba.runs.manifest import manifest_sha256
+from caramba.runs.manifest import differences, manifest_sha256
 
 METRIC = "perplexity.student.nll"
 GATE = GateConfig(metric=METRIC, direction="less", candidates=1, seeds=(1, 2, 3, 4, 5, 6))
@@ -196,6 +196,18 @@ def test_another_test_or_candidate_than_registered_is_refused(base: Path, tmp_pa
 def test_proposals_outside_the_schema_are_refused(keys: dict[str, Any], message: str, base: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         proposal(base, **keys)
+
+
+def test_arms_have_their_seed_in_every_phase_and_differ_in_the_patches_alone(base: Path) -> None:
+    manifest = read_manifest(base)
+    arms = [arm_manifest(manifest, 7), arm_manifest(manifest, 7, proposal(base))]
+    seeds = [
+        (run.seed, run.train.seed) for arm in arms for run in arm.groups[0].runs if run.train is not None
+    ]
+    assert set(seeds) == {(7, 7)}
+    changed = list(differences(*(arm.model_dump(mode="json") for arm in arms)))
+    assert all(line.startswith("origin") or ".lr" in line for line in changed), changed
+    assert len(changed) > 1
 
 
 def test_proposal_on_another_base_is_refused(base: Path) -> None:

@@ -121,6 +121,8 @@ def arm_manifest(base: Manifest, seed: int, proposal: Proposal | None = None) ->
     for group in plain["groups"]:
         for run in group["runs"]:
             run["seed"] = seed
+            if run["train"] is not None:
+                run["train"]["seed"] = seed
             if proposal is not None and run["train"] is not None:
                 run["train"] |= {patch.key: patch.value for patch in proposal.patches}
     if proposal is not None:
