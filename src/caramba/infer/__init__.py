@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from caramba.infer.policy import CacheDecision
     from caramba.infer.scoring import Scored, greedy_until, score_continuations
     from caramba.infer.speculative import SpeculativeGenerator
+    from caramba.infer.state_file import load_state, save_state
 
 __all__ = [
     "CacheDecision",
@@ -32,7 +33,9 @@ __all__ = [
     "greedy",
     "greedy_until",
     "load_model",
+    "load_state",
     "prefill",
+    "save_state",
     "score_continuations",
 ]
 
@@ -47,5 +50,6 @@ __getattr__ = lazy_exports(
         "policy": ("CacheDecision",),
         "scoring": ("Scored", "greedy_until", "score_continuations"),
         "speculative": ("SpeculativeGenerator",),
+        "state_file": ("load_state", "save_state"),
     },
 )

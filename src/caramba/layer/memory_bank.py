@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,11 +20,25 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import rotate
 from caramba.layer.standard import StandardProjection
 from caramba.ops.backend import upcast
-from caramba.ops.memory_bank import MemoryState, memory_bank, write_slots
+from caramba.ops.memory_bank import MemoryState, memory_bank, slot_reads, write_slots
 
 CHUNK = 16
 """Queries of a step of the op, unless `q_chunk` is set."""
 GATE_STD = 0.5
+MAX_BIAS = 4.0
+CLOSED_BIAS = 200.0
+"""Bias of a gate that writes exactly nothing in 32 bits, so that its slot stays empty and masked."""
+
+
+@dataclass
+class SlotUse:
+    """What queries read from a layer's slots while it is recorded: probability mass per slot [K, M], writes per slot
+    [K, M], and the numbers of queries per key/value head and of written tokens."""
+
+    reads: Tensor
+    writes: Tensor
+    n_queries: int = 0
+    n_written: int = 0
 
 
 class MemoryBankLayer(AttentionLayer):
@@ -48,12 +64,13 @@ class MemoryBankLayer(AttentionLayer):
         kv_heads, slots = self.dims.n_kv_heads, config.slots
         self.slot_gate = nn.Parameter(torch.empty(kv_heads, slots, self.dims.qk + self.dims.v))
         self.slot_gate_bias = nn.Parameter(torch.empty(kv_heads * slots))
+        self.use: SlotUse | None = None
 
     def reset_parameters(self) -> None:
         """Draw the gates; biases spread the slots from short memory to long."""
         super().reset_parameters()
         nn.init.normal_(self.slot_gate, std=GATE_STD)
-        spread = torch.linspace(0.0, 4.0, self.config.slots).repeat(self.dims.n_kv_heads)
+        spread = torch.linspace(0.0, MAX_BIAS, self.config.slots).repeat(self.dims.n_kv_heads)
         with torch.no_grad():
             self.slot_gate_bias.copy_(spread)
 
@@ -152,14 +169,21 @@ class MemoryBankLayer(AttentionLayer):
             rotated_k = self._rotate(k, k_offset).to(dtype)
         if self.config.memory_rope:
             slot_q, slot_k = rotated_q, rotated_k
-        heads, _ = memory_bank(
-            *(rotated_q, rotated_k, v, slot_q, slot_k, *gates),
-            window=window,
-            state=state,
-            first=first,
-            chunk=self.config.q_chunk or CHUNK,
-        )
+        given = (rotated_q, rotated_k, v, slot_q, slot_k, *gates)
+        chunk = self.config.q_chunk or CHUNK
+        heads, _ = memory_bank(*given, window=window, state=state, first=first, chunk=chunk)
+        if self.use is not None:
+            self.use.reads += slot_reads(*given, window=window, state=state, first=first, chunk=chunk)
+            self.use.writes += write[:, :, :n_written].sum((0, 2))
+            self.use.n_queries += q.shape[0] * q.shape[1] // k.shape[1] * q.shape[2]
+            self.use.n_written += k.shape[0] * n_written
         return heads, gates
+
+    def start_use(self) -> None:
+        """Record from now on what is read from the slots and written to them; `use = None` ends it."""
+        shape = (self.dims.n_kv_heads, self.config.slots)
+        device = self.slot_gate.device
+        self.use = SlotUse(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
 
     def _slot_keys(self, k: Tensor, offset: int) -> Tensor:
         return self._rotate(k, offset).to(k.dtype) if self.config.memory_rope else k

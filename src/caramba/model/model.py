@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from caramba.model.custom_layers import (
 )
 from caramba.model.topology.base import attention_applications
 from caramba.model.topology.build import build_node
+
+if TYPE_CHECKING:
+    from caramba.model.memory import SlotMemory
 
 
 class Head(nn.Linear):
@@ -113,6 +116,7 @@ class Model(nn.Module):
         self.topology = build_node(spec.topology)
         self.head = build_head(spec)
         self._covered: tuple[int, torch.device] | None = None  # tokens and device of the shared angles
+        self._slots: SlotMemory | None = None
         self._has_checked = not custom_layers_of(self.topology)  # that custom layers decode as they train
 
     def forward(
@@ -227,6 +231,25 @@ class Model(nn.Module):
         """Return the most tokens of a row of several documents, whatever the length of each; None without a bound."""
         limits = [layer.projection.step_limit for _, layer in self.attention_layers()]
         return min((n for n in (self.spec.embedder.max_positions, *limits) if n is not None), default=None)
+
+    def get_memory_stats(self, tokens: Tensor | None = None) -> dict[str, Any]:
+        """Return how memory slots are used; see `SlotMemory.measure`."""
+        return self._slot_memory().measure(tokens)
+
+    def resize_memory(
+        self, slots: int, *, optimizer: torch.optim.Optimizer | None = None, is_open: bool = False
+    ) -> None:
+        """Give every memory layer another number of slots; see `SlotMemory.resize`."""
+        self._slot_memory().resize(slots, optimizer=optimizer, is_open=is_open)
+
+    reduce_memory_slots = resize_memory
+
+    def _slot_memory(self) -> SlotMemory:
+        if self._slots is None:
+            from caramba.model.memory import SlotMemory
+
+            self._slots = SlotMemory(self)
+        return self._slots
 
     def attention_layers(self) -> list[tuple[str, AttentionLayer]]:
         """Return (qualified name, layer) for each distinct attention layer, in the order in which they first

@@ -1,0 +1,72 @@
+"""Files of what a context holds: a conversation's state continues in another process, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from caramba.cache import Context, MemoryLayerKVCache
+from caramba.config.kvcache import KVCacheKind
+from caramba.data.checkpoint.tensors import load_tensors, read_metadata, save_tensors
+from caramba.errors import ConfigError
+from caramba.model import Model, model_hash
+
+FORMAT = "caramba state 1"
+
+
+def save_state(path: Path, model: Model, ctx: Context, tokens: Sequence[int] = ()) -> None:
+    """Write what a context holds, and optionally the tokens that it has seen, to a safetensors file.
+
+    Raises:
+        ConfigError: tokens of another number than the context's position.
+        OSError: the file cannot be written; an old one is as it was.
+    """
+    if tokens and len(tokens) != ctx.position:
+        raise ConfigError(
+            f"{path}: got {len(tokens)} tokens for a context that has seen {ctx.position}; give those that it has seen"
+        )
+    save_tensors(
+        Path(path),
+        ctx.state_dict(),
+        _described(model, ctx) | {"model": model_hash(model), "tokens": json.dumps(list(tokens))},
+    )
+
+
+def load_state(path: Path, model: Model, ctx: Context) -> list[int]:
+    """Load a file of `save_state` into a context of the same model; return the tokens that were saved with it.
+
+    The context's next forward gives what that of the saved one would have given.
+
+    Raises:
+        CheckpointError: no readable safetensors file.
+        ConfigError: a state of another model, format, number of slots or batch; the context is then empty or as it was.
+    """
+    found = read_metadata(Path(path))
+    if found.get("format") != FORMAT:
+        raise ConfigError(f"{path}: not a file of a context's state; give one that save_state() wrote")
+    for key, value in _described(model, ctx).items():
+        if found.get(key) != value:
+            raise ConfigError(
+                f"{path}: the state has {key} {found.get(key)}, the context here {value}; make the context as the one "
+                "that was saved"
+            )
+    if found.get("model") != model_hash(model):
+        raise ConfigError(
+            f"{path}: the state of another model (other weights or description); load the model that it was saved with"
+        )
+    ctx.load_state_dict(load_tensors(Path(path)))
+    return [int(token) for token in json.loads(found.get("tokens", "[]"))]
+
+
+def _described(model: Model, ctx: Context) -> dict[str, str]:
+    """Return what must agree before tensors are compared, by its name in messages."""
+    kinds = sorted({cache.kind for cache in ctx.caches}, key=KVCacheKind.__str__)
+    slots = [cache.state.mass.shape[2] for cache in ctx.caches if isinstance(cache, MemoryLayerKVCache)]
+    return {
+        "format": FORMAT,
+        "dtype": str(model.embedder.token.weight.dtype).removeprefix("torch."),
+        "cache": ", ".join(kind.value for kind in kinds),
+        "slots": ", ".join(map(str, slots)) or "none",
+        "batch": str(ctx.caches[0].batch_size if ctx.caches else 0),
+    }
