@@ -40,6 +40,7 @@ GROUPS = {
 ELSEWHERE = (
     "smollm2",
     "paired_tests",
+    "harness_items",
     "export_memory",
     "engines",
     "optimizers",
