@@ -1,4 +1,4 @@
-// LayerNorm of rows, one threadgroup to a row: y = (v - mean) rstd weight + bias with v = x, or x + residual rounded to
+// LayerNorm of rows, one threadgroup to some rows: y = (v - mean) rstd weight + bias with v = x, or x + residual rounded to
 // x's type. The variance is the mean of (v - mean)^2, taken after the mean.
 #include <metal_stdlib>
 #pragma METAL fp contract(off)
@@ -26,38 +26,44 @@ kernel void layer_norm(
     constant long& has_weight [[buffer(12)]],
     constant long& has_bias [[buffer(13)]],
     constant float& eps [[buffer(14)]],
-    uint row [[threadgroup_position_in_grid]],
+    constant long& rows [[buffer(15)]],
+    constant long& rows_per_group [[buffer(16)]],
+    uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint size [[threads_per_threadgroup]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
     threadgroup float partial[32];
-    device const X* own = x + row * x_stride;
-    device const X* other = residual + row * residual_stride;
-    const long start = row * width;
-    float sum = 0.0f;
-    for (uint i = thread_index; i < width; i += size) {
-        float value = sum_of(own, other, has_residual, i);
-        sum += value;
-        if (has_residual) total[start + i] = X(value);
-    }
-    const float mean = group_sum(sum, partial, lane, simdgroup, simdgroups) / float(width);
-    float squares = 0.0f;
-    for (uint i = thread_index; i < width; i += size) {
-        float centred = sum_of(own, other, has_residual, i) - mean;
-        squares += centred * centred;
-    }
-    const float variance = group_sum(squares, partial, lane, simdgroup, simdgroups) / float(width);
-    const float scale = 1.0f / sqrt(variance + eps);
-    if (thread_index == 0) {
-        means[row] = mean;
-        rstd[row] = scale;
-    }
-    for (uint i = thread_index; i < width; i += size) {
-        float value = (sum_of(own, other, has_residual, i) - mean) * scale;
-        if (has_weight) value = value * float(weight[i]);
-        if (has_bias) value = value + float(bias[i]);
-        y[start + i] = X(value);
+    const long first = group * rows_per_group;
+    const long last = min(long(first + rows_per_group), long(rows));
+    for (long row = first; row < last; ++row) {
+        device const X* own = x + row * x_stride;
+        device const X* other = residual + row * residual_stride;
+        const long start = row * width;
+        float sum = 0.0f;
+        for (uint i = thread_index; i < width; i += size) {
+            float value = sum_of(own, other, has_residual, i);
+            sum += value;
+            if (has_residual) total[start + i] = X(value);
+        }
+        const float mean = group_sum(sum, partial, lane, simdgroup, simdgroups) / float(width);
+        float squares = 0.0f;
+        for (uint i = thread_index; i < width; i += size) {
+            float centred = sum_of(own, other, has_residual, i) - mean;
+            squares += centred * centred;
+        }
+        const float variance = group_sum(squares, partial, lane, simdgroup, simdgroups) / float(width);
+        const float scale = 1.0f / sqrt(variance + eps);
+        if (thread_index == 0) {
+            means[row] = mean;
+            rstd[row] = scale;
+        }
+        for (uint i = thread_index; i < width; i += size) {
+            float value = (sum_of(own, other, has_residual, i) - mean) * scale;
+            if (has_weight) value = value * float(weight[i]);
+            if (has_bias) value = value + float(bias[i]);
+            y[start + i] = X(value);
+        }
     }
 }

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.metal.column_sums import Shares, column_sums
-from caramba.kernels.metal.library import MOST_THREADS, find, group_size, rows_of, takes, type_of
+from caramba.kernels.metal.library import (
+    MOST_THREADS,
+    find,
+    group_size,
+    rows_of,
+    rows_per_group,
+    takes,
+    type_of,
+)
 from torch import Tensor
 
 
@@ -37,6 +45,7 @@ def _forward(
     library = find("layer_norm", X=type_of(x, x), W=type_of(bias if weight is None else weight, x))
     rows = rows_of(x)
     others = rows if residual is None else rows_of(residual)
+    together = rows_per_group(len(rows))
     y, total = x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else 0)
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     vectors = [rows if vector is None else vector.contiguous() for vector in (weight, bias)]
@@ -44,8 +53,8 @@ def _forward(
         *(rows, others, *vectors, y, y if residual is None else total, mean, rstd),
         *(rows.shape[1], rows.stride(0), others.stride(0)),
         *(int(given is not None) for given in (residual, weight, bias)),
-        float(eps),
-        threads=(len(rows) * size,),
+        *(float(eps), len(rows), together),
+        threads=(-(-len(rows) // together) * size,),
         group_size=(size,),
     )
     return y, total, mean, rstd

@@ -12,6 +12,8 @@ from torch import Tensor
 
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 SIMD, WIDEST_GROUP = 32, 1024
+LEAST_GROUPS, MOST_ROWS = 16, 32
+"""Threadgroups of a launch over rows before any has two rows, and rows of one at most."""
 MOST_THREADS = 2**32 - 1
 """Positions in a grid have 32 bits."""
 _HERE = Path(__file__).parent
@@ -79,3 +81,8 @@ def rows_of(x: Tensor) -> Tensor:
     """Return x as rows [R, D] whose features are adjacent."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def rows_per_group(rows: int) -> int:
+    """Return how many rows share a threadgroup: it reads weights once for all of them."""
+    return min(MOST_ROWS, -(-rows // LEAST_GROUPS))

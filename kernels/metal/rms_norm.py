@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.metal.column_sums import Shares, column_sums
-from caramba.kernels.metal.library import MOST_THREADS, find, group_size, rows_of, takes, type_of
+from caramba.kernels.metal.library import (
+    MOST_THREADS,
+    find,
+    group_size,
+    rows_of,
+    rows_per_group,
+    takes,
+    type_of,
+)
 from torch import Tensor
 
 
@@ -30,6 +38,7 @@ def _forward(
     library = find("rms_norm", X=type_of(x, x), W=type_of(weight, x))
     rows = rows_of(x)
     others = rows if residual is None else rows_of(residual)
+    together = rows_per_group(len(rows))
     y, total = x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else 0)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     library.rms_norm(
@@ -42,8 +51,8 @@ def _forward(
             int(residual is not None),
             int(weight is not None),
         ),
-        float(eps),
-        threads=(len(rows) * size,),
+        *(float(eps), len(rows), together),
+        threads=(-(-len(rows) // together) * size,),
         group_size=(size,),
     )
     return y, total, rstd

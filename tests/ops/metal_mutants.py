@@ -42,6 +42,9 @@ _FORWARD = (
     Mutant("start = row * width", "start = row * width + 1"),
     Mutant("if (thread_index == 0)", "if (thread_index == size)"),
     Mutant("/ float(width)", "/ float(size)"),
+    Mutant(BARRIER, "", 1),
+    Mutant("row < last", "row <= last"),
+    Mutant("group * rows_per_group", "group * rows_per_group + 1"),
 )
 _BACKWARD = (
     *_GROUP_SUM,
@@ -60,7 +63,6 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "rms_norm_backward": (*_BACKWARD, Mutant("inner - unit * mean", "inner")),
     "layer_norm": (
         *_FORWARD,
-        Mutant(BARRIER, "", 1),
         Mutant("has_residual, i) - mean;", "has_residual, i);"),
         Mutant("if (has_bias) value = value +", "if (has_bias) value = value -"),
     ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.emulated import needs_compiler
+from tests.ops.metal_bytes import moved, one_billion
 from tests.ops.metal_cases import DTYPES, OPS, calls, errors_of, kernel_of, launcher, surviving
 from tests.ops.metal_emulator.library import emulated_metal
 from tests.ops.metal_mutants import MUTANTS
@@ -50,3 +51,11 @@ def test_orders_of_threads_change_no_bit(op: str) -> None:
             for other in results[1:]:
                 for x, like in zip(other, results[0], strict=True):
                     torch.testing.assert_close(x, like, rtol=0, atol=0, equal_nan=True)
+
+
+def test_kernels_move_little_more_than_they_have_to() -> None:
+    """The shapes of the 1B presets with fewer tokens; scripts/metal.py counts those of a whole context."""
+    with emulated_metal() as emulator:
+        for name, call in one_billion(tokens=64, batch=4, width=128):
+            found, least = moved(call, emulator)
+            assert least <= found <= 1.05 * least, f"{name}: {found} bytes moved, at least {least}"
