@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from caramba.kernels.metal.library import source_of
+from scripts.metal_sources import MACROS, NUMBERS
 
 HEADER = Path(__file__).parent / "metal_emulator" / "syntax.h"
 COMMAND = (
@@ -32,18 +33,6 @@ OPTIONS = (
     "-",
 )
 KERNELS = Path(__file__).parents[2] / "kernels" / "metal"
-DECODE = {"ROWS": 4, "KEYS": 32, "THREADS": 128, "COLUMNS": 1}
-MACROS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("X", "W"),
-    "rms_norm_backward": ("X", "W"),
-    "layer_norm": ("X", "W"),
-    "layer_norm_backward": ("X", "W"),
-    "column_sums": ("W",),
-    "rope": ("X", "TABLE", "Y"),
-    "lion": ("P", "M", "G"),
-    "dba_decode": ("Q", "SEM", "GEO", "VALUE"),
-}
-NUMBERS = {"dba_decode": DECODE, "rms_norm_backward": {"COLUMNS": 4}, "layer_norm_backward": {"COLUMNS": 4}}
 
 needs_clang = pytest.mark.skipif(
     shutil.which("clang") is None, reason="needs clang, which knows address spaces (apt-get install clang)"

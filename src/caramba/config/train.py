@@ -545,6 +545,10 @@ def dtype_of(phase: PhaseConfig, device_type: str, supported: Collection[str]) -
         return phase.dtype, f"the manifest: dtype={phase.dtype}"
     if phase.amp_dtype != "auto" and device_type == "cuda":
         return phase.amp_dtype, f"the manifest: amp_dtype={phase.amp_dtype}"
+    if device_type == "mps":
+        if "bfloat16" in supported:
+            return "bfloat16", "auto: bfloat16 on mps, whose product agrees with float32 on this machine"
+        return "float32", "auto: float32 on mps, whose bfloat16 product differs from float32 on this machine"
     if device_type != "cuda":
         return "float32", f"auto: float32 on {device_type}, where 16 bits are not faster everywhere"
     if "bfloat16" not in supported:

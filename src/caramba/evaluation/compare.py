@@ -10,6 +10,7 @@ from caramba.layer import AttentionLayer
 from caramba.metrics import Windows, batches, documents_of, spread_windows
 from caramba.model import Model, Trace
 from caramba.result import Check
+from caramba.runtime.device import wide_dtype
 
 
 class _L1:
@@ -20,7 +21,7 @@ class _L1:
 
     def add(self, a: Tensor, b: Tensor) -> None:
         difference = (a.float() - b.float()).abs()
-        self.total += difference.double().sum().item()
+        self.total += difference.to(wide_dtype(difference.device)).sum().item()
         self.count += difference.numel()
         self.largest = max(self.largest, difference.max().item())
 

@@ -352,7 +352,7 @@ def _score_text(
         hidden = model.hidden(batch[:, :-1])
         for index, row, targets in zip(chosen, hidden, batch[:, 1:], strict=True):
             losses[index] = (
-                F.cross_entropy(model.logits(row).float(), targets, reduction="none").double().cpu()
+                F.cross_entropy(model.logits(row).float(), targets, reduction="none").cpu().double()
             )
     means = losses.mean(dim=1)
     error = float(means.std() / math.sqrt(n_windows)) if n_windows > 1 else None

@@ -23,6 +23,7 @@ from caramba.metrics.agreement import CHUNK, EDGES
 from caramba.model import Model
 from caramba.ops.backend import upcast
 from caramba.result import Metric
+from caramba.runtime.device import wide_dtype
 
 NAMES = (
     *("apple", "river", "table", "green", "stone", "music", "paper", "cloud", "horse", "light"),
@@ -222,8 +223,8 @@ def _by_position(
             )
             for start in range(0, len(hidden), CHUNK)
         ]
-        rows = torch.cat(found).view(y.shape).double()
-        losses += list(torch.where(y == IGNORED, torch.nan, rows).cpu())
+        rows = torch.cat(found).view(y.shape).to(wide_dtype(y.device))
+        losses += list(torch.where(y == IGNORED, torch.nan, rows).cpu().double())
     stacked = torch.stack(losses)
     for start, end in zip(EDGES, (*EDGES[1:], stacked.shape[1]), strict=True):
         means = stacked[:, start:end].nanmean(1) if start < stacked.shape[1] else stacked.new_empty(0)

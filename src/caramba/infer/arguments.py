@@ -28,6 +28,7 @@ from caramba.infer.shared import refuse_ranks, share_layers
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.model import Model
 from caramba.runtime import choose_device
+from caramba.runtime.device import inference_dtype
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -186,8 +187,8 @@ def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> 
         words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
     )
     tokenizer = need_tokenizer(opened, words.command)
-    if words.dtype is not None:
-        opened.model.to(DTYPES[words.dtype])
+    if (dtype := _dtype(words)) is not None:
+        opened.model.to(dtype)
     if mesh is not None:
         share_layers(opened.model, mesh)
     quantised = quantise_opened(opened, words)
@@ -231,7 +232,13 @@ def _open_draft(words: argparse.Namespace, target: ModelBundle) -> Model:
             f"speculation: the draft {words.draft} was trained with tokenizer {mine.name} ({mine.hash[:8]}), the model "
             f"with {theirs.name} ({theirs.hash[:8]}); use a draft of the same tokenizer"
         )
-    return opened.model if words.dtype is None else opened.model.to(DTYPES[words.dtype])
+    dtype = _dtype(words)
+    return opened.model if dtype is None else opened.model.to(dtype)
+
+
+def _dtype(words: argparse.Namespace) -> torch.dtype | None:
+    """Return the dtype that was asked for, else the device's own; None keeps that of the weights."""
+    return inference_dtype(choose_device(words.device)) if words.dtype is None else DTYPES[words.dtype]
 
 
 def _stated_ends(opened: ModelBundle) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from caramba.cache import Context, RaggedContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.ragged import Network, device_of, forward_ragged, rewind, right_pad
-from caramba.infer.sampling import distribution, next_token, wide_dtype
+from caramba.infer.sampling import distribution, next_token
 from caramba.ops.sample import draw
+from caramba.runtime.device import wide_dtype
 
 Drafts = tuple[list[list[int]], Tensor | None]
 

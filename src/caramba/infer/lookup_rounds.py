@@ -11,11 +11,12 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.device_steps import Captured, capture_graph
 from caramba.infer.row import GenerationRow
-from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
+from caramba.infer.sampling import chosen_tokens, uniforms
 from caramba.infer.verification import seen_along
 from caramba.infer.verify_forwards import WIDTHS, VerifyForwards
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.prompt_lookup_step import prompt_lookup_step
+from caramba.runtime.device import wide_dtype
 
 N_DRAFTS = MAX_QUERIES - 1
 """Drafts that one forward verifies at most, in addition to the token before them."""

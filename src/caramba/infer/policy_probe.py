@@ -71,7 +71,7 @@ class CacheProbe:
             )
             for kind in (self.policy.fallback, self.kind)
         )
-        return float((p.exp() * (p - q)).sum(-1).double().mean())
+        return float((p.exp() * (p - q)).sum(-1).cpu().double().mean())
 
     def _fall_back(self, ctx: Context, tokens: Tensor, found: dict[str, Any]) -> Context:
         policy, kind, budget = self.policy, self.policy.fallback, self.policy.config.cache_budget_mb

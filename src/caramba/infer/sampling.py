@@ -9,6 +9,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.ops import has_kernel
 from caramba.ops.argmax_logprob import argmax_logprob
 from caramba.ops.sample import draw, sample
+from caramba.runtime.device import wide_dtype
 
 
 def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = None) -> Tensor:
@@ -92,8 +93,3 @@ def _ranked(probs: Tensor, config: GenerateConfig) -> Tensor:
 def uniforms(seed: int, n: int) -> Tensor:
     """Return the n numbers in [0, 1) of a row's seed, float64 on the CPU, whatever device it runs on."""
     return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest floating type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64

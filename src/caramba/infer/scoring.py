@@ -82,7 +82,7 @@ def score_continuations(
             end = len(row) - 1
             logits = model.logits(hidden[at, end - len(targets) : end])
             logprobs = F.log_softmax(logits.float(), dim=-1)
-            total = logprobs.gather(1, targets[:, None]).double().sum().item()
+            total = logprobs.gather(1, targets[:, None]).cpu().double().sum().item()
             is_greedy = bool(torch.equal(logits.argmax(-1), targets))
             scores[index] = Scored(total, is_greedy, len(targets))
     return [scores[index] for index in range(len(pairs))]

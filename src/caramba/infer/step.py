@@ -10,9 +10,10 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import GenerationRow, OnText
-from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
+from caramba.infer.sampling import chosen_tokens, uniforms
 from caramba.ops import has_kernel
 from caramba.ops.store_sample import store_sample
+from caramba.runtime.device import wide_dtype
 
 
 @dataclass

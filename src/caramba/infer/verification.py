@@ -14,10 +14,11 @@ from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
 from caramba.infer.ragged import forward_ragged, rewind, right_pad
 from caramba.infer.row import GenerationRow, OnText
-from caramba.infer.sampling import distribution, next_token, uniforms, wide_dtype
+from caramba.infer.sampling import distribution, next_token, uniforms
 from caramba.infer.verify_forwards import VerifyForwards
 from caramba.model import Model
 from caramba.ops.sample import draw
+from caramba.runtime.device import wide_dtype
 
 
 @dataclass

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
-from caramba.kernels import get_backend_info, load
+from caramba.errors import KernelUnavailable
+from caramba.kernels import find_launcher, get_backend_info, load
+from caramba.ops.backend import all_ops
 from caramba.ops.dequantize import dequantize
 from caramba.ops.quantize import quantize
+from caramba.runtime.device import metal_facts
 
 ROOF_BYTES = 2**30
 REPEATS, CALLS = 20, 200
@@ -30,6 +33,7 @@ def probe() -> dict[str, Any]:
         "cuda": cuda,
         "cuda_version": torch.version.cuda,
         "mps": mps,
+        "metal": metal_facts() | {"kernels": metal_kernels()},
         "driver": _driver() if cuda else None,
         "device": device,
         "nvrtc": backends["nvrtc"],
@@ -38,6 +42,19 @@ def probe() -> dict[str, Any]:
         "roofs": memory_roofs() if cuda else {},
         "roof_bytes": ROOF_BYTES,
     }
+
+
+def metal_kernels() -> dict[str, str]:
+    """Return, for each op, whether it has a launcher for Metal, on whatever machine this is."""
+    found = {}
+    for name, op in all_ops().items():
+        try:
+            find_launcher(op, "metal")
+        except KernelUnavailable:
+            found[name] = "reference"
+        else:
+            found[name] = "metal"
+    return found
 
 
 @torch.inference_mode()

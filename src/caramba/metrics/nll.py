@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from caramba.data import IGNORED
 from caramba.errors import DataError
+from caramba.runtime.device import wide_dtype
 
 
 class Windows(Protocol):
@@ -110,7 +111,7 @@ def windowed_nll(
         losses = (
             F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none", ignore_index=IGNORED)
             .view(y.shape)
-            .double()
+            .to(wide_dtype(logits.device))
         )
         counts = (y != IGNORED).sum(dim=1)
         means += (losses.sum(dim=1) / counts)[counts > 0].tolist()

@@ -239,16 +239,17 @@ def without_kernels(*ops: str) -> Iterator[None]:
 
 
 def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return what runs the ops on a device: {device, triton, nvrtc, metal, ops: {name: backend}}.
+    """Return what runs the ops on a device: {device, triton, nvrtc, metal, metal_dba, ops: {name: backend}}.
 
     `triton` is the installed version or None, `nvrtc` that of the compiler of CUDA C++ that was found when kernels were
-    attached on CUDA, or None, `metal` whether there is such a device.
+    attached on CUDA, or None, `metal` whether there is such a device, `metal_dba` whether its kernel of `dba_decode` is attached there.
     """
     return {
         "device": str(torch.device(device)),
         "triton": version("triton") if TRITON_AVAILABLE else None,
         "nvrtc": _compilers.get("nvrtc"),
         "metal": METAL_AVAILABLE,
+        "metal_dba": implementation("dba_decode", "mps") == "metal",
         "ops": {op: implementation(op, device) for op in all_ops()},
     }
 

@@ -46,7 +46,7 @@ def forecast_anderson(snapshots: Sequence[Tensor], ahead: float) -> Tensor:
     """
     del ahead
     differences = torch.stack([(b - a).flatten() for a, b in itertools.pairwise(snapshots)])
-    gram = (differences @ differences.T).double()
+    gram = (differences @ differences.T).cpu().double()
     ridge = 1e-6 * float(gram.diagonal().mean()) + SMALLEST
     ones = torch.ones(len(gram), dtype=torch.float64)
     solved = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=torch.float64), ones)

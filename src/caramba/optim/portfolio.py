@@ -23,6 +23,7 @@ from caramba.optim.handover import (
     write_averages,
 )
 from caramba.optim.muon import MuonAdamW
+from caramba.runtime.device import wide_dtype
 
 DRY_RUNS = 3
 """Runs in which the rate of an update that is not proportional to it is found; one is enough for all others."""
@@ -244,7 +245,7 @@ class Portfolio(torch.optim.Optimizer):
         weights = [p.detach().clone() for p in stepped]
         self._step_inner(factors, decays=False)
         found = {
-            p: (p.detach().double() - weight.double()).square().sum()
+            p: (p.detach().to(wide_dtype(p.device)) - weight.to(wide_dtype(p.device))).square().sum()
             for p, weight in zip(stepped, weights, strict=True)
         }
         for p, weight in zip(stepped, weights, strict=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from caramba.config.train import CPU_PRECISIONS, PhaseConfig, check_precision, d
 from caramba.errors import ConfigError
 
 DRIVER = Path("/proc/driver/nvidia/version")
-HOPPER, CUDNN_9_1 = 9, 90100
+AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
+CUDNN_9_1 = 90100
+BF16_ERROR = 0.02
+"""Of a product of normal numbers in bfloat16, over its largest element: many times that of a right one."""
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -72,6 +77,9 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         }
     else:
         facts["name"] = platform.processor() or platform.machine()
+        if device.type == "mps":
+            facts |= metal_facts()
+            del facts["allocated_bytes"]  # changes during a run
     return facts
 
 
@@ -95,6 +103,55 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+@functools.cache
+def agrees_in_bfloat16(device: torch.device) -> bool:
+    """Whether a product in bfloat16 is that in float32 on this device: Apple's chips and macOS differ in that."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(64, 64, generator=generator).to(device) for _ in range(2))
+    try:
+        found = (a.to(torch.bfloat16) @ b.to(torch.bfloat16)).float()
+    except (RuntimeError, TypeError):  # this macOS has no bfloat16
+        return False
+    expected = a @ b
+    return bool((found - expected).abs().max() <= BF16_ERROR * expected.abs().max())
+
+
+def inference_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that unquantised weights take for inference where none was asked for; None: as they are.
+
+    On MPS 16 bits: bfloat16 if a product agrees with float32 there, else float16.
+    """
+    if device.type != "mps":
+        return None
+    return torch.bfloat16 if agrees_in_bfloat16(device) else torch.float16
+
+
+def metal_facts() -> dict[str, Any]:
+    """Return Apple's chip, macOS, bytes of the GPU's memory, bfloat16 and the variable that lets operators run on the
+    CPU.
+
+    The variable is reported, never set.
+    """
+    fallback = os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK")
+    facts: dict[str, Any] = {"fallback": fallback, "chip": None, "macos": platform.mac_ver()[0] or None}
+    if not torch.backends.mps.is_available():
+        return facts
+    chip = subprocess.run(
+        ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+    )
+    return facts | {
+        "chip": chip.stdout.strip() or platform.machine(),
+        "recommended_bytes": torch.mps.recommended_max_memory(),
+        "allocated_bytes": torch.mps.driver_allocated_memory(),
+        "bfloat16": agrees_in_bfloat16(torch.device("mps")),
+    }
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating type of a device: MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def prefers_cudnn(device: torch.device) -> bool:
     """Whether cuDNN's attention leads: on Hopper and later, where it took 0.5 to 0.7 of flash's time for forward and
     backward in 16 bits (docs/benchmarks/attention_backends.json), and takes keys and values of two widths as they are.
@@ -102,12 +159,7 @@ def prefers_cudnn(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     version = torch.backends.cudnn.version()
-    return (
-        torch.cuda.get_device_capability(device)[0] >= HOPPER and version is not None and version >= CUDNN_9_1
-    )
-
-
-AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
+    return torch.cuda.get_device_capability(device) >= HOPPER and version is not None and version >= CUDNN_9_1
 
 
 @dataclass(frozen=True)
@@ -153,7 +205,7 @@ def device_precisions(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return CPU_PRECISIONS
     if device.type != "cuda":  # float16 needs a loss that is scaled, which torch does on CUDA and the CPU
-        return ("float32", "bfloat16")
+        return ("float32", "bfloat16") if device.type != "mps" or agrees_in_bfloat16(device) else ("float32",)
     capability = torch.cuda.get_device_capability(device)
     has = {
         "float32": True,

@@ -57,6 +57,8 @@ def precision_arguments(plan: RuntimePlan) -> tuple[Any, list[Any]]:
     mode = plan.value("precision")
     if mode == "16-mixed":
         return None, [ScaledPrecision(plan.value("device"))]
+    if mode == "bf16-mixed" and plan.value("device") == "mps":  # Lightning's own would autocast on CUDA
+        return None, [MixedPrecision(mode, "mps")]
     # Weights in bfloat16 are the module's work: Lightning's "bf16-true" would make new tensors of losses bfloat16 too.
     return "32-true" if mode == "bf16-true" else mode, []
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from caramba.launch.argv import refuse_arguments
 from caramba.runs.environment import package_version
@@ -90,7 +91,7 @@ def _torch() -> Iterator[Diagnosis]:
     cuda = ", ".join(facts["cuda"]) or "none"
     yield Diagnosis("torch import", f"{facts['version']}, {facts['threads']} threads", True)
     yield Diagnosis("cuda", f"{cuda} (built for {facts['cuda_version']})" if facts["cuda_version"] else cuda)
-    yield Diagnosis("mps", "available" if facts["mps"] else "none")
+    yield from _metal(facts["metal"], facts["mps"])
     device = facts["device"]
     if facts["driver"]:
         yield Diagnosis("driver", facts["driver"])
@@ -103,6 +104,25 @@ def _torch() -> Iterator[Diagnosis]:
     if facts["roofs"]:
         roofs = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in facts["roofs"].items())
         yield Diagnosis("memory roofs", f"{roofs}, measured on {facts['roof_bytes'] / 1e9:.1f} GB")
+
+
+def _metal(metal: Mapping[str, Any], is_there: bool) -> Iterator[Diagnosis]:
+    """Report Apple's GPU, its memory, and which ops have kernels for it, or why none runs."""
+    if is_there:
+        bf16 = (
+            "bfloat16" if metal["bfloat16"] else "no exact bfloat16: trains in float32, generates in float16"
+        )
+        room = f"{metal['allocated_bytes'] / 1e9:.1f} of {metal['recommended_bytes'] / 1e9:.1f} GB allocated"
+        yield Diagnosis("mps", f"{metal['chip']}, macOS {metal['macos']}, {room}, {bf16}")
+    else:
+        yield Diagnosis("mps", "none")
+    fallback = metal["fallback"] or "unset; operators that MPS lacks are errors"
+    yield Diagnosis("mps fallback", f"PYTORCH_ENABLE_MPS_FALLBACK {fallback}")
+    ops = ", ".join(op for op, backend in metal["kernels"].items() if backend == "metal")
+    where = "" if is_there else "; none runs here, there is no MPS device"
+    yield Diagnosis(
+        "metal kernels", f"{ops}; other ops run the reference{where} (not run on Apple hardware yet)"
+    )
 
 
 def slurm_task(variables: Mapping[str, str]) -> Iterator[Diagnosis]:

@@ -1,0 +1,160 @@
+"""Metal launchers where a call has no kernel, a source does not compile, or a launch is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from caramba.kernels.metal import library
+
+from caramba import kernels
+from caramba.console import logger
+from caramba.errors import KernelUnavailable
+from caramba.ops.dba_decode import StoredStream, dba_decode
+from caramba.ops.rms_norm import reference_rms_norm
+from tests.ops.decode_cases import Case
+from tests.ops.emulated import needs_compiler
+from tests.ops.metal_cases import Call, decode_call, launcher, reference
+from tests.ops.metal_emulator.library import Emulator, emulated_metal
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    library._refused.clear()
+    kernels._logged.clear()
+    yield
+    library._refused.clear()
+    kernels._logged.clear()
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    def compile_shader(source: str) -> Any:
+        raise SyntaxError("program_source:7:5: error: use of undeclared identifier 'x'")
+
+    library.compiled.cache_clear()
+    monkeypatch.setattr(torch.mps, "compile_shader", compile_shader)
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    return said
+
+
+def test_a_source_that_does_not_compile_warns_once_and_runs_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said, run, x = refuse(monkeypatch), launcher("rms_norm"), torch.randn(3, 40)
+    for _ in range(2):
+        torch.testing.assert_close(
+            run(x, None, 1e-6)[0], reference_rms_norm(x, None, 1e-6)[0], rtol=0, atol=0
+        )
+    assert len(said) == 1
+    assert "rms_norm: kernels/metal/rms_norm.metal does not compile: program_source:7:5: error" in said[0]
+    assert "the reference implementation runs instead" in said[0]
+
+
+def test_a_source_that_does_not_compile_is_an_error_where_kernels_are_required(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse(monkeypatch)
+    monkeypatch.setitem(kernels._policies, "mps", "require")
+    with pytest.raises(KernelUnavailable, match=r"rms_norm\.metal does not compile.*use kernels: auto"):
+        launcher("rms_norm")(torch.randn(3, 40), None, 1e-6)
+
+
+def test_calls_without_a_kernel_run_the_reference() -> None:
+    with emulated_metal() as emulator:
+        wide = torch.randn(2, 16, dtype=torch.float64)
+        assert launcher("rms_norm")(wide, None, 1e-6)[0].dtype == torch.float64
+        call = Call(
+            "dba_decode", torch.float32, decode_call(Case(("q8_0",) * 3, (70,), packed=64), torch.float32, 0)
+        )
+        found, expected = (call.run(run) for run in (launcher("dba_decode"), reference("dba_decode")))
+        torch.testing.assert_close(found, expected)
+        assert emulator.launches == []
+
+
+def test_a_head_too_wide_is_admitted_to_the_reference() -> None:
+    q, k = torch.randn(1, 1, 1, 200), torch.randn(1, 1, 4, 200)
+    lengths = torch.tensor([4], dtype=torch.int32)
+    stream = StoredStream("fp32", k)
+    expected = dba_decode(q, q, stream, stream, stream, lengths)
+    from caramba.ops.dba_decode import _admit
+
+    with emulated_metal() as emulator:
+        given = (q, q, ["fp32"] * 3, [k], [k], [k], lengths, None, [], 0, 0, 0)
+        found = launcher("dba_decode")(*given, admit=_admit)
+        assert emulator.launches == []
+    torch.testing.assert_close(found[0], expected[0])
+
+
+KERNEL = """
+#include <metal_stdlib>
+using namespace metal;
+kernel void probe(device float* x [[buffer(0)]], constant long& n [[buffer(1)]],
+    uint i [[thread_index_in_threadgroup]], uint g [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
+    threadgroup float shared_[64];
+    BODY
+}
+"""
+WRONG = {
+    "access outside of a buffer": "x[i + n] = 1.0f;",
+    "access outside of a threadgroup array": "shared_[i + 64] = 1.0f; x[i] = 0.0f;",
+    "race at byte .* of threadgroup memory": "shared_[i] = 1.0f; x[i] = shared_[63 - i];",
+    "race at byte .* of a buffer": "x[0] = float(i);",
+    "divergent barrier: thread 0 is at": (
+        "if (i < 32) threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "else threadgroup_barrier(mem_flags::mem_threadgroup);"
+    ),
+    "divergent barrier: thread 0 has ended": "if (i > 0) threadgroup_barrier(mem_flags::mem_threadgroup);",
+    "divergent simdgroup": "if (lane != 3) x[i] = simd_sum(1.0f);",
+    "simd_shuffle from lane 40, which is not there": "x[i] = simd_shuffle(1.0f, ushort(40));",
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_the_emulator_stops_what_is_wrong(message: str) -> None:
+    emulator = Emulator()
+    probe = emulator.compile_shader(KERNEL.replace("BODY", WRONG[message])).probe
+    with pytest.raises(RuntimeError, match=rf"probe: group \(0, 0, 0\): .*{message}"):
+        probe(torch.zeros(64), 64, threads=64, group_size=64)
+
+
+def test_the_emulator_computes_as_the_language_says() -> None:
+    body = """
+    shared_[i] = float(i);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float4 four = float4(1.0f, 2.0f, 3.0f, 4.0f) * 2.0f;
+    x[i] = shared_[63 - i] + simd_max(float(lane)) + simd_shuffle_xor(float(lane), 1) + four.w + float(bfloat(1.0f / 3.0f)) +
+        float(half(1.0f / 3.0f));
+    """
+    x = torch.zeros(64)
+    Emulator().compile_shader(KERNEL.replace("BODY", body)).probe(x, 64, threads=64, group_size=64)
+    i = torch.arange(64)
+    third = torch.tensor(1 / 3)
+    rounded = third.bfloat16().float() + third.half().float()
+    torch.testing.assert_close(x, (63 - i) + 31 + (i % 32 ^ 1) + 8 + rounded)
+
+
+def test_memory_of_a_threadgroup_is_not_a_number_at_first() -> None:
+    x = torch.zeros(64)
+    Emulator().compile_shader(KERNEL.replace("BODY", "x[i] = shared_[i];")).probe(
+        x, 64, threads=64, group_size=64
+    )
+    assert x.isnan().all()
+
+
+def test_numbers_have_the_sizes_of_the_calling_convention() -> None:
+    probe = Emulator().compile_shader(KERNEL.replace("BODY", "x[i] = float(n);")).probe
+    x = torch.zeros(64)
+    probe(x, 7, threads=64, group_size=64)
+    assert x.eq(7).all()
+    with pytest.raises(RuntimeError, match="argument 1 has 4 bytes, the kernel reads 8"):
+        probe(x, 7, threads=64, group_size=64, arg_casts={1: "int32"})
+    with pytest.raises(RuntimeError, match="argument 1 is a tensor, expected a number"):
+        probe(x, x, threads=64, group_size=64)
+    with pytest.raises(RuntimeError, match="expected groups of 1024 at most"):
+        probe(x, 7, threads=4096, group_size=2048)
