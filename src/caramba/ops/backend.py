@@ -242,7 +242,8 @@ def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Return what runs the ops on a device: {device, triton, nvrtc, metal, metal_dba, ops: {name: backend}}.
 
     `triton` is the installed version or None, `nvrtc` that of the compiler of CUDA C++ that was found when kernels were
-    attached on CUDA, or None, `metal` whether there is such a device, `metal_dba` whether its kernel of `dba_decode` is attached there.
+    attached on CUDA, or None, `metal` whether there is such a device, `metal_dba` whether its kernel of `dba_decode` is
+    attached there.
     """
     return {
         "device": str(torch.device(device)),
