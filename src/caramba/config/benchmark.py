@@ -301,6 +301,11 @@ class RecallBenchmarkConfig(Measurement):
     memory_slots: Positive | None = Field(
         default=None, description="slots of the trained models; unset: the model's"
     )
+    d_model: Positive | None = Field(
+        default=None,
+        description="width of the trained models, with as many heads of the model's size as it holds and a key/value "
+        "head for each; unset: the model's width and heads",
+    )
     blocks: Positive = Field(default=2, description="blocks of attention and SwiGLU")
     steps: Positive = Field(default=800, description="training steps")
     batch_size: Positive = Field(default=64, description="rows of a step")

@@ -15,6 +15,7 @@ from caramba.config.benchmark import RecallBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.memory_bank import SPARE_TOKENS, MemoryBankLayerConfig
 from caramba.config.model import ModelSpec
+from caramba.errors import ConfigError
 from caramba.evaluation.subject import Subjects
 from caramba.layer import MemoryBankLayer
 from caramba.model import Model, build_model
@@ -183,12 +184,25 @@ def recall(
 
 
 def _with_sizes(layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig) -> MemoryBankLayerConfig:
-    """Return the layer with the window and slots that the benchmark asks for."""
-    sizes = {
+    """Return the layer with the window, slots and width that the benchmark asks for.
+
+    Raises:
+        ConfigError: a width that whole heads do not fill.
+    """
+    sizes: dict[str, Any] = {
         "local_window": config.local_window or layer.local_window,
         "memory_slots": config.memory_slots or layer.slots,
         "memory_compression_ratio": None,
     }
+    if config.d_model is not None:
+        head = layer.dims().qk
+        if config.d_model % head:
+            raise ConfigError(
+                f"benchmark recall: d_model={config.d_model} is no multiple of the model's head width of {head}; "
+                f"use {max(config.d_model // head, 1) * head}"
+            )
+        heads = config.d_model // head
+        sizes |= {"d_model": config.d_model, "n_heads": heads, "n_kv_heads": heads, "head_dim": head}
     return MemoryBankLayerConfig.model_validate(layer.model_dump(mode="json") | sizes)
 
 

@@ -11,7 +11,16 @@ from tests.unit.model.model_specs import transformer
 
 from caramba.cache import KVCacheKind
 from caramba.config.benchmark import RecallBenchmarkConfig
-from caramba.evaluation.recall import IGNORED, SYMBOLS, attentions, draw_rows, probe_spec, recall
+from caramba.errors import ConfigError
+from caramba.evaluation.recall import (
+    IGNORED,
+    SYMBOLS,
+    _with_sizes,  # pyright: ignore[reportPrivateUsage]
+    attentions,
+    draw_rows,
+    probe_spec,
+    recall,
+)
 from caramba.evaluation.subject import Subjects
 from caramba.model import build_model
 
@@ -67,6 +76,14 @@ def test_recall_measures_every_attention_and_names_models_without_slots() -> Non
     assert "recall.student.swapped_other@attention=memory,pairs=3" in keys
     assert "recall.student.swapped_other@attention=window,pairs=3" not in keys
     assert all(metric.n == 2 and metric.std is not None for metric in metrics)
+
+
+def test_width_of_probes_sets_their_heads() -> None:
+    layer = _with_sizes(layer_config(), config(d_model=12, memory_slots=3))
+    assert (layer.d_model, layer.n_heads, layer.n_kv_heads, layer.head_dim, layer.slots) == (12, 2, 2, 6, 3)
+    build_model(probe_spec(attentions(layer)["full"], 12, 1))
+    with pytest.raises(ConfigError, match="no multiple of the model's head width of 6; use 6"):
+        _with_sizes(layer_config(), config(d_model=10))
 
 
 @pytest.mark.slow
