@@ -10,7 +10,7 @@ import sys
 from caramba import __version__
 from caramba.errors import ConfigError, nearest
 from caramba.launch.commands.help import command_help
-from caramba.launch.commands.table import COMMANDS, LATER
+from caramba.launch.commands.table import COMMANDS
 from caramba.runs.exit_codes import imports_without_gc, run_command
 
 
@@ -33,8 +33,6 @@ def _dispatch(argv: list[str]) -> int:
     command, rest = argv[0], argv[1:]
     if "=" in command or command.startswith(("-", "+", "~")):
         return _run("launch", argv)
-    if command in LATER:
-        raise ConfigError(f"{command}: not built yet: it comes with {LATER[command]}")
     if command not in COMMANDS:
         raise ConfigError(
             f"caramba: unknown command {command!r}{nearest(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}"

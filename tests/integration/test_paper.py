@@ -159,8 +159,8 @@ MISTAKES = [
     ),
     (["paper", "latest", "--output-dir", "runs"], "holds files that are no paper's"),
     (["paper", "latest", "--bib", "no.bib", "--output-dir", "p2"], "no.bib: cannot read the bibliography"),
-    (["review", "latest"], "review: not built yet: it comes with the review work"),
-    (["research", "latest"], "research: not built yet: it comes with the research loop"),
+    (["review", "latest", "--paper-dir", "nowhere"], "no paper to review"),
+    (["research", "verify", "nowhere"], "no research.jsonl"),
 ]
 
 

@@ -368,6 +368,15 @@ COMMANDS: dict[str, Command] = {
             **COMMON,
         },
     ),
+    "review": Command(
+        "RUN [--group NAME] [--paper-dir DIR]",
+        "check a run's paper by rule: baselines, seeds, directions, proxies, citations, figures, intervals",
+        {
+            "--group": "Group of the run that the paper describes; default the run.",
+            "--paper-dir": "Folder of the paper; default paper/ in the folder of the run.",
+            **COMMON,
+        },
+    ),
     "research": Command(
         (
             "compare RUN --proposal FILE --metric KEY --direction less|more [--seeds N] [--candidates N] "
@@ -395,5 +404,3 @@ COMMANDS: dict[str, Command] = {
         {"--json": "Print the JSON Schema.", **COMMON},
     ),
 }
-
-LATER = {"review": "the review work"}
