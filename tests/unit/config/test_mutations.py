@@ -26,7 +26,7 @@ def test_mutate_finds_no_fault_and_reaches_both_ends(mutations: Any) -> None:
     result = mutations.mutate(seed=20, first=0, count=N_CASES)
     assert result.faults == []
     assert result.accepted + result.refused == N_CASES
-    assert result.accepted > 10
+    assert result.accepted > 4, "how many of one seed are valid moves with each key that is added"
     assert result.refused > 50
 
 
