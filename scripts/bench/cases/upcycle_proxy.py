@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from plots import draw_study
 from record import Record
 from tokenizers import Tokenizer
 from torch import Tensor, distributed, nn
@@ -1109,6 +1110,7 @@ def collect(study: Study, out: Path) -> None:
             "distilled": distilled,
         },
     )
+    draw_study(json.loads(out.read_text()), out.with_suffix(".png"))
     print(f"wrote {out}: {len(distilled)} distillations, {len(plan_runs(study))} to go")
 
 
