@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from caramba.config.manifest import CONSOLES, STREAMS
 from caramba.config.source import Path, is_list, is_mapping, list_of, mapping_of
 from caramba.config.train import PhaseConfig, PhaseName, checkpointing_word
 from caramba.errors import ConfigError, bare, nearest, quote
@@ -79,12 +80,22 @@ def _needs_window(check: Any) -> bool:
 
 
 def _default_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Switch on the loggers that settings ask for; metrics.csv and events.jsonl need no switch."""
+    """Let `logger` alone say where metrics go: other names of its keys in settings become those keys.
+
+    metrics.csv and events.jsonl need no switch.
+    """
     asked = settings.get("instrument")
     words = [asked] if isinstance(asked, str) else list_of(asked)
     streams = [name for name in ("hdf5", "tensorboard", "wandb") if name in words]
+    plain = dict(settings)
     if settings.get("wandb") is True:
         streams.append("wandb")
+        plain.pop("wandb")
+    consoles = [word for word in words if word not in STREAMS]
+    if consoles != words and all(word in CONSOLES for word in consoles):
+        plain["instrument"] = consoles[0] if len(consoles) == 1 else consoles or "rich"
+    if plain != settings:
+        manifest["settings"] = plain
     if streams:
         logger = manifest.get("logger")
         manifest["logger"] = {**(logger if is_mapping(logger) else {}), **dict.fromkeys(streams, True)}

@@ -47,7 +47,7 @@ class SettingsConfig(Config):
     )
     instrument: Instrument | tuple[Instrument, ...] = Field(
         default="rich",
-        description="rich, plain, plot or none for the console; hdf5, tensorboard and wandb are other names of "
+        description="rich, plain, plot or none for the console; hdf5, tensorboard and wandb are read as "
         "logger.hdf5, logger.tensorboard and logger.wandb; csv and jsonl are always written",
     )
     peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
@@ -57,7 +57,7 @@ class SettingsConfig(Config):
     gpu: str | None = Field(
         default=None, description="a word of the GPU's name; a run on another GPU, or on none, is refused"
     )
-    wandb: bool = Field(default=False, description="another name of logger.wandb, for single-file manifests")
+    wandb: bool = Field(default=False, description="read as logger.wandb, for single-file manifests")
     wandb_project: str = Field(default="caramba", description="W&B project")
     wandb_entity: str | None = Field(
         default=None, description="W&B user or team; unset: the default of the account"

@@ -157,9 +157,9 @@ def check_extras(manifest: Manifest) -> None:
             f"{nearest(manifest.plan, PLANS)}"
         )
     if manifest.logger.hdf5:
-        need_library("h5py", "hdf5", "settings.instrument=hdf5")
+        need_library("h5py", "hdf5", "logger.hdf5=true")
     if manifest.logger.wandb:
-        need_library("wandb", "wandb", "settings.instrument=wandb")
+        need_library("wandb", "wandb", "logger.wandb=true")
     if manifest.settings.console == "plot":
         need_library("plotext", "plot", "settings.instrument=plot")
     if manifest.paper is not None and manifest.paper.enabled:

@@ -116,6 +116,20 @@ def test_settings_take_effect():
     assert manifest_of("defaults.save_every=4").settings.save_every == 4
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("settings.wandb=true",),
+        ("settings.instrument=wandb",),
+        ("settings.instrument=[rich,wandb,jsonl]",),
+        ("logger=wandb", "~logger.wandb_mode"),
+        ("defaults.wandb=true",),
+    ],
+)
+def test_every_name_of_wandb_freezes_to_one_key(words: tuple[str, ...]):
+    assert manifest_of(*words) == manifest_of("logger.wandb=true")
+
+
 def test_device_seed_and_debug_reach_every_phase():
     runs = manifest_of("device=cpu", "debug=fdr").groups[0].runs
     assert [(run.train.device, run.train.steps) for run in runs] == [("cpu", 1)] * 5

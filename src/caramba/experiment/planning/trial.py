@@ -79,7 +79,7 @@ def disable_logging(manifest: Manifest) -> Manifest:
             "debug": DebugConfig(),
             "trainer": TrainerConfig(),
             "callbacks": (),
-            "settings": manifest.settings.model_copy(update={"instrument": "none", "wandb": False}),
+            "settings": manifest.settings.model_copy(update={"instrument": "none"}),
         }
     )
 
