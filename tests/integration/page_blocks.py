@@ -4,6 +4,7 @@
 `<!-- test: skip REASON -->`      do not run the next block
 `<!-- test: status N -->`         the last command of the next block ends with this exit status
 `<!-- test: interrupt GLOB -->`   send Ctrl-C to the next block's command once a file matches
+`<!-- test: kill GLOB -->`         send SIGKILL instead
 `<!-- test: background -->`       start the next block's command and continue; it ends with the page
 `<!-- test: setup COMMAND -->`    run a command of bash here; $DOCS is the folder of the documentation
 `<!-- test: after quickstart -->` begin in a folder with the run of the quickstart
@@ -21,7 +22,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 TITLE = re.compile(r'title="([^"]+)"')
-KINDS = ("with", "skip", "status", "interrupt", "background", "setup", "after")
+KINDS = ("with", "skip", "status", "interrupt", "kill", "background", "setup", "after")
 
 
 @dataclass

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -358,31 +356,3 @@ def test_entry_point_of_an_installed_package_names_a_plugin(
     monkeypatch.syspath_prepend("site")
     plan = caramba.compile([*WORDS, "plugins=[short_name]", "train.optimizer={type: Sign}"])
     assert [found.module for found in plan.manifest.plugins] == [name]
-
-
-def test_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs/extensions.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    names = ("my_schemas", "my_extensions", "my_measures", "my_targets")
-    first, second = (
-        next(line for line in page.splitlines() if line.startswith("    caramba launch") and word in line)
-        for word in ("Focal", "TopShare")
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    for name, block in zip(names, blocks, strict=True):
-        Path(f"{name}.py").write_text(block)
-    try:
-        run = caramba.launch([*WORDS, *shlex.split(first)[2:]], quiet=True)
-        assert run.state == "finished"
-        stopped = caramba.launch(
-            [*WORDS, *shlex.split(first.replace("5.0", "50.0"))[2:], "name=stopped"], quiet=True
-        )
-        assert stopped.report["phases"][0]["steps"] == 1
-        words = [word for word in WORDS if "max_bytes" not in word]
-        measured = caramba.launch([*words, *shlex.split(second)[2:]], quiet=True)
-        assert 0.0 <= measured.metrics["TopShare.student.share"] <= 1.0
-    finally:
-        activate(())
-        for name in names:
-            sys.modules.pop(name, None)

@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 QUICKSTART = DOCS / "tutorials" / "quickstart.md"
 OTHERS = sorted(
-    [ROOT / "README.md", *DOCS.glob("tutorials/*.md"), *DOCS.glob("extend/*.md"), DOCS / "layers.md"],
+    [
+        *(ROOT / "README.md", DOCS / "layers.md", DOCS / "extensions.md"),
+        *(*DOCS.glob("tutorials/*.md"), *DOCS.glob("extend/*.md")),
+    ],
 )
 OTHERS.remove(QUICKSTART)
 SHELL = set("|&;<>*$`")
@@ -33,10 +36,10 @@ TINY = " ".join((*SMALL, *SMALL_TEACHER))
 
 
 class Reader:
-    """Follows one page in a folder."""
+    """Follows one page in a folder; `is_real` types every command as it is written, into processes of its own."""
 
-    def __init__(self, folder: Path, cache: Path) -> None:
-        self.folder, self.cache = folder, cache
+    def __init__(self, folder: Path, cache: Path, *, is_real: bool = False) -> None:
+        self.folder, self.cache, self.is_real = folder, cache, is_real
         self.background: list[subprocess.Popen[str]] = []
 
     def follow(self, page: Path) -> None:
@@ -59,7 +62,8 @@ class Reader:
             self.take_commands(block)
 
     def take_commands(self, block: Block) -> None:
-        lines, more = block.lines(), block.notes.get("with", "").replace("TINY", TINY)
+        lines = block.lines()
+        more = "" if self.is_real else block.notes.get("with", "").replace("TINY", TINY)
         for number, line in enumerate(lines, 1):
             words = shlex.split(line, comments=True)
             is_caramba = words[0] == "caramba"
@@ -69,11 +73,12 @@ class Reader:
             if "background" in block.notes:
                 self.start(words)
             elif "interrupt" in block.notes:
-                pattern = block.notes["interrupt"]
-                status = interrupt_when(pattern, words[1:], self.folder, self.cache, signal.SIGINT)
-                assert status == 130, line
+                self.end(words, block.notes["interrupt"], signal.SIGINT, 130)
+            elif "kill" in block.notes:
+                self.end(words, block.notes["kill"], signal.SIGKILL, -signal.SIGKILL)
             elif is_caramba and not SHELL & set(line.partition(" #")[0]):
-                self.expect(caramba(words[1:], self.folder, self.cache), wanted)
+                done = caramba(words[1:], self.folder, self.cache, is_fresh=self.is_real)
+                self.expect(done, wanted)
             else:
                 self.expect(self.bash(line), wanted)
 
@@ -98,6 +103,9 @@ class Reader:
                     words, cwd=self.folder, env=self.variables(), stdout=file, stderr=file, text=True
                 )
             )
+
+    def end(self, words: list[str], pattern: str, how: signal.Signals, status: int) -> None:
+        assert interrupt_when(pattern, words[1:], self.folder, self.cache, how) == status, words
 
     def stop(self) -> None:
         for process in self.background:

@@ -1,0 +1,126 @@
+"""Do the ten tasks of a new user as their pages describe them, time each, and write the table of docs/newcomer.md.
+
+Usage: python scripts/newcomer_tasks.py [PAGE]...   (all pages, or those whose name is given; takes about 20 minutes)
+
+Every command is typed as the page has it, in a process of its own, with one thread. The notebook needs nbclient and
+ipykernel, and its executed copy is written to docs/.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.integration import commands  # noqa: E402 - the readers of pages are those of the tests
+from tests.integration.page_blocks import blocks_of  # noqa: E402
+from tests.integration.test_tutorials import DOCS, QUICKSTART, Reader  # noqa: E402
+
+PAGE = DOCS / "newcomer.md"
+START, END = "<!-- from scripts/newcomer_tasks.py -->", "<!-- end of the table -->"
+TASKS = {
+    "tutorials/own_text.md": "own text to a trained model",
+    "tutorials/upcycle.md": "a student of a Hugging Face folder",
+    "tutorials/sweeps.md": "a sweep and its table",
+    "extend/layer.md": "a layer of your own",
+    "extend/callback.md": "a callback of your own",
+    "extend/loss.md": "a loss of your own",
+    "tutorials/resume.md": "resume after a kill",
+    "tutorials/generate.md": "serve a model and call it",
+    "tutorials/export.md": "export, and load in transformers",
+    "tutorials/notebook.md": "a notebook",
+}
+
+
+def main(names: Sequence[str]) -> int:
+    """Time the tasks and write their rows."""
+    commands.TIMEOUT_S = 3000
+    rows = read_rows()
+    with tempfile.TemporaryDirectory() as folder:
+        start, cache = Path(folder) / "start", Path(folder) / "cache"
+        start.mkdir()
+        print(f"quickstart: {timed(QUICKSTART, start, cache)[0]:.0f} s", flush=True)
+        for page in TASKS:
+            if names and Path(page).stem not in names:
+                continue
+            place = Path(folder) / Path(page).stem
+            place.mkdir()
+            if any(block.language == "after" for block in blocks_of(DOCS / page)):
+                shutil.copytree(start / "runs", place / "runs", symlinks=True)
+            wall, cpu = timed(DOCS / page, place, cache)
+            rows[page] = (f"{wall:.0f}", f"{cpu:.0f}")
+            write_rows(rows)
+            print(f"{page}: {wall:.0f} s, {cpu:.0f} s of CPU", flush=True)
+    return 0
+
+
+def timed(page: Path, folder: Path, cache: Path) -> tuple[float, float]:
+    """Follow a page and return its seconds, by the clock and of the CPU in processes that ended."""
+    reader, began = Reader(folder, cache, is_real=True), time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    try:
+        reader.follow(page)
+        if page.stem == "notebook":
+            execute_notebook(folder)
+    finally:
+        reader.stop()
+    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def execute_notebook(folder: Path) -> None:
+    """Execute the notebook, and keep what it printed without times and versions of this machine."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(DOCS / "first_experiment.ipynb", as_version=4)
+    nbclient.NotebookClient(
+        notebook, timeout=600, record_timing=False, resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    notebook.metadata["language_info"] = {"name": "python"}
+    (DOCS / "first_experiment_executed.ipynb").write_text(nbformat.writes(notebook) + "\n")
+
+
+def count_steps(page: Path) -> tuple[int, int]:
+    """Return the commands that a page has its reader type, Python blocks among them, and the files to write."""
+    blocks = [block for block in blocks_of(page) if "skip" not in block.notes or page.stem in ("notebook",)]
+    files = sum(block.title is not None for block in blocks)
+    typed = sum(len(block.lines()) for block in blocks if block.language == "bash")
+    return typed + sum(block.language == "python" and block.title is None for block in blocks), files
+
+
+def read_rows() -> dict[str, tuple[str, str]]:
+    """Return the seconds of each page that the table has."""
+    found: dict[str, tuple[str, str]] = {}
+    for line in PAGE.read_text().splitlines():
+        for page in TASKS:
+            if f"]({page})" in line and line.startswith("|"):
+                *_, wall, cpu = (cell.strip() for cell in line.strip("|").split("|"))
+                found[page] = (wall, cpu)
+    return found
+
+
+def write_rows(rows: dict[str, tuple[str, str]]) -> None:
+    """Write the table, with the commands that the pages have now."""
+    lines = [
+        "| task | page | commands | files to write | seconds | CPU seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for page, task in TASKS.items():
+        typed, files = count_steps(DOCS / page)
+        wall, cpu = rows.get(page, ("", ""))
+        lines.append(f"| {task} | [{Path(page).stem}]({page}) | {typed} | {files} | {wall} | {cpu} |")
+    text = PAGE.read_text()
+    head, tail = text.partition(START)[0], text.partition(END)[2]
+    PAGE.write_text("\n".join([f"{head}{START}", "", *lines, "", f"{END}{tail}"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
