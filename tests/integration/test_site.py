@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-import functools
+import io
 import json
 import os
-import queue
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium")
-WIDTHS = (1280, 390)
-# Loads every page at every width and lists what is wider than its frame.
-HARNESS = """<!doctype html><body><script>
-const pages = %s, widths = %s, found = [];
-async function look(page, width) {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `width:${width}px;height:800px;border:0`;
-  frame.src = page;
-  document.body.append(frame);
-  await new Promise(done => frame.onload = done);
-  const root = frame.contentDocument.documentElement;
-  const size = frame.contentWindow.getComputedStyle(frame.contentDocument.querySelector("article p")).fontSize;
-  const tables = [...frame.contentDocument.querySelectorAll("article table")];
+# What is wider than the screen, the letters of the text, and what the widest table hides.
+MEASURE = """() => {
+  const root = document.documentElement, text = document.querySelector("article p");
+  const tables = [...document.querySelectorAll("article table")];
   const cut = Math.max(0, ...tables.map(table => table.scrollWidth - table.clientWidth));
-  found.push([page, width, root.scrollWidth, parseFloat(size), cut]);
-  frame.remove();
+  return [root.scrollWidth, parseFloat(getComputedStyle(text).fontSize), cut];
+}"""
+PICTURED = {
+    "index.html": "site_home",
+    "tutorials/own_text.html": "site_tutorial",
+    "reference/training.html": "site_keys",
 }
-(async () => {
-  for (const page of pages) for (const width of widths) await look(page, width);
-  await fetch("/found", {method: "POST", body: JSON.stringify(found)});
-})();
-</script></body>"""
 
 
 class Page(HTMLParser):
@@ -118,64 +107,41 @@ def test_search_index_knows_every_page(site: Path, pages: dict[Path, Page]) -> N
     assert any("surgery.kv_budget_bytes" in item["text"] for item in index["docs"])
 
 
-def measured_by_chromium(site: Path, page: str, profile: Path) -> list[list[float]]:
-    """Open a page of the site from a server of its own, and return what the page posts."""
-    posted: queue.Queue[bytes] = queue.Queue()
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            posted.put(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(204)
-            self.end_headers()
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(site)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--window-size=1400,900", f"http://127.0.0.1:{server.server_port}/{page}"]
-    browser = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        return json.loads(posted.get(timeout=150))
-    finally:
-        os.killpg(browser.pid, signal.SIGKILL)
-        browser.wait()
-        server.shutdown()
+@pytest.fixture(name="tab", scope="module")
+def _tab() -> Iterator[Any]:
+    """A tab of Chromium without a network."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser.new_context(offline=True).new_page()
+        browser.close()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which .ci/run installs")
-def test_pages_fit_wide_and_narrow_screens(site: Path, pages: dict[Path, Page], tmp_path: Path) -> None:
-    names = sorted(str(file.relative_to(site)) for file in pages)
-    (site / "harness.html").write_text(HARNESS % (json.dumps(names), json.dumps(WIDTHS)))
-    found = measured_by_chromium(site, "harness.html", tmp_path)
-    assert len(found) == len(names) * len(WIDTHS)
-    assert not [row for row in found if row[2] > row[1]], "wider than the screen"
-    assert not [row for row in found if row[3] < 12], "letters under 12 px"
-    assert not [row for row in found if row[1] == 1280 and row[4]], "a table needs scrolling on a wide screen"
-
-
-SEARCH = """<script>
-addEventListener("load", () => setTimeout(() => {
-  const field = document.querySelector("input[name=query]");
-  field.focus();
-  field.value = "kv_budget_bytes";
-  field.dispatchEvent(new Event("keyup", {bubbles: true}));
-  const count = () => document.querySelectorAll(".md-search-result__item").length;
-  setInterval(() => document.body.setAttribute("data-hits", count()), 200);
-}, 1000));
-</script></body>"""
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_fit_the_screen(site: Path, pages: dict[Path, Page], tab: Any, width: int) -> None:
+    """`CARAMBA_PICTURES=FOLDER` keeps screenshots of three pages; docs/pictures has them."""
+    tab.set_viewport_size({"width": width, "height": 900})
+    found = {}
+    for file in pages:
+        name = str(file.relative_to(site))
+        tab.goto(file.as_uri(), wait_until="domcontentloaded")
+        found[name] = tab.evaluate(MEASURE)
+        if name in PICTURED and (folder := os.environ.get("CARAMBA_PICTURES")):
+            tab.wait_for_load_state()
+            picture = Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(64)
+            picture.save(Path(folder) / f"{PICTURED[name]}_{width}.png", optimize=True)
+    assert not {name: row for name, row in found.items() if row[0] > width}, "wider than the screen"
+    assert not {name: row for name, row in found.items() if row[1] < 12}, "letters under 12 px"
+    cut = {name: row for name, row in found.items() if row[2] and width == 1280}
+    assert not cut, "a table needs scrolling on a wide screen"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which .ci/run installs")
-def test_search_works_in_pages_that_are_opened_from_disk(site: Path, tmp_path: Path) -> None:
-    page = site / "search_from_disk.html"
-    page.write_text((site / "index.html").read_text().replace("</body>", SEARCH))
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    command += ["--virtual-time-budget=15000", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    hits = re.search(r'data-hits="(\d+)"', done.stdout)
-    assert hits, done.stderr[-2000:]
-    assert int(hits[1]) >= 1
+def test_search_works_in_pages_that_are_opened_from_disk(site: Path, tab: Any) -> None:
+    tab.set_viewport_size({"width": 1280, "height": 900})
+    tab.goto((site / "index.html").as_uri())
+    field = tab.locator("input[name=query]")
+    field.click()
+    field.press_sequentially("kv_budget_bytes")
+    tab.locator(".md-search-result__item").first.wait_for(timeout=60_000)
