@@ -46,10 +46,8 @@ def main(names: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         start, cache = Path(folder) / "start", Path(folder) / "cache"
         start.mkdir()
-        print(f"quickstart: {timed(QUICKSTART, start, cache)[0]:.0f} s", flush=True)
-        for page in TASKS:
-            if names and Path(page).stem not in names:
-                continue
+        Reader(start, cache).follow(QUICKSTART)  # in its short variant: pages begin with its run
+        for page in [page for name in names for page in TASKS if Path(page).stem == name] or TASKS:
             place = Path(folder) / Path(page).stem
             place.mkdir()
             if any(block.language == "after" for block in blocks_of(DOCS / page)):
@@ -76,7 +74,7 @@ def timed(page: Path, folder: Path, cache: Path) -> tuple[float, float]:
 
 
 def execute_notebook(folder: Path) -> None:
-    """Execute the notebook, and keep what it printed without times and versions of this machine."""
+    """Execute the notebook and keep its copy, without warnings and versions of this machine."""
     import nbclient
     import nbformat
 
@@ -84,6 +82,9 @@ def execute_notebook(folder: Path) -> None:
     nbclient.NotebookClient(
         notebook, timeout=600, record_timing=False, resources={"metadata": {"path": str(folder)}}
     ).execute()
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata["language_info"] = {"name": "python"}
     (DOCS / "first_experiment_executed.ipynb").write_text(nbformat.writes(notebook) + "\n")
 

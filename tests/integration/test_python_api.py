@@ -266,3 +266,14 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"first_experiment.ipynb cell {number}", "exec"), names)
     assert names["best"] in names["runs"]
+
+
+def test_executed_notebook_has_the_cells_of_the_notebook_and_their_outputs() -> None:
+    plain, executed = (
+        json.loads((ROOT / "docs" / name).read_text())["cells"]
+        for name in ("first_experiment.ipynb", "first_experiment_executed.ipynb")
+    )
+    assert ["".join(cell["source"]) for cell in executed] == ["".join(cell["source"]) for cell in plain]
+    outputs = [output for cell in executed for output in cell.get("outputs", [])]
+    assert len(outputs) >= 6
+    assert not [output for output in outputs if output["output_type"] == "error"]

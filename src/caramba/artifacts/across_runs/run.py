@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -118,7 +118,7 @@ class RunTable(Sequence[Run]):
 
     folder: Path
     title: str
-    found: tuple[RunRow, ...] = field(repr=False)
+    found: tuple[RunRow, ...]
     metrics: tuple[str, ...] = ()
 
     @property
@@ -171,7 +171,7 @@ class RunTable(Sequence[Run]):
     def __iter__(self) -> Iterator[Run]:
         return iter(self.runs)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return align_columns(self._cells())
 
     def _repr_html_(self) -> str:
