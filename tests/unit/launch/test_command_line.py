@@ -123,3 +123,11 @@ def test_key_env_that_is_a_key_is_not_printed(tmp_path, monkeypatch, capsys, key
     said = capsys.readouterr()
     assert key not in said.err + said.out
     assert "key_env" in said.err
+
+
+def test_compile_in_a_pipe_cuts_no_table(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trap: stages were printed 110 columns wide, and steps of 113 ended with an ellipsis."""
+    assert main(["compile"]) == 0
+    printed = capsys.readouterr().out
+    assert "6.85 TFLOP" in printed
+    assert "…" not in printed

@@ -18,11 +18,12 @@ from caramba.config.estimate.planning import ExperimentPlan, StagePlan
 from caramba.config.estimate.units import format_bytes, format_count, format_flops, format_ratio, short_count
 from caramba.config.kvcache import KVCacheKind
 
-WIDTH = 110
+WIDTH = 10_000
+"""Columns of plain text: no table is cut, and no line wrapped."""
 
 
 def render(plan: ExperimentPlan) -> Group:
-    """Return the plan as rich renderables, for a console of 110 columns or more."""
+    """Return the plan as rich renderables; a narrow console wraps the cells of a table."""
     parts: list[RenderableType] = [Text(f"Plan of {plan.name}", style="bold"), Text()]
     if plan.fit is not None:
         parts += [_fit_table(plan.fit)]
@@ -48,10 +49,10 @@ def command_line(plan: ExperimentPlan) -> str:
     return f"Run it: {plan.command}\n" if plan.command else ""
 
 
-def render_text(plan: ExperimentPlan, width: int = WIDTH) -> str:
-    """Return the plan as plain text of `width` columns, its command excepted, without control sequences."""
+def render_text(plan: ExperimentPlan) -> str:
+    """Return the plan as plain text, without control sequences."""
     buffer = io.StringIO()
-    Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(
+    Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(
         render(plan)
     )
     lines = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
@@ -120,7 +121,7 @@ def _table(title: str, first: int, *columns: str) -> Table:
     """A table whose `first` columns are words, to the left, and the rest numbers, to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < first else "right", no_wrap=True)
+        table.add_column(column, justify="left" if index < first else "right", overflow="fold")
     return table
 
 
