@@ -297,7 +297,7 @@ def test_help_of_a_command_is_wrapped_and_names_every_option(called):
     text = called("generate", "--help").out
     assert max(len(line) for line in text.splitlines()) <= 102
     for key in (*KEYS, *SPECULATION):
-        assert f"[--{key.replace('_', '-')} " in text
+        assert f"  --{key.replace('_', '-')} " in text
 
 
 def test_a_misspelt_option_of_generate_gets_its_nearest_name(called):

@@ -82,11 +82,14 @@ SPECULATION: dict[str, Callable[[str], Any]] = {
 
 
 class ModelArguments(argparse.ArgumentParser):
-    """Arguments that choose the model and how it is loaded; an error is a ConfigError that ends with the usage."""
+    """Arguments that choose the model and how it is loaded; an error is a ConfigError that ends with the usage.
 
-    def __init__(self, command: str, own: str) -> None:
+    `needed` are the words that the command cannot go without besides the model.
+    """
+
+    def __init__(self, command: str, needed: str = "") -> None:
         super().__init__(prog=f"caramba {command}", add_help=False, allow_abbrev=False)
-        self.command, self.own = command, own
+        self.command, self.needed = command, needed
         self.add_argument("run")
         add_weights(self)
         self.add_argument("--which", default="student", choices=("teacher", "student"))
@@ -104,7 +107,7 @@ class ModelArguments(argparse.ArgumentParser):
         names = [option.removeprefix("--") for option in self._option_string_actions]
         near = nearest(wrong[2:], names).replace("mean '", "mean '--") if wrong.startswith("--") else ""
         raise ConfigError(
-            f"{self.command}: {message}{near or ';'} caramba {self.command} RUN|DIR {self.own} "
+            f"{self.command}: {message}{near or ';'} caramba {self.command} RUN|DIR {self.needed}[options] "
             f"(all options: caramba {self.command} --help)"
         )
 
@@ -112,8 +115,8 @@ class ModelArguments(argparse.ArgumentParser):
 class GenerationArguments(ModelArguments):
     """A command's parser, with the words of a generation."""
 
-    def __init__(self, command: str, own: str) -> None:
-        super().__init__(command, own)
+    def __init__(self, command: str, needed: str = "") -> None:
+        super().__init__(command, needed)
         for key, kind in KEYS.items():
             self.add_argument(f"--{key.replace('_', '-')}", type=kind)
         for key, kind in SPECULATION.items():

@@ -22,9 +22,6 @@ from caramba.lower.quantize.weights import linear_layers
 WINDOW = 512
 KEYS: dict[str, Callable[[str], Any]] = {"method": str, "percentile": float, "tokens": int}
 """Keys of CalibrationConfig, on the command line behind `--weights-calibration`."""
-OPTIONS = (
-    " [--weights int8|int4|int8_dynamic [--weights-head] [--weights-calibration-KEY V] [--weights-text FILE]]"
-)
 
 LAST_BITS = (
     "--weights int8_dynamic: sums over several tokens at once end in other last bits than over one, and an activation "

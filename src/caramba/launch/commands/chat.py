@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: a wrong argument or an unknown run; without a terminal also a message that cannot be taken.
     """
-    parser = GenerationArguments("chat", "[--system TEXT] [--plain]")
+    parser = GenerationArguments("chat")
     parser.add_argument("--system")
     parser.add_argument("--plain", action="store_true")
     args = parser.parse_args(argv)

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: a wrong argument, an unknown run, a prompt that is empty or does not fit.
     """
-    parser = GenerationArguments("generate", "--prompt TEXT... | --prompt-file FILE [--json]")
+    parser = GenerationArguments("generate", "--prompt TEXT... | --prompt-file FILE ")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompt-file")
     parser.add_argument("--spec-compare", action="store_true")

@@ -18,8 +18,6 @@ usage: caramba launch [GROUP=OPTION | KEY=VALUE]... [flags]      (or: python -m 
 
 Without arguments: model=tiny_dba train=upcycle data=stdlib benchmark=quick"""
 
-BRIEF = 240  # characters
-
 FLAGS = (
     (
         "-m, --multirun",
@@ -40,7 +38,9 @@ FLAGS = (
 def help_text(config_dirs: Iterable[Path] = ()) -> str:
     """Return the help, with every group on the search path."""
     lines = [USAGE, "", "commands:"]
-    lines += [_row(_brief(name, command.usage), command.summary, 44) for name, command in COMMANDS.items()]
+    lines += [
+        _row(f"{name} {command.usage}".strip(), command.summary, 44) for name, command in COMMANDS.items()
+    ]
     lines += ["", "flags:", *(_row(flag, text, 33) for flag, text in FLAGS), "", "groups and options:"]
     for group, options in sorted(groups(config_dirs).items()):
         lines.append(f"  {group}")
@@ -62,14 +62,6 @@ def command_help(command: str) -> str:
     usage = f"usage: caramba {command} {entry.usage}".rstrip()
     rows = [_row(flag, sentence, 33) for flag, sentence in entry.flags.items()]
     return "\n".join([_wrapped(usage, " " * 7), "", *textwrap.wrap(entry.summary, 102), "", "flags:", *rows])
-
-
-def _brief(name: str, arguments: str) -> str:
-    """Return a command with its first options: the page is of all commands."""
-    shown = f"{name} {arguments}".strip()
-    if len(shown) <= BRIEF:
-        return shown
-    return f"{shown[:BRIEF].rpartition(' [')[0]} … (all: caramba {name} --help)"
 
 
 def _wrapped(words: str, indent: str) -> str:

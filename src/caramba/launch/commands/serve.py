@@ -15,20 +15,12 @@ from caramba.errors import ConfigError
 from caramba.infer.arguments import ModelArguments, chat_template, end_marks, open_for_text
 from caramba.infer.engine import Engine
 from caramba.infer.model_bundle import ModelBundle
-from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
 from caramba.infer.quantised import calibration_config
 from caramba.runtime import is_out_of_memory
 
 if TYPE_CHECKING:
     from caramba.serve.service import Service
 
-OPTIONS = (
-    "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--prompts-ahead 0] [--max-len N] [--cache-kind KIND] "
-    "[--max-tokens N] [--max-queue 256] [--batch-timeout 0] [--max-request-bytes 1048576] [--timeout 300] "
-    "[--max-connections 1024] [--drain 10] "
-    "[--api-key-env NAME] [--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|auto|true|false] [--plain]"
-    + WEIGHTS_OPTIONS
-)
 MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
 COMPILED: dict[str, bool | str] = {"graph": "graph", "auto": "auto", "true": True, "false": False}
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -126,7 +118,7 @@ def model_name(opened: ModelBundle) -> str:
 
 
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = ModelArguments("serve", OPTIONS)
+    parser = ModelArguments("serve")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_whole(0, 65535), default=8000)
     parser.add_argument("--max-batch", type=_whole(1), default=16)

@@ -143,7 +143,7 @@ COMMANDS: dict[str, Command] = {
         {"--json": "Print the states as JSON.", **COMMON},
     ),
     "collect": Command(
-        "SWEEP|DIR [--metric KEY]... [--by KEY,KEY] [--best min|max] [--csv] [--tex] [--plot] [--out DIR]",
+        "SWEEP|DIR [options]",
         "mean, standard deviation and n over seeds of a sweep's runs, as a table, CSV, LaTeX and a plot",
         {
             "--metric": "Metric key to report; may be repeated; default the main metrics.",
@@ -157,7 +157,7 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "compare": Command(
-        "RUN_A RUN_B... [--metric TEXT]... [--models MODEL_A,MODEL_B] [--out FILE]",
+        "RUN_A RUN_B... [options]",
         (
             "two or more runs, or two files of caramba eval: what differs in their manifests, their metrics, paired "
             "tests on the items that both have, and their curves in one figure"
@@ -170,7 +170,7 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "studio": Command(
-        "[FOLDER] [--out FILE] [--serve] [--port N]",
+        "[FOLDER] [options]",
         "one page for all runs and sweeps of a folder: table, curves, differences, swept keys, frontiers",
         {
             "--out": "File to write; default studio.html in the folder.",
@@ -199,10 +199,7 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "export": Command(
-        (
-            "RUN|DIR --out DIR [--format hf|deepseek|gguf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] "
-            "[--weights f16|q8_0|q4_0] [--engine transformers|vllm] [--check] [--which teacher|student] [--force]"
-        ),
+        "RUN|DIR --out DIR [options]",
         "write a trained model for other programs; hf loads with transformers, gguf with llama.cpp",
         {
             "--format": "Format: hf, safetensors, ckpt, dcp, gguf or deepseek; default hf.",
@@ -218,10 +215,7 @@ COMMANDS: dict[str, Command] = {
         loads_torch=True,
     ),
     "eval": Command(
-        (
-            "RUN|DIR --tasks A,B [--eval-data DIR] [--allow-code] [--limit N] [--num-fewshot N] [--include-path DIR] "
-            "[--which teacher|student] [--smallest-difference POINTS] [--tokenizer PATH] [--out FILE]"
-        ),
+        "RUN|DIR --tasks A,B [options]",
         (
             "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness, of a local folder, "
             "or on a suite of your own"
@@ -248,20 +242,7 @@ COMMANDS: dict[str, Command] = {
         loads_torch=True,
     ),
     "generate": Command(
-        (
-            "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] "
-            "[--top-p P] [--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--max-seq-len N] "
-            "[--prefill-chunk N] [--cache-kind KIND|auto] [--cache-budget-mb MB] [--cache-quality-text FILE] "
-            "[--cache-quality-max-delta-nll X] [--cache-quality-max-ppl-ratio X] [--cache-quality-max-mean-kl X] "
-            "[--cache-quality-max-tokens N] [--cache-auto-benchmark true|false] [--cache-auto-bench-steps N] "
-            "[--cache-plan reuse|refresh] [--cache-plan-path FILE] [--cache-plan-probe true|false] "
-            "[--cache-plan-probe-interval-sec S] [--decode-plan PLAN] [--decode-q-chunk N] [--decode-local-window N] "
-            "[--dtype float32|bf16|fp16] [--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] "
-            "[--spec-k-adaptive true|false] [--spec-extra-token true|false] [--spec-disable-below-accept X] "
-            "[--hysteresis X] [--window N] [--retry-after N] [--max-ngram N] [--spec-compare] [--spec-draft-layers N] "
-            "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
-            "[--compiled auto|graph|true|false] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]"
-        ),
+        "RUN|DIR --prompt TEXT... | --prompt-file FILE [options]",
         "continue prompts with a run, an export or a Hugging Face folder",
         {
             "--prompt": "Prompt; may be repeated for a batch.",
@@ -277,7 +258,7 @@ COMMANDS: dict[str, Command] = {
         loads_torch=True,
     ),
     "chat": Command(
-        "RUN|DIR [--system TEXT] [--plain] [the options of generate]",
+        "RUN|DIR [options]",
         "converse with a model, on a terminal or line by line from a pipe",
         {
             "--system": "System message; default none.",
@@ -291,14 +272,7 @@ COMMANDS: dict[str, Command] = {
         loads_torch=True,
     ),
     "serve": Command(
-        (
-            "RUN|DIR [--host H] [--port N] [--max-batch N] [--prompts-ahead N] [--max-len N] [--cache-kind KIND] "
-            "[--max-tokens N] [--max-queue N] [--batch-timeout S] [--max-request-bytes N] [--timeout S] "
-            "[--max-connections N] [--drain S] [--api-key-env NAME] [--prefix-cache-mb MB] [--prefill-chunk N] "
-            "[--compiled graph|auto|true|false] [--plain] "
-            "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
-            "[--which teacher|student] [--tokenizer PATH] [--device D] [--dtype float32|bf16|fp16]"
-        ),
+        "RUN|DIR [options]",
         "answer OpenAI-compatible requests over HTTP, many at a time, with a run, an export or a Hugging Face folder",
         {
             "--host": "Address to listen on; others than the local machine need --api-key-env; default 127.0.0.1.",
@@ -331,7 +305,7 @@ COMMANDS: dict[str, Command] = {
         {**PREPARE, **COMMON},
     ),
     "tune": Command(
-        "[--seconds N] [--device auto|cpu|cuda] [--out FILE] [--show]",
+        "[options]",
         "measure which attention backends and decode programs are fastest here, for the runs to come",
         {
             "--seconds": "Time limit of the measurement, in seconds; default 300.0.",
@@ -342,11 +316,7 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "paper": Command(
-        (
-            "RUN [--output-dir DIR] [--update] [--group NAME] [--config FILE] [--title TEXT] [--author NAME]... "
-            "[--model NAME] [--base-url URL] [--api-key-env NAME] [--bib FILE] [--max-iterations N] [--max-tokens N] "
-            "[--max-cost USD]"
-        ),
+        "RUN [options]",
         (
             "draft a LaTeX paper from a finished run: numbers by key, citations from records, versions that compile "
             "(extra paper); --update continues the last version, with edits by hand and interrupted drafts"
