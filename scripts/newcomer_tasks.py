@@ -1,14 +1,13 @@
 """Do the ten tasks of a new user as their pages describe them, time each, and write the table of docs/newcomer.md.
 
-Usage: python scripts/newcomer_tasks.py [PAGE]...   (all pages, or those whose name is given; takes about 20 minutes)
+Usage: python scripts/newcomer_tasks.py [PAGE]...   (all pages, or those whose name is given)
 
-Every command is typed as the page has it, in a process of its own, with one thread. The notebook needs nbclient and
-ipykernel, and its executed copy is written to docs/.
+Commands that train for minutes run in the short variant that the comments of a page name, as the tests of the pages
+run them. The notebook needs nbclient and ipykernel, and its executed copy is written to docs/.
 """
 
 from __future__ import annotations
 
-import resource
 import shutil
 import sys
 import tempfile
@@ -19,8 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.integration import commands  # noqa: E402 - the readers of pages are those of the tests
-from tests.integration.page_blocks import blocks_of  # noqa: E402
+from tests.integration.page_blocks import blocks_of  # noqa: E402 - the readers of pages are those of the tests
 from tests.integration.test_tutorials import DOCS, QUICKSTART, Reader  # noqa: E402
 
 PAGE = DOCS / "newcomer.md"
@@ -41,36 +39,33 @@ TASKS = {
 
 def main(names: Sequence[str]) -> int:
     """Time the tasks and write their rows."""
-    commands.TIMEOUT_S = 3000
     rows = read_rows()
     with tempfile.TemporaryDirectory() as folder:
         start, cache = Path(folder) / "start", Path(folder) / "cache"
-        start.mkdir()
-        Reader(start, cache).follow(QUICKSTART)  # in its short variant: pages begin with its run
         for page in [page for name in names for page in TASKS if Path(page).stem == name] or TASKS:
             place = Path(folder) / Path(page).stem
             place.mkdir()
             if any(block.language == "after" for block in blocks_of(DOCS / page)):
+                if not start.exists():
+                    start.mkdir()
+                    Reader(start, cache).follow(QUICKSTART)
                 shutil.copytree(start / "runs", place / "runs", symlinks=True)
-            wall, cpu = timed(DOCS / page, place, cache)
-            rows[page] = (f"{wall:.0f}", f"{cpu:.0f}")
+            rows[page] = f"{timed(DOCS / page, place, cache):.0f}"
             write_rows(rows)
-            print(f"{page}: {wall:.0f} s, {cpu:.0f} s of CPU", flush=True)
+            print(f"{page}: {rows[page]} s", flush=True)
     return 0
 
 
-def timed(page: Path, folder: Path, cache: Path) -> tuple[float, float]:
-    """Follow a page and return its seconds, by the clock and of the CPU in processes that ended."""
-    reader, began = Reader(folder, cache, is_real=True), time.monotonic()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def timed(page: Path, folder: Path, cache: Path) -> float:
+    """Follow a page and return the seconds that it took."""
+    reader, began = Reader(folder, cache), time.monotonic()
     try:
         reader.follow(page)
         if page.stem == "notebook":
             execute_notebook(folder)
     finally:
         reader.stop()
-    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.monotonic() - began
 
 
 def execute_notebook(folder: Path) -> None:
@@ -97,27 +92,22 @@ def count_steps(page: Path) -> tuple[int, int]:
     return typed + sum(block.language == "python" and block.title is None for block in blocks), files
 
 
-def read_rows() -> dict[str, tuple[str, str]]:
+def read_rows() -> dict[str, str]:
     """Return the seconds of each page that the table has."""
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, str] = {}
     for line in PAGE.read_text().splitlines():
         for page in TASKS:
             if f"]({page})" in line and line.startswith("|"):
-                *_, wall, cpu = (cell.strip() for cell in line.strip("|").split("|"))
-                found[page] = (wall, cpu)
+                found[page] = line.strip("|").rpartition("|")[2].strip()
     return found
 
 
-def write_rows(rows: dict[str, tuple[str, str]]) -> None:
+def write_rows(rows: dict[str, str]) -> None:
     """Write the table, with the commands that the pages have now."""
-    lines = [
-        "| task | page | commands | files to write | seconds | CPU seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| task | page | commands | files to write | seconds |", "|---|---|---|---|---|"]
     for page, task in TASKS.items():
         typed, files = count_steps(DOCS / page)
-        wall, cpu = rows.get(page, ("", ""))
-        lines.append(f"| {task} | [{Path(page).stem}]({page}) | {typed} | {files} | {wall} | {cpu} |")
+        lines.append(f"| {task} | [{Path(page).stem}]({page}) | {typed} | {files} | {rows.get(page, '')} |")
     text = PAGE.read_text()
     head, tail = text.partition(START)[0], text.partition(END)[2]
     PAGE.write_text("\n".join([f"{head}{START}", "", *lines, "", f"{END}{tail}"]))

@@ -5,6 +5,7 @@ The notes in comments of a page, listed in page_blocks.py, make short variants o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -36,10 +37,10 @@ TINY = " ".join((*SMALL, *SMALL_TEACHER))
 
 
 class Reader:
-    """Follows one page in a folder; `is_real` types every command as it is written, into processes of its own."""
+    """Follows one page in a folder."""
 
-    def __init__(self, folder: Path, cache: Path, *, is_real: bool = False) -> None:
-        self.folder, self.cache, self.is_real = folder, cache, is_real
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self.cache = folder, cache
         self.background: list[subprocess.Popen[str]] = []
 
     def follow(self, page: Path) -> None:
@@ -62,8 +63,7 @@ class Reader:
             self.take_commands(block)
 
     def take_commands(self, block: Block) -> None:
-        lines = block.lines()
-        more = "" if self.is_real else block.notes.get("with", "").replace("TINY", TINY)
+        lines, more = block.lines(), block.notes.get("with", "").replace("TINY", TINY)
         for number, line in enumerate(lines, 1):
             words = shlex.split(line, comments=True)
             is_caramba = words[0] == "caramba"
@@ -77,8 +77,7 @@ class Reader:
             elif "kill" in block.notes:
                 self.end(words, block.notes["kill"], signal.SIGKILL, -signal.SIGKILL)
             elif is_caramba and not SHELL & set(line.partition(" #")[0]):
-                done = caramba(words[1:], self.folder, self.cache, is_fresh=self.is_real)
-                self.expect(done, wanted)
+                self.expect(caramba(words[1:], self.folder, self.cache), wanted)
             else:
                 self.expect(self.bash(line), wanted)
 
@@ -177,6 +176,23 @@ def test_there_are_ten_tutorials_with_commands_that_run() -> None:
         if any(block.language == "bash" and "skip" not in block.notes for block in blocks_of(page))
     ]
     assert len(live) >= 10
+
+
+def test_ten_tasks_of_a_new_user_take_under_ten_commands_each() -> None:
+    """The table of docs/newcomer.md has the commands that the pages have now, and seconds for each."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        tasks = importlib.import_module("newcomer_tasks")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    lines, seconds = (DOCS / "newcomer.md").read_text().splitlines(), tasks.read_rows()
+    assert len(tasks.TASKS) == 10
+    for page, task in tasks.TASKS.items():
+        typed, files = tasks.count_steps(DOCS / page)
+        assert 0 < typed < 10, page
+        assert float(seconds[page]) > 0
+        (line,) = [line for line in lines if line.startswith(f"| {task} |")]
+        assert f"| {typed} | {files} |" in line, page
 
 
 def test_blocks_have_a_language_that_is_run_or_shown() -> None:
