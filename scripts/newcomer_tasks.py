@@ -50,13 +50,13 @@ def main(names: Sequence[str]) -> int:
                     start.mkdir()
                     Reader(start, cache).follow(QUICKSTART)
                 shutil.copytree(start / "runs", place / "runs", symlinks=True)
-            rows[page] = f"{timed(DOCS / page, place, cache):.0f}"
+            rows[page] = f"{follow_page(DOCS / page, place, cache):.0f}"
             write_rows(rows)
             print(f"{page}: {rows[page]} s", flush=True)
     return 0
 
 
-def timed(page: Path, folder: Path, cache: Path) -> float:
+def follow_page(page: Path, folder: Path, cache: Path) -> float:
     """Follow a page and return the seconds that it took."""
     reader, began = Reader(folder, cache), time.monotonic()
     try:
