@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.export.write import export_model
 from caramba.infer.model_bundle import ModelBundle, load_model, need_tokenizer
 from caramba.model import Model

@@ -86,7 +86,7 @@ def run(run_dir: Path) -> int:
         append_event(run_dir, STARTED)
         try:
             with imports_without_gc():
-                from caramba.experiment import run as run_experiment
+                from caramba.experiment.run import run as run_experiment
 
             results = run_experiment(manifest, run_dir)
         except CarambaError as error:
@@ -128,7 +128,7 @@ def _follow(manifest: Manifest, run_dir: Path) -> int:
     with stop_on_signals(follows=True):
         try:
             with imports_without_gc():
-                from caramba.experiment import run as run_experiment
+                from caramba.experiment.run import run as run_experiment
 
             run_experiment(manifest, run_dir)
         except (Preempted, KeyboardInterrupt):

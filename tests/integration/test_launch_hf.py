@@ -19,7 +19,7 @@ import transformers
 from caramba.config.hf import spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.model import SurgeryConfig
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.data.checkpoint.hub import cached_folder
 from caramba.errors import CheckpointError, ConfigError
 from caramba.infer.model_bundle import load_model

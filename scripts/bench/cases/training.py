@@ -44,7 +44,7 @@ from torch.nn import functional as F
 from caramba import kernels
 from caramba.config.estimate import estimate_phase, model_cost
 from caramba.config.model import ModelSpec
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.config.train import PhaseConfig
 from caramba.distill import LanguageModelObjective
 from caramba.errors import CarambaError

@@ -29,8 +29,8 @@ from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.parallel_check import check_parallel
 from caramba.config.source import Path, SourceMap, format_place, is_sequence, list_of, retrace, show_path
-from caramba.config.surgery import attention_configs, check_surgery
-from caramba.config.topology import custom_layers
+from caramba.config.surgery import check_surgery
+from caramba.config.topology import attention_configs, custom_layers
 from caramba.config.verify import (
     CompareVerifyConfig,
     EvalVerifyConfig,
@@ -203,8 +203,10 @@ def cross_check(manifest: Manifest) -> None:
             f"model.embedder.vocab_size={model.embedder.vocab_size} differs from model.teacher.manifest.embedder."
             f"vocab_size={teacher.embedder.vocab_size}; a student reads its teacher's tokens, so make them equal"
         )
-    check_surgery(model)
-    check_parallel(manifest)
+    if model.teacher is not None:
+        check_surgery(model)
+    if manifest.parallel.strategy != "single":
+        check_parallel(manifest)
     check_custom_layers(manifest)
     for group in manifest.groups_to_run():
         for run in group.runs:

@@ -204,8 +204,6 @@ def check_parallel(manifest: Manifest) -> None:
         ConfigError: naming the run or the benchmark, the key and what to use.
     """
     parallel = manifest.parallel
-    if parallel.strategy == "single":
-        return
     for group in manifest.groups_to_run():
         for run in group.runs:
             for problem in () if run.train is None else conflicts(run.train, parallel):

@@ -12,7 +12,7 @@ from caramba.config.attention_dims import AttentionMode
 from caramba.config.manifest import GroupConfig
 from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig
-from caramba.config.topology import NestedTopologyConfig, TopologyConfig
+from caramba.config.topology import TopologyConfig, attention_configs
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError
 
@@ -23,16 +23,6 @@ _TEACHER_PARTS = {
     "learned_temperature": "it is not mapped",
 }
 _STUDENT_PARTS = ("qk_norm", "null_attn", "tie_qk", "rope_semantic")
-
-
-def attention_configs(node: Any) -> list[AttentionLayerConfig]:
-    """Return the attention layers of a topology with weights of their own, in the order in which they first run."""
-    if isinstance(node, AttentionLayerConfig):
-        return [node]
-    if not isinstance(node, TopologyConfig):
-        return []
-    found = [config for child in node.layers for config in attention_configs(child)]
-    return found * node.repeat if isinstance(node, NestedTopologyConfig) else found
 
 
 def makes_student(model: ModelConfig, group: GroupConfig) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Field
 
+from caramba.config.attention import AttentionLayerConfig
 from caramba.config.cost import MOST_RUNS, Cost, Unknown, Width, WidthError, container_cost
 from caramba.config.extension import Node, NodeConfig, is_own
 from caramba.config.layer_base import LayerConfig
@@ -306,3 +307,13 @@ class RecurrentTopologyConfig(TopologyConfig):
         return self._in_order(
             width, self.steps, shared=True, keeps="its output is added to its input at the next step"
         )
+
+
+def attention_configs(node: Any) -> list[AttentionLayerConfig]:
+    """Return the attention layers of a topology with weights of their own, in the order in which they first run."""
+    if isinstance(node, AttentionLayerConfig):
+        return [node]
+    if not isinstance(node, TopologyConfig):
+        return []
+    found = [config for child in node.layers for config in attention_configs(child)]
+    return found * node.repeat if isinstance(node, NestedTopologyConfig) else found

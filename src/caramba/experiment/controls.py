@@ -15,7 +15,8 @@ from caramba.config.benchmark import BenchmarkConfig, ControlName, ControlsBench
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
-from caramba.config.surgery import attention_configs, fewer_kv_heads
+from caramba.config.surgery import fewer_kv_heads
+from caramba.config.topology import attention_configs
 from caramba.config.train import BLOCK_PHASES
 from caramba.console import logger
 from caramba.errors import ConfigError, DataError

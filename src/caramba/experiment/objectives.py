@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
-from caramba.config.surgery import attention_configs, keeps_copied
+from caramba.config.surgery import keeps_copied
+from caramba.config.topology import attention_configs
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
 from caramba.console import logger
 from caramba.distill import (

@@ -88,17 +88,23 @@ def run_group(
     check_builds(manifest)  # before the data is read, which may take long
     check_precisions(manifest, group, StageLedger(folder))
     session = Session.open(manifest, group, folder, ranks)
-    check_split(session)
+    if ranks is not None:
+        check_split(session)
     resolve_plans(session)
-    keep_global_batch(session)
+    if ranks is not None:
+        keep_global_batch(session)
     group = session.group
-    check_calibration(session)
+    if session.makes_student:
+        check_calibration(session)
     check_block_schedules(session)
     check_lora_targets(session)
     check_teacher_caches(session)
-    check_text(session)
-    check_samples(session)
-    check_chats(session)
+    if session.makes_student:
+        check_text(session)
+    if any(run.sample is not None for run in group.runs):
+        check_samples(session)
+    if any(run.mode == "chat" for run in group.runs):
+        check_chats(session)
     failure: VerificationFailed | None = None
     try:
         with attention_backends(session.device, session.attention):

@@ -12,11 +12,12 @@ import torch
 from torch.utils.data import Subset
 
 from caramba import kernels, surgery
-from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
+from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig
-from caramba.config.surgery import attention_configs, check_surgery, keeps_copied, makes_student
+from caramba.config.surgery import check_surgery, keeps_copied, makes_student
+from caramba.config.topology import attention_configs
 from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
 from caramba.config.verify import EvalVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
@@ -82,7 +83,7 @@ def attention_decisions(
     """
     device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
     found: dict[str, Decision] = {}
-    n_own = sum(uses_split_keys_kernel(config, device, dtype) for config in layers)
+    n_own = sum(config.is_latent and uses_split_keys_kernel(config, device, dtype) for config in layers)
     if n_own:
         value = f"decoupled_attention in {n_own} of {len(layers)} attention layers"
         found["two_part_keys"] = Decision(value, "their keys are wider than flash and cuDNN take")
@@ -124,7 +125,8 @@ class Session:
         kernels.load(device, manifest.kernels)
         text = open_text(manifest, group) if reads_text(manifest, group) else None
         if text is not None:
-            check_accuracy(group.benchmarks, text.tokenizer)
+            if any(isinstance(bench.config, AccuracyBenchmarkConfig) for bench in group.benchmarks):
+                check_accuracy(group.benchmarks, text.tokenizer)
             if is_main_process():
                 check_source(run_dir, DATA, str(text.folder), text.content)
         session = cls(manifest, group, run_dir, device, text, StageLedger(run_dir), ranks=ranks)
@@ -158,7 +160,7 @@ class Session:
         layers = [
             config
             for config in self._layers()
-            if not uses_split_keys_kernel(config, self.device, torch.bfloat16)
+            if not (config.is_latent and uses_split_keys_kernel(config, self.device, torch.bfloat16))
         ]
         return choose_attention(self.device, families_of(layers, self.group.data.keeps_documents_apart))
 

@@ -11,20 +11,24 @@ from typing import Any
 import torch
 
 from caramba import evaluation
-from caramba.config.estimate import estimate_phase, model_cost
+from caramba.config.estimate import model_cost
+from caramba.config.estimate.model import training_flops
 from caramba.config.manifest import RunConfig
+from caramba.config.model import ModelSpec
 from caramba.config.surgery import keeps_copied
-from caramba.config.train import PhaseConfig
+from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.console import logger
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.ledger import StageRecord
+from caramba.experiment.objectives import build_objective
 from caramba.experiment.ranks import Assembled, assemble, send_command
 from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
 from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import ORIGIN, PROXY, Session, is_fresh_init
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal, spec_of
+from caramba.model.topology.base import custom_layers_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
 from caramba.runs.shell import show_path
@@ -127,7 +131,8 @@ def fit_phase(
     decided = session.plan(phase, name, model.spec.embedder.d_model, run.id)
     phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))
-    check_causal(model)
+    if custom_layers_of(model):
+        check_causal(model)
     if session.ranks is not None:
         send_command(
             session,
@@ -142,7 +147,11 @@ def fit_phase(
             run=run.id,
         )
     sharer = session if phase.reads_teacher else dataclasses.replace(session, teacher=None)
-    made = assemble(sharer, phase, decided, model.to(session.device), spec_of(model.spec))
+    whole = model.to(session.device)
+    if session.ranks is None:
+        made = Assembled(build_objective(sharer, phase, decided, whole), None, lambda: None)
+    else:
+        made = assemble(sharer, phase, decided, whole, spec_of(model.spec))
     objective = made.objective
     schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
     logger.subheader(
@@ -178,7 +187,8 @@ def fit_phase(
     if session.ranks is not None:
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
-    check_causal(model)
+    if custom_layers_of(model):
+        check_causal(model)
     if session.device.type != "cpu":  # cycles of references keep the phase's other tensors on the device
         release_memory()
     if outcome.steps < phase.steps:
@@ -215,12 +225,15 @@ def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> floa
     None if a custom layer does not declare its work: there is no MFU then.
     """
     teacher = session.teacher if session.teacher is not model and phase.trains == "student" else None
-    return estimate_phase(
-        phase,
-        model_cost(model.spec),
-        None if teacher is None else model_cost(teacher.spec),
-        keeps_copied=keeps_copied(phase, session.manifest.model, session.group),
-    ).flops_per_token
+    return _flops_of(session, phase, model.spec, None if teacher is None else teacher.spec)
+
+
+def _flops_of(
+    session: Session, phase: PhaseConfig, spec: ModelSpec, teacher: ModelSpec | None
+) -> float | None:
+    is_copied = phase.phase in BLOCK_PHASES and keeps_copied(phase, session.manifest.model, session.group)
+    running = None if teacher is None else model_cost(teacher)
+    return training_flops(phase, model_cost(spec), running, keeps_copied=is_copied)
 
 
 def _work_after(session: Session, run: RunConfig) -> float:
@@ -236,13 +249,7 @@ def _work_after(session: Session, run: RunConfig) -> float:
         spec = session.manifest.model
         teacher = spec.teacher.manifest if spec.teacher is not None else None
         trained = teacher if teacher is not None and (phase.trains == "teacher" or phase.control) else spec
-        has_teacher = teacher is not None and phase.trains == "student"
-        flops = estimate_phase(
-            phase,
-            model_cost(trained),
-            model_cost(teacher) if has_teacher and teacher is not None else None,
-            keeps_copied=keeps_copied(phase, session.manifest.model, session.group),
-        ).flops_per_token
+        flops = _flops_of(session, phase, trained, teacher if phase.trains == "student" else None)
         if flops is None or phase.batch_size == "auto":
             return 0.0
         total += flops * phase.tokens

@@ -22,12 +22,7 @@ WINDOWS = 8
 def check_text(session: Session) -> None:
     """Warn where a Hugging Face teacher meets too little text, text of another kind, or ids of unknown meaning."""
     teacher = session.manifest.model.teacher
-    if (
-        teacher is None
-        or teacher.checkpoint is None
-        or not session.makes_student
-        or TRANSPLANT in session.ledger
-    ):
+    if teacher is None or teacher.checkpoint is None or TRANSPLANT in session.ledger:
         return
     folder = Path(teacher.checkpoint).expanduser()
     if not is_hf_folder(folder):

@@ -24,8 +24,6 @@ def keep_global_batch(session: Session) -> None:
     Raises:
         ConfigError: the samples of a step do not divide among the ranks.
     """
-    if session.manifest.parallel.strategy == "single":
-        return
     path, now = session.run_dir / RANKS, session.data_ranks
     if not path.is_file():
         write_json(path, {DATA_PARALLEL: now})

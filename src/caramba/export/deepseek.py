@@ -16,7 +16,7 @@ from torch import Tensor
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.model import ModelSpec
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.data.checkpoint.gguf_file import interleave_pairs
 from caramba.data.checkpoint.hf_names import Block, llama_blocks
 from caramba.data.checkpoint.shards import StoredWeights

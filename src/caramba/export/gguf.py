@@ -15,7 +15,7 @@ from torch import Tensor
 from caramba.config.attention import AttentionMode
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.optional_deps import need_library
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.data.checkpoint.gguf_file import LAYER_NAMES, TOP_NAMES, interleave_pairs, llama3_factors
 from caramba.data.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.data.gguf_tokenizer import tokenizer_metadata

@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
-from caramba.launch.launchers.process import available_cores
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def usable_cores(quota: Path = QUOTA) -> int:

@@ -20,7 +20,7 @@ from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError, nearest
 from caramba.launch.config_files import Origin, groups
 from caramba.launch.derive import derive_models
-from caramba.launch.scale import scale_train
+from caramba.launch.scale import SCALED, scale_train
 
 if TYPE_CHECKING:
     from caramba.config.estimate import FitResult
@@ -85,7 +85,8 @@ def _check_widths(frozen: Frozen) -> None:
     except ConfigError as error:
         path = read_path(str(error).partition(": ")[0])
         raise ConfigError(f"{error}{format_place(path, frozen.source)}") from None
-    check_variants(frozen.manifest)
+    if any(run.exp is not None for group in frozen.manifest.groups_to_run() for run in group.runs):
+        check_variants(frozen.manifest)
 
 
 def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Frozen:
@@ -93,7 +94,8 @@ def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Froze
 
     composed = compose(overrides, config_dirs)
     tree = _with_plugins(derive_models(composed.tree, composed.source), composed.source)
-    tree = scale_train(tree, composed.choices.get("train"), composed.given)
+    if composed.choices.get("train") in SCALED:
+        tree = scale_train(tree, composed.given)
     parse_as(Composition, tree, source=composed.source)
     _refuse_foreign_group(tree, composed.choices)
     lowered = lower_groups(tree, composed.choices, composed.given, composed.chosen)

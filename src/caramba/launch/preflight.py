@@ -16,7 +16,7 @@ from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.optional_deps import need_harness, need_library
 from caramba.config.suite_file import read_suite
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.config.train import BLOCK_PHASES, check_batch_is_given, check_block_steps, check_cpu_precision
 from caramba.data.checkpoint.folder import weight_files
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder, hub_cache, hub_folder

@@ -21,9 +21,7 @@ _SIZES = ("steps", "batch_size", "block_size", "gradient_accumulation_steps")
 _OTHER_NAMES = {"seq_len", "ctx_len", "accumulate"}
 
 
-def scale_train(
-    tree: dict[str, Any], choice: str | None, given: Collection[tuple[Any, ...]]
-) -> dict[str, Any]:
+def scale_train(tree: dict[str, Any], given: Collection[tuple[Any, ...]]) -> dict[str, Any]:
     """Return `tree` with sizes that follow from a Hugging Face teacher and a token folder.
 
     One pass over the text, at most `MOST_TOKENS`, is divided among the phases as the option divides its own tokens.
@@ -31,7 +29,7 @@ def scale_train(
     6% of them. Rates stay `auto`. A size that is given anywhere leaves all as they are.
     """
     text, teacher = _text_tokens(tree), _teacher(tree)
-    if choice not in SCALED or text is None or teacher is None or _is_sized(given):
+    if text is None or teacher is None or _is_sized(given):
         return tree
     train, held_out = text
     context, width = teacher

@@ -14,7 +14,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
-from caramba.model.topology.base import applications
+from caramba.model.topology.base import applications, custom_layers_of
 from caramba.model.topology.build import own_config
 
 if TYPE_CHECKING:
@@ -58,13 +58,6 @@ def new_cache(layer: nn.Module, *args: Any, **options: Any) -> LayerCache:
         return make(*args, **options)
     assert isinstance(layer, AttentionLayer)
     return new_layer_cache(layer.dims, *args, **options)
-
-
-def custom_layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (qualified name, layer) of each distinct custom layer, in execution order."""
-    return [
-        (name, layer) for name, layer in dict(applications(model)).items() if own_config(layer) is not None
-    ]
 
 
 def refuse_lost_tensors(model: nn.Module) -> None:

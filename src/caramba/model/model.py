@@ -16,14 +16,8 @@ from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
 from caramba.layer.rope import RotaryEmbedding, angles_of, share_frequencies, share_rope_tables
-from caramba.model.custom_layers import (
-    cached_layers,
-    check_decoding,
-    custom_layers_of,
-    new_cache,
-    refuse_documents,
-)
-from caramba.model.topology.base import attention_applications
+from caramba.model.custom_layers import cached_layers, check_decoding, new_cache, refuse_documents
+from caramba.model.topology.base import attention_applications, custom_layers_of
 from caramba.model.topology.build import build_node
 
 if TYPE_CHECKING:

@@ -14,8 +14,13 @@ import torch
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.model import ModelSpec
-from caramba.config.surgery import BYTES_PER_ELEMENT, attention_configs
-from caramba.config.topology import NestedTopologyConfig, SequentialTopologyConfig, TopologyConfig
+from caramba.config.surgery import BYTES_PER_ELEMENT
+from caramba.config.topology import (
+    NestedTopologyConfig,
+    SequentialTopologyConfig,
+    TopologyConfig,
+    attention_configs,
+)
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from caramba.config.kvcache import KVCacheKind, bytes_of_streams
 from caramba.config.model import ModelSpec
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer

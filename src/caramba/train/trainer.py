@@ -355,7 +355,7 @@ def state_path(run_dir: Path, phase: str) -> Path:
 
 def has_saved_state(state: Path) -> bool:
     """True if a phase can resume from its state: a folder may contain no complete checkpoint."""
-    return state.is_file() or latest_sharded_state(state) is not None
+    return state.is_file() or (state.is_dir() and latest_sharded_state(state) is not None)
 
 
 def read_saved_step(state: Path) -> int:

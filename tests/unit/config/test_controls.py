@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.config.surgery import attention_configs, fewer_kv_heads
+from caramba.config.surgery import fewer_kv_heads
+from caramba.config.topology import attention_configs
 from caramba.errors import ConfigError
 from caramba.model import build_model
 from tests.unit.surgery.models import latent_spec, spec

@@ -9,9 +9,8 @@ import pytest
 
 from caramba.cli import main
 from caramba.launch import cpu_threads
-from caramba.launch.cpu_threads import note_on_threads, usable_cores
+from caramba.launch.cpu_threads import available_cores, note_on_threads, usable_cores
 from caramba.launch.freeze import freeze
-from caramba.launch.launchers.process import available_cores
 
 WORDS = ["model=tiny", "train=pretrain"]
 

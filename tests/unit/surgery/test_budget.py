@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig
-from caramba.config.surgery import attention_configs, check_surgery
+from caramba.config.surgery import check_surgery
+from caramba.config.topology import attention_configs
 from caramba.errors import ConfigError
 from caramba.model import build_model, load_pretrained, save_model
 from caramba.surgery import allocate, choose_windows, fit_widths, transplant

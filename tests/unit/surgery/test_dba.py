@@ -10,7 +10,8 @@ from torch import Tensor
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
-from caramba.config.surgery import attention_configs, check_pair
+from caramba.config.surgery import check_pair
+from caramba.config.topology import attention_configs
 from caramba.distill import block_errors
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import SurgeryConfig
-from caramba.config.surgery import attention_configs, check_pair, first_tokens_apart
+from caramba.config.surgery import check_pair, first_tokens_apart
+from caramba.config.topology import attention_configs
 from caramba.distill import block_errors
 from caramba.distill.block_loss import attention_log_probabilities
 from caramba.errors import ConfigError

@@ -7,7 +7,8 @@ import torch
 
 from caramba.config.kvcache import KVCacheKind, bytes_of_streams
 from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig
-from caramba.config.surgery import attention_configs, check_surgery
+from caramba.config.surgery import check_surgery
+from caramba.config.topology import attention_configs
 from caramba.errors import ConfigError
 from caramba.metrics import agreement
 from caramba.surgery import build_student

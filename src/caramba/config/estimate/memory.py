@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from caramba.config.estimate.model import ModelCost
+from caramba.config.estimate.model import ModelCost, runs_teacher, training_flops
 from caramba.config.estimate.spread import ParallelLayout, RankMemory, holdings
 from caramba.config.extension import name_of
 from caramba.config.orchestrator import portfolio_bytes
@@ -99,28 +99,17 @@ def estimate_phase(
     that of the fullest rank; parameters and work are those of the model.
     """
     blockwise = phase.phase in BLOCK_PHASES
-    context = phase.block_size
     params = trained.attention_params if blockwise else trained.params
-    if blockwise:
-        flops = 3.0 * trained.attention_flops_per_token(context)
-        if keeps_copied:
-            params -= trained.copied_params
-            flops -= trained.flops_of_copied_weights()
-    else:
-        flops = trained.training_flops_per_token(context)
-    if phase.phase == "drift":
-        flops += trained.topology.flops_per_token(context)
+    if blockwise and keeps_copied:
+        params -= trained.copied_params
+    flops = training_flops(phase, trained, teacher, keeps_copied=keeps_copied)
     running = teacher if runs_teacher(phase) else None
-    if running is not None:
-        flops += running.topology.flops_per_token(context) if blockwise else running.flops_per_token(context)
     held = holdings(phase, trained, spread or ParallelLayout())
     memory = max(
         (_on_rank(phase, trained, running, params, one) for one in held), key=lambda one: one.total_bytes
     )
-    ran = [trained] if running is None else [trained, running]
-    is_known = blockwise or not any(model.undeclared("flops") for model in ran)
     uncounted = () if blockwise else trained.undeclared("activations")
-    return PhaseEstimate(params, flops if is_known else None, memory, uncounted)
+    return PhaseEstimate(params, flops, memory, uncounted)
 
 
 def rank_bytes(
@@ -181,11 +170,6 @@ def keeps_parts(phase: PhaseConfig, device: str, kernels: str) -> bool:
     """Return whether wide keys of a phase stay in two parts: computed in 16 bits on a device that is known to have the
     kernel. Where either is left open they count as joined, which is more."""
     return device == "cuda" and kernels != "reference" and _activation_bytes(phase) == 2
-
-
-def runs_teacher(phase: PhaseConfig) -> bool:
-    """Return whether a phase runs the teacher: to feed blocks, or for its logits."""
-    return phase.phase in BLOCK_PHASES or phase.objective in ("kl", "mixed")
 
 
 def _optimizer_bytes(phase: PhaseConfig) -> int:

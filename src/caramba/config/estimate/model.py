@@ -9,6 +9,7 @@ from caramba.config.cost import Cost, Unknown, Width, WidthError
 from caramba.config.kvcache import KVCacheKind, Streams
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.topology import LayerError
+from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError
 
 ATTENTION = ("AttentionLayer", "MemoryBankLayer")
@@ -176,3 +177,34 @@ def _check_output(topology: Cost, embedded: Width) -> None:
         raise WidthError(
             message, topology.width_out.label, f"end it with width {embedded.d_model}", source=last
         )
+
+
+def runs_teacher(phase: PhaseConfig) -> bool:
+    """Return whether a phase runs the teacher: to feed blocks, or for its logits."""
+    return phase.phase in BLOCK_PHASES or phase.objective in ("kl", "mixed")
+
+
+def training_flops(
+    phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None, *, keeps_copied: bool = False
+) -> float | None:
+    """Return the FLOPs of a token in a phase that trains `trained`, with the teacher's if the phase runs it.
+
+    None if a layer that runs does not declare its work. With `keeps_copied` the weights that surgery copied take no
+    gradient.
+    """
+    blockwise, context = phase.phase in BLOCK_PHASES, phase.block_size
+    running = teacher if runs_teacher(phase) else None
+    ran = [trained] if running is None else [trained, running]
+    if not blockwise and any(model.undeclared("flops") for model in ran):
+        return None
+    if blockwise:
+        flops = 3.0 * trained.attention_flops_per_token(context)
+        if keeps_copied:
+            flops -= trained.flops_of_copied_weights()
+    else:
+        flops = trained.training_flops_per_token(context)
+    if phase.phase == "drift":
+        flops += trained.topology.flops_per_token(context)
+    if running is not None:
+        flops += running.topology.flops_per_token(context) if blockwise else running.flops_per_token(context)
+    return flops

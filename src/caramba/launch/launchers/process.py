@@ -15,6 +15,7 @@ from pathlib import Path
 
 from caramba.config.launcher import LauncherConfig
 from caramba.errors import ConfigError
+from caramba.launch.cpu_threads import available_cores
 from caramba.runs import MANIFEST
 from caramba.runs.environment import SHARING
 from caramba.runs.exit_codes import INTERRUPTED
@@ -255,13 +256,6 @@ def visible_gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):  # no driver here: no GPUs
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 POLL_S = 0.5

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
-from caramba.launch.launchers.process import available_cores, last_lines, visible_gpus
+from caramba.launch.cpu_threads import available_cores
+from caramba.launch.launchers.process import last_lines, visible_gpus
 from caramba.runs import MANIFEST
 from caramba.runs.exit_codes import INTERRUPTED, MISTAKE, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
 from caramba.runs.locking import marks_of

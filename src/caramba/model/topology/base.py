@@ -52,6 +52,13 @@ def applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mo
             yield from applications(child, f"{name}.{child_name}" if name else child_name)
 
 
+def custom_layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (qualified name, layer) of each distinct custom layer, in execution order."""
+    return [
+        (name, layer) for name, layer in dict(applications(model)).items() if own_config(layer) is not None
+    ]
+
+
 def attention_applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, AttentionLayer]]:
     """Yield (qualified name, layer) for every attention application of one forward, in execution order.
 

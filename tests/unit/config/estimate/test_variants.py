@@ -10,7 +10,7 @@ from caramba.config.manifest import Manifest
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.config.parallel_check import check_parallel
-from caramba.config.surgery import attention_configs
+from caramba.config.topology import attention_configs
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 from tests.unit.surgery.models import spec
