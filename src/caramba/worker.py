@@ -56,11 +56,12 @@ def work(argv: list[str]) -> int:
 
 def run(run_dir: Path) -> int:
     """Hold a run directory, run its manifest in it, and print where the artifacts are."""
-    from caramba.runs import lock, read_manifest
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
     from caramba.runs.files import remove_parts
     from caramba.runs.jobs import REQUEUE, current_job, record_job
+    from caramba.runs.locking import lock
+    from caramba.runs.manifest import read_manifest
     from caramba.runs.sources import check_manifest_unchanged, check_plugins
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, select_retries
 

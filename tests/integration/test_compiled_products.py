@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from caramba import kernels
 from caramba.config.layer import AttentionLayerConfig, SwiGLULayerConfig
-from caramba.layer import products
+from caramba.layer import fused_linear as products
 from caramba.model.topology import build_node
 from caramba.ops import backend
 

@@ -7,9 +7,14 @@ from caramba.distill.block_loss import attention_kl, relative_l1, sample_queries
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.blockwise import BlockwiseObjective, block_errors
 from caramba.distill.capture import capture_attention_io, replace_attention
-from caramba.distill.language_model import LanguageModelObjective, TeacherLogitsObjective
 from caramba.distill.lora import Lora
-from caramba.distill.objective import Backward, Batch, Objective
+from caramba.distill.objective import (
+    Backward,
+    Batch,
+    LanguageModelObjective,
+    Objective,
+    TeacherLogitsObjective,
+)
 from caramba.distill.pipelined import PipelinedObjective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from caramba.distill.blockwise import BlockwiseObjective
-from caramba.distill.language_model import TeacherLogitsObjective
-from caramba.distill.objective import Batch, Objective
+from caramba.distill.objective import Batch, Objective, TeacherLogitsObjective
 from caramba.errors import CarambaError, ConfigError
 from caramba.model import Model, pair_attention
 

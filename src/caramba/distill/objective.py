@@ -1,14 +1,28 @@
-"""Training objectives: an objective defines the losses and the weights they train; Lightning runs it."""
+"""What a phase of training minimises: the base, and objectives on the next-token distribution."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 
+from caramba.data import IGNORED
+from caramba.distill.lora import Lora
+from caramba.distill.residual import ResidualDistance
+from caramba.distill.teacher_cache import TeacherCache
+from caramba.distill.teacher_rows import StoredRows, likeliest_rows
+from caramba.distill.vocabulary import (
+    LiveTeacher,
+    RowsOf,
+    VocabularyLosses,
+    cross_entropy,
+    vocabulary_losses,
+)
+from caramba.metrics import documents_of, samples_of
 from caramba.model import Model
-from caramba.model.topology import Granularity, checkpoint_topology
+from caramba.model.topology import Granularity, checkpoint_topology, compilable_regions, join_repeats
 
 Batch = tuple[Tensor, ...]
 """x and y [B, T] int64, with IGNORED in y at masked tokens; then document ids [B, T] if documents are masked, and
@@ -83,3 +97,148 @@ class Objective(ABC):
 
     def finish(self) -> None:  # noqa: B027 - most objectives have nothing to do
         """Leave in `model` the plain weights that are saved. Called once, after the last step."""
+
+
+class LanguageModelObjective(Objective):
+    """Next-token cross-entropy of one model; trains all of its weights, or the low-rank updates of `lora`.
+
+    `dense` makes the logits of a whole batch at once, in place of `chunk` tokens at a time.
+    """
+
+    def __init__(
+        self, model: Model, *, chunk: int = 1024, lora: Lora | None = None, dense: bool = False
+    ) -> None:
+        self.model, self.chunk, self.lora, self.dense = model, chunk, lora, dense
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters()) if self.lora is None else self.lora.parameters()
+
+    def compilable(self) -> list[nn.Module]:
+        self._join()
+        return compilable_regions(self.model.topology)
+
+    def _join(self) -> None:
+        """Compile whole repeats, unless what shards the model over ranks hooks the nodes within them."""
+        if not self.is_sharded:
+            join_repeats(self.model.topology)
+
+    def finish(self) -> None:
+        if self.lora is not None:
+            self.lora.merge()
+
+    def losses(self, batch: Batch) -> VocabularyLosses:
+        """Return the losses on a batch, with gradients unless they are off."""
+        return self.losses_of(self.model.hidden(batch[0], documents=documents_of(batch)), batch[1])
+
+    def losses_of(self, hidden: Tensor, targets: Tensor) -> VocabularyLosses:
+        """Return the losses of the head on features [B, T, M], means over the targets that count."""
+        if self.dense:
+            loss = cross_entropy(self.model.logits(hidden), targets)
+            return VocabularyLosses(loss, loss.detach())
+        return vocabulary_losses(self.model, hidden, targets, chunk=self.chunk)
+
+    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
+        losses = self.losses(batch)
+        backward(losses.loss)
+        return _scalars(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        return _scalars(self.losses(batch))
+
+
+class TeacherLogitsObjective(LanguageModelObjective):
+    """w T^2 KL(teacher || student) + (1 - w) CE of next-token distributions; `kl_weight` w = 1 is KL alone.
+
+    `hidden_weight` adds so many times the `ResidualDistance` to the teacher, falling to 0 in a line over the steps that
+    `at` counts, so that the end is the distributions alone; it needs the live teacher.
+
+    With a cache the `top_k` likeliest entries of the teacher are stored per sample, in 16 bits with `half`, and the
+    teacher runs once for each; the mass of all others counts as one entry, unless `tail` is false.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        teacher: Model,
+        *,
+        kl_weight: float = 1.0,
+        temperature: float = 1.0,
+        chunk: int = 1024,
+        lora: Lora | None = None,
+        cache: TeacherCache | None = None,
+        top_k: int = 64,
+        half: bool = False,
+        tail: bool = True,
+        hidden_weight: float = 0.0,
+    ) -> None:
+        super().__init__(model, chunk=chunk, lora=lora)
+        self.teacher, self.kl_weight, self.temperature = teacher, kl_weight, temperature
+        self.cache, self.top_k, self.half, self.tail = cache, top_k, half, tail
+        self.hidden_weight, self.left = hidden_weight, 1.0
+        self.residual = ResidualDistance(model, teacher) if hidden_weight else None
+
+    def at(self, step: int, steps: int) -> None:
+        self.left = 1.0 - step / steps
+
+    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
+        if self.residual is None:
+            return super().step(batch, backward)
+        with self.residual.watch():
+            losses = self.losses(batch)
+        distance = self.residual.value(batch[1] != IGNORED)
+        backward(losses.loss + self.hidden_weight * self.left * distance)
+        return {**_scalars(losses), "hidden": distance.detach()}
+
+    def compilable(self) -> list[nn.Module]:
+        if self.residual is None:  # which hooks the blocks within a repeat
+            self._join()
+        return [*compilable_regions(self.model.topology), *compilable_regions(self.teacher.topology)]
+
+    def losses(self, batch: Batch) -> VocabularyLosses:
+        return vocabulary_losses(
+            self.model,
+            self.model.hidden(batch[0], documents=documents_of(batch)),
+            batch[1],
+            rows=self._rows(batch),
+            kl_weight=self.kl_weight,
+            temperature=self.temperature,
+            chunk=self.chunk,
+        )
+
+    @torch.no_grad()
+    def _rows(self, batch: Batch) -> RowsOf:
+        tokens, documents, samples = batch[0], documents_of(batch), samples_of(batch)
+        if self.cache is None or samples is None:  # held-out batches carry no index
+            hidden = self.teacher.hidden(tokens, documents=documents).flatten(0, 1)
+            return LiveTeacher(self.teacher, hidden, self.temperature)
+        kept = self.cache.fetch(
+            samples,
+            lambda rows: self._top_rows(tokens[rows], None if documents is None else documents[rows]),
+        )
+        return StoredRows(*(kept[name].flatten(0, 1) for name in ("log_p", "index", "tail")))
+
+    def _top_rows(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
+        rows = LiveTeacher(
+            self.teacher, self.teacher.hidden(tokens, documents=documents).flatten(0, 1), self.temperature
+        )
+        n_tokens = tokens.numel()
+        found = [
+            likeliest_rows(
+                rows(start, min(start + self.chunk, n_tokens)).log_p,
+                self.top_k,
+                half=self.half,
+                tail=self.tail,
+            )
+            for start in range(0, n_tokens, self.chunk)
+        ]
+        return {
+            name: torch.cat([part[name] for part in found]).unflatten(0, tokens.shape) for name in found[0]
+        }
+
+
+def _scalars(losses: VocabularyLosses) -> dict[str, Tensor]:
+    named = {"loss": losses.loss.detach()}
+    if losses.kl is not None:
+        named |= {"ce": losses.ce, "kl": losses.kl}
+    return named

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from caramba.data import IGNORED
-from caramba.distill.language_model import LanguageModelObjective
-from caramba.distill.objective import Backward, Batch
+from caramba.distill.objective import Backward, Batch, LanguageModelObjective
 from caramba.parallel import Stage
 
 

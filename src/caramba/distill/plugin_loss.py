@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from caramba.config.user_traceback import user_traceback
-from caramba.distill.language_model import LanguageModelObjective
 from caramba.distill.lora import Lora
-from caramba.distill.objective import Backward, Batch
+from caramba.distill.objective import Backward, Batch, LanguageModelObjective
 from caramba.distill.vocabulary import cross_entropy
 from caramba.errors import CarambaError, ExtensionFailedError
 from caramba.metrics import documents_of

@@ -28,7 +28,7 @@ from caramba.experiment.objectives import build_objective
 from caramba.experiment.planning import StepCandidate, Trial, run_trial
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
-from caramba.model import Model, build_model, build_with_random_weights
+from caramba.model import build_model, build_with_random_weights
 from caramba.runtime import MemoryMeter, RuntimePlan, apply_determinism, choose_device, is_out_of_memory
 
 MODULE = "caramba.experiment.probe"
@@ -40,15 +40,10 @@ def request_of(session: Session, run: RunConfig) -> dict[str, Any]:
         "manifest": session.manifest.model_dump(mode="json"),
         "group": session.group.name,
         "run": run.id,
-        "teacher": shapes_of(session.teacher),
-        "student": shapes_of(session.student),
+        "teacher": session.shapes_of("teacher"),
+        "student": session.shapes_of("student"),
         "threads": torch.get_num_threads(),
     }
-
-
-def shapes_of(model: Model | None) -> dict[str, Any] | None:
-    """Return a model's spec without where its weights come from."""
-    return None if model is None else model.spec.model_dump(mode="json", include=set(ModelSpec.model_fields))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.parallel_check import pipeline_problem
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.data.group_text import open_text
+from caramba.data.corpus import open_text
 from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
 from caramba.errors import CarambaError, ConfigError, OutOfMemory
 from caramba.experiment.ledger import StageLedger

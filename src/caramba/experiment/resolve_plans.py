@@ -26,7 +26,7 @@ from caramba.experiment.planning import (
     TrialProcess,
     decide,
 )
-from caramba.experiment.probe import MODULE, request_of, shapes_of
+from caramba.experiment.probe import MODULE, request_of
 from caramba.experiment.session import Session
 from caramba.runs.environment import sharing_workers
 from caramba.runs.events import append_event
@@ -190,8 +190,8 @@ def _signature(session: Session, run: RunConfig, phase: PhaseConfig) -> str:
         device_facts(device),
         caramba=__version__,
         limit=address_limit() if device.type == "cpu" else None,
-        model=shapes_of(session.student) or session.manifest.model.model_dump(mode="json"),
-        teacher=shapes_of(session.teacher),
+        model=session.shapes_of("student") or session.manifest.model.model_dump(mode="json"),
+        teacher=session.shapes_of("teacher"),
         exp=run.exp,
         kernels=session.manifest.kernels,
         documents=session.group.data.keeps_documents_apart,

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Subset
@@ -23,7 +24,7 @@ from caramba.config.verify import EvalVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.data.checkpoint import fingerprint
-from caramba.data.group_text import check_tokenizer, open_text, reads_text
+from caramba.data.corpus import check_tokenizer, open_text, reads_text
 from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.evaluation import Subjects, check_accuracy, check_other_texts, prepare_verification, run_suite
@@ -282,6 +283,13 @@ class Session:
                 f"model: no {role} at this point; give model.teacher a checkpoint or a manifest"
             )
         return model
+
+    def shapes_of(self, role: str) -> dict[str, Any] | None:
+        """Return the spec of the current teacher or student without where its weights come from."""
+        model = self.teacher if role == "teacher" else self.student
+        return (
+            None if model is None else model.spec.model_dump(mode="json", include=set(ModelSpec.model_fields))
+        )
 
     def weights_path(self, stage: str) -> Path:
         """Return where a stage's final weights are."""

@@ -58,7 +58,7 @@ def check_startable(frozen: Frozen, *, is_plan: bool = False) -> tuple[Manifest,
             raise
         notes.append(f"a launch needs data for this model: {error}")
     else:
-        from caramba.data.group_text import check_text
+        from caramba.data.corpus import check_text
 
         check_text(manifest)
     frozen.refuse_unbuilt()

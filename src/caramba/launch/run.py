@@ -160,7 +160,7 @@ def check_launcher(manifest: Manifest, *, is_plan: bool = False) -> None:
             f"launcher=process: it starts one process for each run, and parallel={strategy} is a run of several ranks; "
             "use launcher=torchrun or slurm, or parallel=single"
         )
-    if kind in ("inline", "torchrun"):
+    if kind == "torchrun" or (kind == "inline" and strategy != "single"):
         check_torchrun(manifest, is_plan=is_plan)
     elif manifest.launcher.is_slurm:
         check_slurm(manifest)
@@ -171,9 +171,9 @@ def start_worker(run_dir: Path, manifest: Manifest, flags: list[str], inline: In
 
     `inline` runs a manifest in this process; by default `run_inline`.
     """
-    kind = manifest.launcher.type
+    kind, is_single = manifest.launcher.type, manifest.parallel.strategy == "single"
     refuse_queued(run_dir)
-    if is_rank() or (kind == "inline" and ranks_per_node(manifest) == 1):
+    if is_rank() or (kind == "inline" and (is_single or ranks_per_node(manifest) == 1)):
         return (inline or run_inline)(run_dir / MANIFEST, flags)
     if kind in ("inline", "torchrun"):
         return run_torchrun(run_dir, manifest, flags)

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.cache_view import ZERO_WIDTH, CacheView, zero_keys
-from caramba.layer.fused_linear import FusedLinear, can_use_fused, fused_prefill_product, norm_linear
-from caramba.layer.products import fused_product, products
+from caramba.layer.fused_linear import (
+    FusedLinear,
+    can_use_fused,
+    fused_prefill_product,
+    fused_product,
+    norm_linear,
+    products,
+)
 from caramba.layer.projection import (
     Angles,
     Projection,

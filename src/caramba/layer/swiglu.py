@@ -11,8 +11,13 @@ from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_fusible_swiglu
-from caramba.layer.fused_linear import FusedLinear, can_use_fused, fused_prefill_product
-from caramba.layer.products import fused_product, products
+from caramba.layer.fused_linear import (
+    FusedLinear,
+    can_use_fused,
+    fused_prefill_product,
+    fused_product,
+    products,
+)
 from caramba.ops import has_kernel, is_fused
 from caramba.ops.swiglu import swiglu
 

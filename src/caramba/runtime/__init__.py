@@ -47,16 +47,19 @@ if TYPE_CHECKING:
         release_memory,
     )
     from caramba.runtime.offload import activations_on_host
-    from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
     from caramba.runtime.ranks import Ranks, check_world, join_ranks
     from caramba.runtime.runtime_plan import (
         Decision,
         RuntimePlan,
         apply_threads,
+        cached_plan,
         load_plan,
         plan,
+        plan_path,
         read_valid_plans,
         save_plan,
+        signature_of,
+        store_plan,
         trainable_decision,
     )
     from caramba.runtime.table_rows import EmbeddingGradRows, takes_rows
@@ -153,13 +156,16 @@ __getattr__ = lazy_exports(
             "Decision",
             "RuntimePlan",
             "apply_threads",
+            "cached_plan",
             "load_plan",
             "plan",
+            "plan_path",
             "read_valid_plans",
             "save_plan",
+            "signature_of",
+            "store_plan",
             "trainable_decision",
         ),
-        "plan_cache": ("cached_plan", "plan_path", "signature_of", "store_plan"),
         "ranks": ("Ranks", "check_world", "join_ranks"),
         "table_rows": ("EmbeddingGradRows", "takes_rows"),
         "tuned": ("AttentionChoice", "choose_attention", "families_of"),

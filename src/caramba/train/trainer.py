@@ -196,7 +196,8 @@ def fit(
                 device=device,
             )
         )
-    stopping = stopping_callbacks(manifest.trainer)
+    has_end = manifest.trainer.early_stopping is not None or manifest.trainer.max_time is not None
+    stopping = stopping_callbacks(manifest.trainer) if has_end else []
     kept = _kept_weights(manifest.trainer, phase, run_dir, plan.phase, save_kept)
 
     def save_last() -> None:

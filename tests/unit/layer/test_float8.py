@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.errors import ConfigError
-from caramba.layer import products as products_module
+from caramba.layer import fused_linear as products_module
 from caramba.layer.float8 import Float8Linear, Float8Recipe, RecipeName
-from caramba.layer.products import products
+from caramba.layer.fused_linear import products
 from caramba.model.topology import build_node
 from caramba.ops import backend
 from caramba.ops.float8_cast import float8_cast

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import StandardProjection, standard
-from caramba.layer import products as module
-from caramba.layer.products import products
+from caramba.layer import fused_linear as module
+from caramba.layer.fused_linear import products
 from caramba.layer.rope import RotaryEmbedding, share_rope_tables
 from caramba.model import build_model
 from caramba.model.topology import clear_checkpointing, compilable_regions, join_repeats
