@@ -24,10 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from caramba.data.checkpoint import load_tensors, load_training_state, save_training_state
+from caramba.data.checkpoint.locate import find_checkpoint
 from caramba.data.folder import open_token_folder
 from caramba.errors import CarambaError
 from caramba.experiment.ledger import StageLedger
-from caramba.model import find_checkpoint
 from caramba.runs.files import RECORD
 from caramba.runs.stages import read_finished_stages
 

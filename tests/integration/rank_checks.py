@@ -15,10 +15,11 @@ from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
+from caramba.data.checkpoint.network import spec_of
 from caramba.data.checkpoint.sharded import save_sharded_state
 from caramba.distill import LanguageModelObjective, PipelinedObjective
 from caramba.errors import ConfigError
-from caramba.model import Model, build_model, spec_of
+from caramba.model import Model, build_model
 from caramba.model.sharding import fill_sharded, gather_state, shard_model, sharding_of
 from caramba.optim import build_optimizer, clip_gradients, local
 from caramba.parallel import apply_tensor_parallel, gather_stages, send_stages, split_stage

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from caramba.data.checkpoint.locate import find_checkpoint
 from caramba.errors import CheckpointError
-from caramba.model import find_checkpoint, load_pretrained, save_model
+from caramba.model import load_pretrained, save_model
 from tests.integration.export.samples import GQA, loud, make_run, transformer
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from caramba import worker
 from caramba.cli import main
 from caramba.data.checkpoint import load_tensors, load_training_state
-from caramba.data.checkpoint.sharded import MODEL, latest_sharded_state
+from caramba.data.checkpoint.folder import MODEL, latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError
 from caramba.experiment.ledger import StageLedger
 from caramba.launch.freeze import freeze

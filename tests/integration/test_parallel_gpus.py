@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.data.checkpoint.sharded import latest_sharded_state
+from caramba.data.checkpoint.folder import latest_sharded_state
 from caramba.runs.events import read_events
 from caramba.train import state_path
 from tests.integration.commands import SMALL, caramba, only_run

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +29,7 @@ from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition
 from caramba.errors import DataError, quote
 from caramba.runs.files import RECORD, check_folder, has_record, record_files, whole_file, write_json
+from caramba.runs.parts import part_of
 
 SCHEMA = 2
 Progress = Callable[[str], None]
@@ -122,9 +121,7 @@ def write_token_folder(
     Raises:
         DataError: a split has no documents.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
-    try:
+    with part_of(folder, folder=True) as temporary:
         write_tokenizer(temporary, tokenizer)
         dtype = token_dtype(tokenizer.vocab_size)
         facts: dict[str, Any] = {}
@@ -140,8 +137,6 @@ def write_token_folder(
                 raise DataError(f"{folder}: the {split} split has no documents; expected at least one")
         write_meta(temporary, tokenizer, facts, source)
         publish_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

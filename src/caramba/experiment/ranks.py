@@ -17,6 +17,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.parallel_check import pipeline_problem
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
+from caramba.data.checkpoint.network import spec_of
 from caramba.data.corpus import open_text
 from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
 from caramba.errors import CarambaError, ConfigError, OutOfMemory
@@ -25,7 +26,7 @@ from caramba.experiment.objectives import build_objective
 from caramba.experiment.resolve_plans import reduce_for_all_ranks
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
-from caramba.model import Model, build_empty, build_model, spec_of
+from caramba.model import Model, build_empty, build_model
 from caramba.model.custom_layers import refuse_lost_tensors
 from caramba.model.sharding import fill_sharded, gather_state, shard_model, sharding_of
 from caramba.parallel import (

@@ -24,13 +24,14 @@ from caramba.config.verify import EvalVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.data.checkpoint import fingerprint
+from caramba.data.checkpoint.locate import find_checkpoint, record_loaded
 from caramba.data.corpus import check_tokenizer, open_text, reads_text
 from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.evaluation import Subjects, check_accuracy, check_other_texts, prepare_verification, run_suite
 from caramba.experiment.ledger import StageLedger
 from caramba.layer import documents_path, uses_split_keys_kernel
-from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
+from caramba.model import Model, build_model, load_pretrained, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runs.sources import DATA, check_source
 from caramba.runtime import (

@@ -18,6 +18,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.surgery import keeps_copied
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.console import logger
+from caramba.data.checkpoint.network import spec_of
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.ledger import StageRecord
@@ -27,7 +28,7 @@ from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
 from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import ORIGIN, PROXY, Session, is_fresh_init
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
-from caramba.model import Model, build_model, check_causal, spec_of
+from caramba.model import Model, build_model, check_causal
 from caramba.model.topology.base import custom_layers_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event

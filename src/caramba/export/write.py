@@ -16,6 +16,7 @@ from torch import Tensor
 from caramba.config.hf import is_hf_folder
 from caramba.data.checkpoint import save_tensors
 from caramba.data.checkpoint.formats import write_model_file
+from caramba.data.checkpoint.network import spec_of
 from caramba.errors import ConfigError, nearest
 from caramba.export.card import model_card
 from caramba.export.deepseek import (
@@ -32,8 +33,8 @@ from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
 from caramba.export.tokenizer import find_template, write_tokenizer
 from caramba.infer.model_bundle import ModelBundle
-from caramba.model import spec_of
 from caramba.runs.files import write_json, write_whole
+from caramba.runs.parts import part_of
 
 CARD = "README.md"
 FORMATS = ("hf", "deepseek", "gguf", "safetensors", "ckpt", "dcp")
@@ -124,10 +125,7 @@ def export_model(
     check_format(format)
     folder = folder.expanduser().absolute()
     check_out(folder, force=force)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{folder.name}.", suffix=".part", dir=folder.parent
-    ) as temporary:
-        part = Path(temporary)
+    with part_of(folder, folder=True) as part:
         if format == "hf":
             architecture, notes = _write_hf(opened, part, role, dtype)
         elif format == "deepseek":

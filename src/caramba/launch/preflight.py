@@ -7,6 +7,7 @@ weights that a hub id names.
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ from caramba.config.topology import attention_configs
 from caramba.config.train import BLOCK_PHASES, check_batch_is_given, check_block_steps, check_cpu_precision
 from caramba.data.checkpoint.folder import weight_files
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder, hub_cache, hub_folder
+from caramba.data.checkpoint.locate import LOADED
+from caramba.data.checkpoint.locate import find_checkpoint as find_weights
+from caramba.data.checkpoint.network import check_stored_network
 from caramba.errors import CheckpointError, ConfigError, nearest
 from caramba.launch.cpu_threads import note_on_threads
 from caramba.runs import MANIFEST, resolve_run
@@ -28,7 +32,6 @@ from caramba.runs.shell import show_path
 if TYPE_CHECKING:
     from caramba.launch.freeze import Frozen
 
-LOADED = "loaded.json"  # what caramba.model.hf_folder writes; importing that would load torch
 PLANS = ("auto", "refresh", "off")
 _PATH_HINT = "give a Hugging Face folder, or a hub id such as HuggingFaceTB/SmolLM-135M"
 
@@ -125,7 +128,22 @@ def check_weights(manifest: Manifest, *, downloads: bool = True) -> Manifest:
         return manifest
     checked = manifest.model_copy(update={"model": model.model_copy(update=update)})
     cross_check(checked)
+    _check_networks(checked, update)
     return checked
+
+
+def _check_networks(manifest: Manifest, found: Collection[str]) -> None:
+    """Check that the weights of `found`, keys of `model`, are of the networks that the manifest describes."""
+    model = manifest.model
+    if "path" in found and model.path is not None:
+        check_stored_network(Path(model.path), model, "model.path")
+    elif "checkpoint" in found and model.checkpoint is not None:
+        place = find_weights(Path(model.checkpoint), role="student")
+        check_stored_network(place, model, "model.checkpoint")
+    teacher = model.teacher
+    if "teacher" in found and teacher is not None and teacher.manifest is not None and teacher.checkpoint:
+        place = find_weights(Path(teacher.checkpoint), role="teacher")
+        check_stored_network(place, teacher.manifest, "model.teacher.checkpoint")
 
 
 def _absent_hub_ids(manifest: Manifest) -> set[str]:

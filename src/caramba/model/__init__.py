@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from caramba.model.build import build_empty, build_model, build_with_random_weights, init_weights
     from caramba.model.custom_layers import check_causal
     from caramba.model.early_exit import EarlyExit
-    from caramba.model.hf_folder import load_hf_folder, record_loaded
+    from caramba.model.hf_folder import load_hf_folder
     from caramba.model.identity import model_hash
     from caramba.model.model import Embedder, Head, Model, TiedHead, pair_attention
-    from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
+    from caramba.model.pretrained import load_pretrained, save_model
     from caramba.model.trace import Trace, TraceRecord
 
 __all__ = [
@@ -28,15 +28,12 @@ __all__ = [
     "build_model",
     "build_with_random_weights",
     "check_causal",
-    "find_checkpoint",
     "init_weights",
     "load_hf_folder",
     "load_pretrained",
     "model_hash",
     "pair_attention",
-    "record_loaded",
     "save_model",
-    "spec_of",
 ]
 
 __getattr__ = lazy_exports(
@@ -45,16 +42,10 @@ __getattr__ = lazy_exports(
         "build": ("build_empty", "build_model", "build_with_random_weights", "init_weights"),
         "custom_layers": ("check_causal",),
         "early_exit": ("EarlyExit",),
-        "hf_folder": ("load_hf_folder", "record_loaded"),
+        "hf_folder": ("load_hf_folder",),
         "identity": ("model_hash",),
-        "model": (
-            "Embedder",
-            "Head",
-            "Model",
-            "TiedHead",
-            "pair_attention",
-        ),
-        "pretrained": ("find_checkpoint", "load_pretrained", "save_model", "spec_of"),
+        "model": ("Embedder", "Head", "Model", "TiedHead", "pair_attention"),
+        "pretrained": ("load_pretrained", "save_model"),
         "trace": ("Trace", "TraceRecord"),
     },
 )

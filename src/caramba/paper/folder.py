@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.runs.files import sha256_of, write_json, write_whole
+from caramba.runs.parts import part_of
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
@@ -147,16 +147,13 @@ class PaperFolder:
         final = self.version_path(number)
         final.parent.mkdir(parents=True, exist_ok=True)
         self.resolve_inside(VERSIONS)
-        staged = Path(tempfile.mkdtemp(prefix=".", suffix=".part", dir=final.parent))
-        try:
+        with part_of(final, folder=True) as staged:
             for name, content in files.items():
                 write_whole(staged / name, content)
             record = {"version": number, "time": round(time.time(), 3), **facts, "files": digests}
             write_json(staged / VERSION, record)
             os.chmod(staged, 0o755)
             os.rename(staged, final)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
         self._publish(record)
         for old in self.versions()[: -keep if keep else 0]:
             shutil.rmtree(self.version_path(old))

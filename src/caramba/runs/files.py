@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba.errors import CarambaError, CheckpointError
+from caramba.runs.parts import part_of
 
 
 def home() -> Path:
@@ -31,11 +31,7 @@ def atomic_file(
     Args:
         around: makes a context of (path, temporary path) for the rename.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with part_of(path) as temporary:
         yield temporary
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
@@ -43,8 +39,6 @@ def atomic_file(
         with contextlib.nullcontext() if around is None else around(path, temporary):
             os.replace(temporary, path)
             _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:

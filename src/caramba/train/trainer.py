@@ -25,7 +25,7 @@ from caramba.config.trainer import TrainerConfig
 from caramba.console import logger
 from caramba.data import TokenDataset, count_targets
 from caramba.data.checkpoint import load_training_state
-from caramba.data.checkpoint.sharded import LOOP, latest_sharded_state
+from caramba.data.checkpoint.folder import LOOP, latest_sharded_state
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory, Preempted
 from caramba.optim import NonFiniteWatch

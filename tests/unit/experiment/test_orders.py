@@ -12,9 +12,10 @@ import torch.distributed as dist
 from tests.unit.model.model_specs import ATTENTION, transformer
 
 from caramba.config.train import PhaseConfig
+from caramba.data.checkpoint.network import spec_of
 from caramba.errors import CarambaError
 from caramba.experiment.ranks import PhaseCommand
-from caramba.model import build_model, spec_of
+from caramba.model import build_model
 from caramba.runtime import AttentionChoice, Ranks
 from caramba.runtime.runtime_plan import plan
 

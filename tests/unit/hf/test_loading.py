@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from caramba.config.hf import spec_of_folder
 from caramba.config.model import ModelSpec
 from caramba.data.checkpoint import index_tensors, stream_into
+from caramba.data.checkpoint.locate import find_checkpoint, find_loaded_folder, record_loaded
 from caramba.errors import CheckpointError
-from caramba.model import build_model, find_checkpoint, load_hf_folder, load_pretrained, record_loaded
-from caramba.model.hf_folder import find_loaded_folder
+from caramba.model import build_model, load_hf_folder, load_pretrained
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 

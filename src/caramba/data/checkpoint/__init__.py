@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caramba.data.checkpoint.folder import fingerprint, signature, weight_files
+    from caramba.data.checkpoint.header import read_metadata
     from caramba.data.checkpoint.shards import index_tensors, is_same_tensor, stream_into
     from caramba.data.checkpoint.tensors import (
         load_into,
         load_tensors,
-        read_metadata,
         save_tensors,
         without_aliases,
     )
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "load_into": "tensors",
     "load_tensors": "tensors",
-    "read_metadata": "tensors",
+    "read_metadata": "header",
     "save_tensors": "tensors",
     "is_same_tensor": "shards",
     "index_tensors": "shards",

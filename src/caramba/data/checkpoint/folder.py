@@ -1,4 +1,5 @@
-"""The files of a Hugging Face model folder: which hold the weights, and whether they are all there. No torch."""
+"""The files of folders of weights, Hugging Face's and sharded ones: which hold the weights, and whether they are all
+there. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from caramba.errors import CheckpointError
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Of a distributed checkpoint, and of a training state of which each rank writes its part.
+DCP_METADATA, DCP_LABELS = ".metadata", "caramba.json"
+MODEL, LOOP = "model", "loop.pt"
 
 WHOLE_BYTES = 64 * 2**20
 SAMPLES, SAMPLE_BYTES = 2048, 4096
@@ -111,3 +115,16 @@ def fingerprint(place: Path) -> str:
                 stream.seek(index * (size - SAMPLE_BYTES) // (SAMPLES - 1))
                 digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def is_dcp(place: Path) -> bool:
+    """Whether `place` is a folder that `write_dcp` wrote."""
+    return (place / DCP_METADATA).is_file() and (place / DCP_LABELS).is_file()
+
+
+def latest_sharded_state(folder: Path) -> Path | None:
+    """Return the last step of a folder that was written whole, None where there is none."""
+    if not Path(folder).is_dir():
+        return None
+    whole = sorted(place for place in Path(folder).iterdir() if (place / LOOP).is_file())
+    return whole[-1] if whole else None

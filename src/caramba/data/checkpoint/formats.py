@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from caramba.data.checkpoint.tensors import load_tensors, read_metadata, save_tensors
+from caramba.data.checkpoint.folder import DCP_LABELS, DCP_METADATA, is_dcp
+from caramba.data.checkpoint.header import read_metadata
+from caramba.data.checkpoint.tensors import load_tensors, save_tensors
 from caramba.data.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
 from caramba.runs.files import check_tree, write_json
@@ -18,7 +20,6 @@ from caramba.runs.files import check_tree, write_json
 TORCH_SUFFIX = ".ckpt"
 LIGHTNING_FORMAT = "2.5.0"
 """Version whose checkpoints are written; later ones read it."""
-DCP_METADATA, DCP_LABELS = ".metadata", "caramba.json"
 
 
 def write_torch_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -58,11 +59,6 @@ def write_dcp(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappi
     except CheckpointException as error:
         raise OSError(f"{folder}: could not write the tensors: {reason_of(error)}") from error
     write_json(folder / DCP_LABELS, dict(metadata))
-
-
-def is_dcp(place: Path) -> bool:
-    """Whether `place` is a folder that `write_dcp` wrote."""
-    return (place / DCP_METADATA).is_file() and (place / DCP_LABELS).is_file()
 
 
 def is_own_format(place: Path) -> bool:

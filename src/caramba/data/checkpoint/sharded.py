@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from caramba.data.checkpoint.formats import DCP_LABELS, reason_of
+from caramba.data.checkpoint.folder import DCP_LABELS, LOOP, MODEL
+from caramba.data.checkpoint.formats import reason_of
 from caramba.data.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
 from caramba.runs.files import check_tree, find_root, record_files, write_json
 
-MODEL, OPTIMIZER, LOOP = "model", "optimizer", "loop.pt"
+OPTIMIZER = "optimizer"
 
 
 def save_sharded_state(
@@ -60,14 +61,6 @@ def save_sharded_state(
             if older != place:
                 shutil.rmtree(older)
     dist.barrier()
-
-
-def latest_sharded_state(folder: Path) -> Path | None:
-    """Return the last step of a folder that was written whole, None where there is none."""
-    if not Path(folder).is_dir():
-        return None
-    whole = sorted(place for place in Path(folder).iterdir() if (place / LOOP).is_file())
-    return whole[-1] if whole else None
 
 
 def load_sharded_state(

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from caramba.data.checkpoint.tensors import describe, kind_of, read_header, without_aliases
+from caramba.data.checkpoint.header import read_header
+from caramba.data.checkpoint.tensors import describe, kind_of, without_aliases
 from caramba.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20

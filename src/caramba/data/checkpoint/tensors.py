@@ -7,17 +7,13 @@ import struct
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
-from caramba.config.json_file import parse_object
-from caramba.data.checkpoint.refusal import refuse_pickle
+from caramba.data.checkpoint.header import read_header
 from caramba.errors import CheckpointError
-from caramba.runs.files import check_file, whole_file
-
-_MAX_DIMENSIONS = 64
-_MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors
+from caramba.runs.files import whole_file
 
 
 def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -83,15 +79,6 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
         ) from error
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """Read the text metadata of a safetensors file without reading its tensors.
-
-    Raises:
-        CheckpointError: as for `load_tensors`.
-    """
-    return dict(read_header(Path(path))[0].get("__metadata__", {}))
-
-
 def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
     """Copy `tensors` into the parameters and buffers of `module`, all or none.
 
@@ -133,95 +120,6 @@ def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], wher
 
 
 # --- checks
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header and the byte at which its data begins, once its size fits the header.
-
-    Raises:
-        CheckpointError: the file is missing, truncated, corrupt, or a pickle.
-    """
-    if path.is_dir():
-        raise CheckpointError(f"{path}: is a folder; expected a .safetensors file")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such checkpoint file")
-    check_file(path)
-    refuse_pickle(path)
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        first = file.read(8)
-        if len(first) < 8:
-            raise CheckpointError(
-                f"{path}: the file is truncated: {size} bytes, a safetensors file has at least 8"
-            )
-        (length,) = struct.unpack("<Q", first)
-        if length > _MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{path}: not a safetensors file: its first 8 bytes announce a header of"
-                f" {length} bytes, the file has {size}"
-            )
-        if size < 8 + length:
-            raise CheckpointError(
-                f"{path}: the file is truncated: {size} bytes, its header alone needs {8 + length}; copy it again"
-            )
-        header = parse_object(
-            file.read(length),
-            f"{path}: corrupt header in a file of {size} bytes",
-            CheckpointError,
-            "copy it again",
-        )
-    expected = 8 + length + _data_bytes(path, header)
-    if size != expected:
-        kind = "truncated" if size < expected else "corrupt"
-        raise CheckpointError(
-            f"{path}: the file is {kind}: {size} bytes, its header states {expected}; copy it again or use an"
-            " earlier checkpoint"
-        )
-    return header, 8 + length
-
-
-def _data_bytes(path: Path, header: Mapping[str, Any]) -> int:
-    """Return the bytes of data that a header announces.
-
-    Raises:
-        CheckpointError: an entry is malformed, or the tensors overlap or leave holes.
-    """
-    metadata = header.get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(
-            f"{path}: corrupt header: __metadata__ holds {str(metadata)[:100]}, expected text by name; copy it again"
-        )
-    spans: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        found = entry if isinstance(entry, dict) else {}
-        dtype, shape, span = found.get("dtype"), found.get("shape"), found.get("data_offsets")
-        if (
-            not isinstance(dtype, str)
-            or not _are_sizes(shape)
-            or not _are_sizes(span)
-            or len(span) != 2
-            or len(shape) > _MAX_DIMENSIONS
-        ):
-            raise CheckpointError(
-                f"{path}: corrupt header: {name[:100]} is {str(entry)[:100]}, expected dtype, shape and data_offsets; "
-                "copy it again"
-            )
-        spans.append((span[0], span[1], name))
-    end = 0
-    for start, stop, name in sorted(spans):
-        if start != end or stop < start:
-            raise CheckpointError(
-                f"{path}: corrupt header: {name[:100]} has bytes {start} to {stop}, expected them to begin at {end}; "
-                "copy it again"
-            )
-        end = stop
-    return end
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _check_savable(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:

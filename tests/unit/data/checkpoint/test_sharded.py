@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from caramba.data.checkpoint.folder import MODEL, latest_sharded_state
 from caramba.data.checkpoint.formats import read_model_tensors, write_dcp
 from caramba.data.checkpoint.sharded import (
-    MODEL,
-    latest_sharded_state,
     load_sharded_state,
     save_sharded_state,
 )

@@ -1,0 +1,54 @@
+"""Temporary files and folders of killed writers go with the next start, and those of live ones stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from caramba.runs.files import write_atomic
+from caramba.runs.parts import part_of
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from caramba.runs.parts import part_of
+
+with part_of(Path(sys.argv[1]), folder=sys.argv[2] == "folder") as part:
+    print(part, flush=True)
+    time.sleep(60)
+"""
+
+
+def _writer(path: Path, kind: str) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), kind], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_part_goes_once_its_writer_was_killed_and_not_before(tmp_path: Path, kind: str) -> None:
+    process, part = _writer(tmp_path / "out", kind)
+    try:
+        with part_of(tmp_path / "out", folder=kind == "folder"):
+            assert part.exists()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert part.exists()
+    with part_of(tmp_path / "out", folder=kind == "folder") as ours:
+        assert [item.name for item in tmp_path.iterdir()] == [ours.name]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_of_other_names_and_folders_that_are_resumed_stay(tmp_path: Path) -> None:
+    for name in (".out.part", ".other.abcdefgh.part", ".out.txt"):
+        (tmp_path / name).touch()
+    write_atomic(tmp_path / "out", "text")
+    assert sorted(os.listdir(tmp_path)) == [".other.abcdefgh.part", ".out.part", ".out.txt", "out"]
