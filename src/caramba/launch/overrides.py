@@ -47,6 +47,7 @@ _HYDRA_WAYS = {
     "launcher": "it would compose again in every job; launcher=slurm submits arrays (submitit), launcher=process "
     "launcher.n_jobs=N runs points side by side (joblib)",
 }
+MOST_DEFAULTS = 32  # Hydra merges each, also one named twice, in up to 0.05 s
 _NO_WAY = "remove it (--config-dir DIR adds a folder of groups)"
 
 
@@ -132,7 +133,19 @@ def _refuse_node(node: Any, name: str, *, at_root: bool = False) -> None:
             raise ConfigError(
                 f"{name}:{line}: a defaults list may neither set Hydra's own groups nor use ${{…}}; name the option"
             )
+        if at_root and text == "defaults" and (count := _count_scalars(value)) > MOST_DEFAULTS:
+            raise ConfigError(
+                f"{name}:{line}: a defaults list that names {count} options, expected at most {MOST_DEFAULTS}; name "
+                "each once"
+            )
         _refuse_node(value, name)
+
+
+def _count_scalars(node: Any) -> int:
+    """Return the number of scalars below a node, keys of mappings left out."""
+    if isinstance(node.value, str):
+        return 1
+    return sum(_count_scalars(item[1] if isinstance(item, tuple) else item) for item in node.value)
 
 
 def _texts(node: Any) -> str:

@@ -10,6 +10,7 @@ from caramba.errors import ConfigError
 from caramba.launch.compose import compose
 from caramba.launch.config_files import conf_root
 from caramba.launch.freeze import freeze
+from caramba.launch.overrides import refuse_unsafe_folder
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -265,3 +266,14 @@ def test_a_wrong_reference_is_located_in_a_file_that_only_one_parser_takes(tmp_p
     file.write_text("name: 1\t1\nnotes: {a: 0\t0, b: 0\t}\nmodel: ${nothing.here}\n")
     with pytest.raises(ConfigError, match="nothing"):
         freeze([f"manifest={file}"])
+
+
+@pytest.mark.parametrize("entries", ["- _self_\n" * 33, "- override /model: [" + "tiny, " * 33 + "]\n"])
+def test_a_long_defaults_list_is_refused_before_hydra_reads_it(tmp_path: Path, entries: str) -> None:
+    folder = tmp_path / "conf" / "train"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"defaults:\n{entries}steps: 3\n")
+    with pytest.raises(
+        ConfigError, match=r"mine\.yaml:1: a defaults list that names 33 options, expected at most 32"
+    ):
+        refuse_unsafe_folder(tmp_path / "conf")
