@@ -8,7 +8,8 @@ from pathlib import Path
 
 from caramba.cache import Context, MemoryLayerKVCache
 from caramba.config.kvcache import KVCacheKind
-from caramba.data.checkpoint.tensors import load_tensors, read_metadata, save_tensors
+from caramba.data.checkpoint.header import read_metadata
+from caramba.data.checkpoint.tensors import load_tensors, save_tensors
 from caramba.errors import ConfigError
 from caramba.model import Model, model_hash
 

@@ -9,8 +9,8 @@ import torch
 
 from caramba.config.orchestrator import portfolio_bytes, runs_trials
 from caramba.config.train import PhaseConfig
+from caramba.data.checkpoint.network import spec_of
 from caramba.errors import ConfigError
-from caramba.model import spec_of
 from caramba.runtime import free_bytes, is_main_process
 from caramba.train.callbacks.orchestration import Orchestration
 from caramba.train.orchestration.journal import DECISIONS, Journal, choices_to_replay, digest_of
