@@ -1,4 +1,4 @@
-"""Temporary files and folders beside what they will become, which name no writer that lives once it is killed."""
+"""Temporary files and folders of writers, next to what they become; those of killed writers are removed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _RANDOM = re.compile(r"[a-z0-9_]{8}\.part")
 
 @contextlib.contextmanager
 def part_of(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Yield a temporary file, or folder, `.NAME.xxxxxxxx.part` beside `path`, and remove what is left of it at the end.
+    """Yield a temporary file, or folder, `.NAME.xxxxxxxx.part` next to `path`; remove what is left of it at the end.
 
-    The writer holds a lock on it, which the kernel drops with the process. So parts of the same name that nobody holds
-    are of writers that were killed, and are removed first.
+    The writer holds a lock on it, which the kernel drops with the process. Parts of the same name that nobody holds are
+    those of killed writers, and are removed first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)

@@ -63,9 +63,9 @@ def check_network(spec: ModelSpec, expected: ModelSpec | None, path: Path, where
 
 
 def check_stored_network(place: Path, expected: ModelSpec, where: str) -> None:
-    """Check what a file or folder of weights says of its network, without reading a tensor.
+    """Check the network that a file or folder of weights describes, without reading a tensor.
 
-    A file that does not say is left to whoever loads it.
+    A file without a description is left to its loader.
 
     Raises:
         CheckpointError: it is another network than `expected`, or the file is damaged.
