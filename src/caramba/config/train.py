@@ -123,6 +123,9 @@ OPTIMIZERS = NameOrExtension(
 SCHEDULES = NameOrExtension(Literal["none", "constant", "linear", "cosine", "wsd"], ScheduleConfig)
 
 
+NULL_BEFORE = ("orchestrator_decision_interval", "orchestrator_initial_strategy")
+
+
 class PhaseConfig(Config):
     """One phase of training. Every key may also be given at `train.KEY`, where it holds for all phases.
 
@@ -385,6 +388,14 @@ class PhaseConfig(Config):
     orchestrator_use_nowcasting: bool = Field(
         default=False, description="try jumps to predicted weights at decisions, and keep those that help"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, value: Any) -> Any:
+        """Leave out the nulls that manifests had for these keys before there was an orchestrator."""
+        if not is_mapping(value):
+            return value
+        return {key: item for key, item in value.items() if item is not None or key not in NULL_BEFORE}
 
     @model_validator(mode="before")
     @classmethod
