@@ -65,10 +65,14 @@ NEVER_CALLED = (
 _OWN = "caramba.model.custom_layers"
 NO_OWN_LAYERS: dict[Place, tuple[str, str]] = {
     ("caramba.model.topology.build", "own_config"): ("module", "None"),
-    (_OWN, "custom_layers_of"): ("model", "[]"),
+    ("caramba.model.topology.base", "custom_layers_of"): ("model", "[]"),
     (_OWN, "refuse_documents"): ("model", "None"),
     (_OWN, "check_decoding"): ("model", "None"),
 }
+SLOT_MEMORY = '''class SlotMemory:
+    def __init__(self, model):
+        raise NotImplementedError("memory slots are measured and resized in caramba alone")
+'''
 NEW_CACHE = '''def new_cache(layer, *args, **options):
     """Return an empty cache of an attention application."""
     return new_layer_cache(layer.dims, *args, **options)
@@ -152,6 +156,7 @@ def _code(targets: tuple[tuple[str, str], ...], enums: tuple[tuple[str, str], ..
     for place, (argument, answer) in NO_OWN_LAYERS.items():
         text = f'def {place[1]}({argument}):\n    """No custom layer is here."""\n    return {answer}\n'
         bundle.give(place, text)
+    bundle.give(("caramba.model.memory", "SlotMemory"), SLOT_MEMORY)
     bundle.give((_OWN, "new_cache"), NEW_CACHE, [("caramba.cache.layer", "new_layer_cache")])
     bundle.give((MODEL, "NODES"), *_table("NODES", targets))
     bundle.give((MODEL, "ENUMS"), *_table("ENUMS", enums))
