@@ -69,10 +69,10 @@ NO_OWN_LAYERS: dict[Place, tuple[str, str]] = {
     (_OWN, "refuse_documents"): ("model", "None"),
     (_OWN, "check_decoding"): ("model", "None"),
 }
-SLOT_MEMORY = '''class SlotMemory:
+SLOT_MEMORY = """class SlotMemory:
     def __init__(self, model):
         raise NotImplementedError("memory slots are measured and resized in caramba alone")
-'''
+"""
 NEW_CACHE = '''def new_cache(layer, *args, **options):
     """Return an empty cache of an attention application."""
     return new_layer_cache(layer.dims, *args, **options)
