@@ -16,7 +16,7 @@ import torch
 from caramba.cli import main
 from caramba.data.checkpoint import load_tensors
 from caramba.distill import Objective
-from caramba.experiment import ranks
+from caramba.experiment import stages
 from caramba.experiment.objectives import build_objective
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
 
@@ -252,7 +252,7 @@ def test_a_phase_begins_without_what_the_last_one_held(
         seen.append(weakref.ref(objective))
         return objective
 
-    monkeypatch.setattr(ranks, "build_objective", build)
+    monkeypatch.setattr(stages, "build_objective", build)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CARAMBA_HOME", str(cache))
     assert main(["launch", *words_of(teacher, "train=blockwise")]) == 0

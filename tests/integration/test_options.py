@@ -37,6 +37,7 @@ def test_every_option_composes_and_validates_and_costs(
             "model.surgery.geo_dim=2",
         ],
         ("data", "tokens"): ["data.path=x.npy"],
+        ("trainer", "best"): ["settings.eval_iters=1"],
         ("train", "finetune"): ["model=tiny"],
         ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
         ("train", "distill_135m"): ["model.teacher.checkpoint=RUN"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -142,12 +143,10 @@ def test_mistakes_raise_and_write_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_failed_benchmark_raises_with_its_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from caramba.evaluation import suite
-
     def fails(*args: Any) -> Any:
         raise MemoryError("no room for the logits")
 
-    monkeypatch.setattr(suite, "perplexity", fails)
+    monkeypatch.setattr(importlib.import_module("caramba.evaluation.perplexity"), "perplexity", fails)
     with pytest.raises(RunFailedError, match="benchmark perplexity") as failure:
         caramba.launch([*WORDS, "train.steps=2", "name=fails", "benchmark=smoke"], quiet=True)
     assert failure.value.run.state == "failed"
