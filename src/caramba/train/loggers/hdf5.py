@@ -76,7 +76,11 @@ def write_file(run_dir: Path) -> None:
     phases: dict[str, list[tuple[int, dict[str, float]]]] = {}
     for phase, step, values in metric_rows(run_dir):
         phases.setdefault(phase, []).append((step, values))
-    with whole_file(run_dir / FILE) as temporary, h5py.File(temporary, "w", libver="latest") as file:
+    # whole_file holds the lock of the file, which HDF5 would ask for again.
+    with (
+        whole_file(run_dir / FILE) as temporary,
+        h5py.File(temporary, "w", libver="latest", locking=False) as file,
+    ):
         for phase, rows in phases.items():
             _write_phase(file.create_group(phase), [(step, by_layer(values)) for step, values in rows])
 
