@@ -28,8 +28,7 @@ from caramba.data.stream import Tokens, TokenStream
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition
 from caramba.errors import DataError, quote
-from caramba.runs.files import RECORD, check_folder, has_record, record_files, whole_file, write_json
-from caramba.runs.parts import part_of
+from caramba.runs.files import RECORD, check_folder, has_record, part_of, record_files, whole_file, write_json
 
 SCHEMA = 2
 Progress = Callable[[str], None]

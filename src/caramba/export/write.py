@@ -33,8 +33,7 @@ from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
 from caramba.export.tokenizer import find_template, write_tokenizer
 from caramba.infer.model_bundle import ModelBundle
-from caramba.runs.files import write_json, write_whole
-from caramba.runs.parts import part_of
+from caramba.runs.files import part_of, write_json, write_whole
 
 CARD = "README.md"
 FORMATS = ("hf", "deepseek", "gguf", "safetensors", "ckpt", "dcp")

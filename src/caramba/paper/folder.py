@@ -15,8 +15,7 @@ from typing import Any
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.runs.files import sha256_of, write_json, write_whole
-from caramba.runs.parts import part_of
+from caramba.runs.files import part_of, sha256_of, write_json, write_whole
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from caramba.runs.files import write_atomic
-from caramba.runs.parts import part_of
+from caramba.runs.files import part_of, write_atomic
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from caramba.runs.parts import part_of
+from caramba.runs.files import part_of
 
 with part_of(Path(sys.argv[1]), folder=sys.argv[2] == "folder") as part:
     print(part, flush=True)
