@@ -31,6 +31,9 @@ PARSED = {
     "prepare": ["text"],
     "tune": [],
     "paper": [],
+    "research": [],
+    "review": [],
+    "rm": [],
 }
 BY_HAND = {
     "run": ["--group"],

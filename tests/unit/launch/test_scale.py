@@ -50,7 +50,7 @@ def test_sizes_follow_from_text_and_teacher(
     tokens: int,
 ) -> None:
     given = tree(tmp_path, train, context, width)
-    phases = scale_train(given, "blockwise", [("data", "path")])["train"]["phases"]
+    phases = scale_train(given, [("data", "path")])["train"]["phases"]
     assert phases["pretrain"] == given["train"]["phases"]["pretrain"]
     for name in ("blockwise", "drift", "teacher_continued"):
         phase = phases[name]
@@ -65,18 +65,15 @@ def test_sizes_follow_from_text_and_teacher(
 
 
 @pytest.mark.parametrize(
-    ("choice", "given", "change"),
+    ("given", "change"),
     [
-        ("distill_135m", [], {}),
-        ("blockwise", [("train", "steps")], {}),
-        ("blockwise", [("train", "phases", "drift", "seq_len")], {}),
-        ("upcycle", [], {"data": {"type": "stdlib"}}),
-        ("upcycle", [], {"model": {"teacher": {"checkpoint": "runs/x"}}}),
-        ("upcycle", [], {"model": {}}),
+        ([("train", "steps")], {}),
+        ([("train", "phases", "drift", "seq_len")], {}),
+        ([], {"data": {"type": "stdlib"}}),
+        ([], {"model": {"teacher": {"checkpoint": "runs/x"}}}),
+        ([], {"model": {}}),
     ],
 )
-def test_everything_else_stays_as_written(
-    tmp_path: Path, choice: str, given: list[Any], change: dict[str, Any]
-) -> None:
+def test_everything_else_stays_as_written(tmp_path: Path, given: list[Any], change: dict[str, Any]) -> None:
     before = tree(tmp_path) | change
-    assert scale_train(before, choice, given) == before
+    assert scale_train(before, given) == before

@@ -357,9 +357,9 @@ COMMANDS: dict[str, Command] = {
             "chained ledger; verify recomputes every decision from the artifacts"
         ),
         {
-            "--proposal": "YAML file of the proposal: base_sha256, patches, rationale, hypothesis, smallest_effect.",
-            "--metric": "Key of report.json that decides.",
-            "--direction": "Better values of the metric: less or more.",
+            "--proposal": "YAML file: base_sha256, patches, rationale, hypothesis, smallest_effect; no default.",
+            "--metric": "Key of report.json that decides; no default.",
+            "--direction": "Better values of the metric: less or more; no default.",
             "--seeds": "Most seeds, each run in both arms; default 10.",
             "--candidates": "Most candidates of the folder, which share the level 0.05; default 5.",
             "--budget": "What both arms spend equally: tokens or wall; default tokens.",
