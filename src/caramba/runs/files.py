@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba.errors import CarambaError, CheckpointError
+from caramba.runs.locking import NoLocksError, try_lock
 
 
 def home() -> Path:
@@ -31,30 +31,31 @@ _RANDOM = re.compile(r"[a-z0-9_]{8}\.part")
 def part_of(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """Yield a temporary file, or folder, `.NAME.xxxxxxxx.part` next to `path`; remove what is left of it at the end.
 
-    The writer holds a lock on it, which the kernel drops with the process. Parts of the same name that nobody holds are
-    those of killed writers, and are removed first.
+    The writer holds a lock on it, which the kernel drops with the process. Parts of the same name without a lock are
+    those of killed writers, and are removed first, where the file system has locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    part, lock = _make(path, folder)
-    while lock is None:  # another writer took it for abandoned before it was locked
-        part, lock = _make(path, folder)
+    with contextlib.suppress(NoLocksError):
+        _remove_abandoned(path)
+    part, lock = _make_part(path, folder), None
+    with contextlib.suppress(NoLocksError):
+        while (lock := try_lock(part)) is None:  # another writer took it for abandoned before it was locked
+            part = _make_part(path, folder)
     try:
         yield part
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
         _remove(part)
 
 
-def _make(path: Path, folder: bool) -> tuple[Path, int | None]:
+def _make_part(path: Path, folder: bool) -> Path:
     prefix, suffix = f".{path.name}.", ".part"
     if folder:
-        part = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=path.parent))
-    else:
-        handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=path.parent)
-        os.close(handle)
-        part = Path(name)
-    return part, _lock(part)
+        return Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=path.parent))
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=path.parent)
+    os.close(handle)
+    return Path(name)
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -65,27 +66,10 @@ def _remove_abandoned(path: Path) -> None:
         if not _RANDOM.fullmatch(name.removeprefix(prefix)):
             continue
         part = path.with_name(name)
-        lock = _lock(part)
+        lock = try_lock(part)
         if lock is not None:
             _remove(part)
             os.close(lock)
-
-
-def _lock(part: Path) -> int | None:
-    """Lock a part and return the descriptor that holds it; None where another process does, or it is gone."""
-    try:
-        descriptor = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.path.samestat(os.fstat(descriptor), os.stat(part))
-    except (BlockingIOError, FileNotFoundError):
-        is_there = False
-    if is_there:
-        return descriptor
-    os.close(descriptor)
-    return None
 
 
 def _remove(part: Path) -> None:

@@ -41,25 +41,46 @@ def holder_of(run_dir: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+class NoLocksError(OSError):
+    """The file system has no locks, as NFS servers without a lock manager do not."""
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock a file or folder itself and return the descriptor that holds the lock.
+
+    None: another process holds it, or it is gone.
+
+    Raises:
+        NoLocksError: the file system has no locks.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        is_ours = False
+    except OSError as error:
+        os.close(descriptor)
+        raise NoLocksError(*error.args) from error
+    if is_ours:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def mark_starting(folder: Path) -> bool:
     """Mark a folder as this process's until a worker locks it; False if another process did.
 
     The lock is that of the folder itself, so that no file is left in it. A file system without locks has no marks.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = folder.exists() and os.path.samestat(os.fstat(descriptor), os.stat(folder))
-    except BlockingIOError:
-        is_ours = False
-    except OSError:  # As NFS servers without a lock manager do.
-        os.close(descriptor)
+        descriptor = try_lock(folder)
+    except NoLocksError:
         return True
-    if not is_ours:
-        os.close(descriptor)
+    if descriptor is None:
         return False
     # A sweep may make thousands of folders, and its worker locks each long before it makes so many others.
     while len(_starting) >= MOST_STARTING:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -51,3 +53,16 @@ def test_parts_of_other_names_and_folders_that_are_resumed_stay(tmp_path: Path) 
         (tmp_path / name).touch()
     write_atomic(tmp_path / "out", "text")
     assert sorted(os.listdir(tmp_path)) == [".other.abcdefgh.part", ".out.part", ".out.txt", "out"]
+
+
+def test_a_file_system_without_locks_is_written_to_and_no_part_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / ".out.abcdefgh.part").touch()
+    write_atomic(tmp_path / "out", "text")
+    assert (tmp_path / "out").read_text() == "text"
+    assert sorted(os.listdir(tmp_path)) == [".out.abcdefgh.part", "out"]
