@@ -129,11 +129,19 @@ def _refuse_node(node: Any, name: str, *, at_root: bool = False) -> None:
             )
         if at_root and text.split(".")[0] == "hydra":
             raise ConfigError(f"{name}:{line}: keys of Hydra's own are set by caramba; remove {text}")
-        if at_root and text == "defaults" and re.search(r"\bhydra\b|\$\{", _texts(value)):
+        if (
+            at_root
+            and text == "defaults"
+            and re.search(r"\bhydra\b|\$\{", " ".join(_scalars(value, with_keys=True)))
+        ):
             raise ConfigError(
                 f"{name}:{line}: a defaults list may neither set Hydra's own groups nor use ${{…}}; name the option"
             )
-        if at_root and text == "defaults" and (count := _count_scalars(value)) > MOST_DEFAULTS:
+        if (
+            at_root
+            and text == "defaults"
+            and (count := sum(1 for _ in _scalars(value, with_keys=False))) > MOST_DEFAULTS
+        ):
             raise ConfigError(
                 f"{name}:{line}: a defaults list that names {count} options, expected at most {MOST_DEFAULTS}; name "
                 "each once"
@@ -141,21 +149,15 @@ def _refuse_node(node: Any, name: str, *, at_root: bool = False) -> None:
         _refuse_node(value, name)
 
 
-def _count_scalars(node: Any) -> int:
-    """Return the number of scalars below a node, keys of mappings left out."""
+def _scalars(node: Any, *, with_keys: bool) -> Iterator[str]:
+    """Yield the scalars below a node in order, those of mappings' keys too if asked."""
     if isinstance(node.value, str):
-        return 1
-    return sum(_count_scalars(item[1] if isinstance(item, tuple) else item) for item in node.value)
-
-
-def _texts(node: Any) -> str:
-    """Every key and scalar below a node, as one text."""
-    if isinstance(node.value, str):
-        return node.value
-    parts: list[str] = []
+        yield node.value
+        return
     for item in node.value:
-        parts.extend(_texts(child) for child in (item if isinstance(item, tuple) else (item,)))
-    return " ".join(parts)
+        pair = item if isinstance(item, tuple) else (item,)
+        for child in pair if with_keys else pair[-1:]:
+            yield from _scalars(child, with_keys=with_keys)
 
 
 def refuse_option(group: str, option: str, options: Iterable[str]) -> None:

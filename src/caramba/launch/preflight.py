@@ -6,7 +6,6 @@ weights that a hub id names.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +19,9 @@ from caramba.config.suite_file import read_suite
 from caramba.config.topology import attention_configs
 from caramba.config.train import BLOCK_PHASES, check_batch_is_given, check_block_steps, check_cpu_precision
 from caramba.data.checkpoint.folder import weight_files
+from caramba.data.checkpoint.header import read_metadata
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder, hub_cache, hub_folder
-from caramba.data.checkpoint.locate import LOADED
+from caramba.data.checkpoint.locate import FORMAT, LOADED
 from caramba.data.checkpoint.locate import find_checkpoint as find_weights
 from caramba.data.checkpoint.network import check_stored_network
 from caramba.errors import CheckpointError, ConfigError, nearest
@@ -115,7 +115,7 @@ def check_weights(manifest: Manifest, *, downloads: bool = True) -> Manifest:
         described = teacher.manifest
         if described is None and is_hf_folder(path) and not (path / MANIFEST).is_file():
             described = spec_of_folder(path)
-        elif described is None and path.is_file() and not _describes_itself(path):
+        elif described is None and path.is_file() and read_metadata(path).get("format") != FORMAT:
             raise CheckpointError(
                 f"model.teacher.checkpoint={teacher.checkpoint}: this safetensors file does not describe its network; "
                 "give the folder or run directory that it is from, or add model.teacher.manifest"
@@ -202,14 +202,6 @@ def check_extras(manifest: Manifest) -> None:
                     raise ConfigError(
                         f"{where}: include_path={folder} is not a folder; name one with task YAML files"
                     )
-
-
-def _describes_itself(file: Path) -> bool:
-    """Whether a safetensors file carries the description that caramba writes, read without torch."""
-    with open(file, "rb") as stream:
-        first = stream.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        return b'"caramba-1"' in stream.read(min(length, 100_000_000))
 
 
 def _check_student_has_weights(manifest: Manifest) -> None:

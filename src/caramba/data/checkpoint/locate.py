@@ -1,4 +1,4 @@
-"""Where the weights of a run, file or folder are, and which network they are of. No torch."""
+"""Where the weights of a run, file or folder are. No torch."""
 
 from __future__ import annotations
 
