@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from caramba.errors import ConfigError
 from caramba.ops import has_kernel
 from caramba.ops.adamw import adamw_step, reference_adamw_step
+from caramba.optim.groups import call_closure
 from caramba.optim.shards import PLAIN, is_sharded, local
 
 NARROW_ENOUGH = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,10 +59,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         clip, self.clip = self.clip, None
         for group in self.param_groups:
             pairs = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]

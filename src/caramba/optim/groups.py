@@ -1,10 +1,11 @@
-"""Rules of which parameters decay, and which are matrices of the stack."""
+"""What optimisers share: which parameters decay, which are matrices of the stack, and the closure of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 Named = tuple[str, nn.Parameter]
@@ -30,3 +31,11 @@ def parameter_groups(named: Iterable[Named], weight_decay: float) -> list[dict[s
         {"params": [value for name, value in pairs if not decays(name, value)], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def call_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of an optimiser's step returns, called with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from caramba.errors import ConfigError
 from caramba.ops.lion import lion_step
+from caramba.optim.groups import call_closure
 
 
 class Lion(torch.optim.Optimizer):
@@ -40,10 +41,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for tensors in self._by_device(group["params"]).values():

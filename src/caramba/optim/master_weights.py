@@ -12,7 +12,7 @@ from caramba.ops import has_kernel
 from caramba.ops.packed_masters import unpack_masters
 from caramba.ops.stochastic_round import chunks, reference_stochastic_round, stochastic_round
 from caramba.optim.adamw import AdamW, is_capturing
-from caramba.optim.groups import Named
+from caramba.optim.groups import Named, call_closure
 from caramba.optim.shards import local, of_rank_0
 from caramba.runtime import synchronize
 
@@ -63,10 +63,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every weight that has a gradient; return what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         if self.in_moments:
             assert isinstance(self.inner, AdamW)
             self.inner.step_packed_masters(self._masters)

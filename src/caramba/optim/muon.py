@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from caramba.optim.adamw import AdamW
+from caramba.optim.groups import call_closure
 
 LIKE_ADAMW = "match_rms_adamw"
 
@@ -59,10 +60,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for part in self.parts:
             part.step()
         return loss

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from caramba.errors import ConfigError
+from caramba.optim.groups import call_closure
 from caramba.optim.shards import local
 
 
@@ -56,10 +57,7 @@ class PIDAO(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

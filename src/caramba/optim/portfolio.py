@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from caramba.config.orchestrator import MATCHED, SECOND_MOMENTS, StrategyConfig
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
-from caramba.optim.groups import Named
+from caramba.optim.groups import Named, call_closure
 from caramba.optim.handover import (
     ADAM,
     MUON,
@@ -105,10 +105,7 @@ class Portfolio(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         self.take_step()
         return loss
 

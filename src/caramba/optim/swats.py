@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.errors import ConfigError
+from caramba.optim.groups import call_closure
 from caramba.optim.shards import complete_squares, local
 
 
@@ -65,10 +66,7 @@ class SWATS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         steps_sgd = self.sgd_rate is not None
         dots: list[tuple[Any, Tensor, Tensor]] = []
         for group in self.param_groups:
