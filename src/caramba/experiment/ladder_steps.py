@@ -18,15 +18,15 @@ from caramba.config.estimate import estimate_phase, model_cost
 from caramba.config.ladder import LadderConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
-from caramba.experiment.objectives import build_objective
-from caramba.experiment.planning import Stopwatch, disable_logging
+from caramba.experiment.fit_apart import fit_apart
+from caramba.experiment.planning import Stopwatch
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.metrics import windowed_nll
 from caramba.model import Model, build_with_random_weights
 from caramba.ops.backend import without_kernels
 from caramba.runtime import AttentionChoice, MemoryMeter, seed_process
-from caramba.train import FitOutcome, PhaseData, fit
+from caramba.train import FitOutcome
 
 LOGITS = 2**27  # elements of one batch of the held-out loss
 PLAIN_ATTENTION = AttentionChoice(("math",), False, "the ladder's rows before flash", uses_varlen=False)
@@ -101,23 +101,16 @@ def take_steps(
         if steps.twin:
             move_by_one_ulp(model, steps.twin)
     watch = Stopwatch(session.device, steps.n_steps, 1)
-    data = PhaseData(
-        session.windows("train", config.block_size),
-        session.windows("val", config.block_size),
-        seed=session.manifest.seed,
-        start=0,
-    )
     with tempfile.TemporaryDirectory() as folder, _surroundings(session, steps):
-        outcome = fit(
-            build_objective(session, phase, plan, model),
+        outcome = fit_apart(
+            session,
             phase,
-            data,
             plan,
-            manifest=disable_logging(session.manifest),
-            run_dir=Path(folder),
-            save_final=lambda: None,
-            flops_per_token=estimate_phase(phase, model_cost(spec), None).flops_per_token,
+            model,
+            Path(folder),
+            seed=session.manifest.seed,
             callbacks=[watch],
+            flops_per_token=estimate_phase(phase, model_cost(spec), None).flops_per_token,
         )
     peak = meter.peak_bytes()
     return Taken(

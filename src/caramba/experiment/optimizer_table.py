@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import statistics
@@ -20,15 +19,13 @@ from caramba.config.orchestrator import STRATEGIES, trial_steps
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.errors import CarambaError
+from caramba.experiment.fit_apart import fit_apart
 from caramba.experiment.ledger import StageRecord
-from caramba.experiment.objectives import build_objective
-from caramba.experiment.planning import disable_logging
 from caramba.experiment.session import Session
 from caramba.metrics import windowed_nll
 from caramba.model import build_model
 from caramba.result import BenchmarkResult, Metric, PhaseResult
 from caramba.runs.files import write_json
-from caramba.train import PhaseData, fit
 from caramba.train.orchestration.interval import compute_interval
 
 FILE = "optimizers.json"
@@ -124,25 +121,12 @@ class OptimizerTable:
         session, config = self.session, self.config
         phase = self.phase_of(row, rate, steps)
         plan = session.plan(phase, "optimizers", self.spec.embedder.d_model)
-        model = copy.deepcopy(build_model(self.spec, seed=seed)).to(session.device).train()
-        data = PhaseData(
-            session.windows("train", config.block_size),
-            session.windows("val", config.block_size),
-            seed=session.manifest.seed + seed,
-            start=0,
-        )
+        model = build_model(self.spec, seed=seed).to(session.device).train()
         losses = Losses()
         with tempfile.TemporaryDirectory() as name:
             began = time.perf_counter()
-            outcome = fit(
-                build_objective(session, phase, plan, model),
-                phase,
-                data,
-                plan,
-                manifest=disable_logging(session.manifest),
-                run_dir=Path(name),
-                save_final=lambda: None,
-                callbacks=[losses],
+            outcome = fit_apart(
+                session, phase, plan, model, Path(name), seed=session.manifest.seed + seed, callbacks=[losses]
             )
             seconds = time.perf_counter() - began
             file = Path(name) / "decisions.jsonl"
