@@ -186,7 +186,7 @@ def test_the_document_is_true(client: httpx.Client) -> None:
             assert not refused_by_document(response.json(), described)
             whole.model_validate(response.json())
         wrong = data.draw(st.sampled_from(sorted(body)))
-        body |= {wrong: {"no": "such thing"}}
+        body |= {wrong: {"no": ["such thing"]}}  # an object of strings is what `metadata` takes
         assert refused_by_document(body, asked["requestBody"])
         refused = client.post(path, json=body)
         assert refused.status_code == 400, refused.text
