@@ -321,6 +321,7 @@ def test_a_rank_that_waits_for_another_leaves_it_to_that():
         with until_step_ends():
             tell(signal.SIGUSR1)
             assert stop_signal() == signal.SIGUSR1
+    assert stop_signal() == 0, "the next training in this process would stop at its first step"
 
 
 def test_a_stop_is_no_failure(capsys):
