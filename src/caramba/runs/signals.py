@@ -136,7 +136,7 @@ def stop_on_signals(*, follows: bool = False) -> Iterator[None]:
         with _asked_again():
             yield
     finally:
-        # A process that goes on, as a test or a notebook does, must not stop its next training for this signal.
+        # A process that lives on, as of tests or a notebook, must not stop its next training for this signal.
         _request.numbers, _request.number = (), 0
         logger.on_lost = before_lost
         for number in heard:
