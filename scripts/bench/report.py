@@ -1,7 +1,8 @@
 """Make docs/benchmarks.md and the measured part of docs/results.md from JSON files, by the templates in page/.
 
 Usage: python scripts/bench/report.py [--check]   (--check exits 1 when a page is not what the JSON gives)
-NAME.md.j2 is of benchmark NAME, results.md.j2 of docs/benchmarks/smollm2.json.
+NAME.md.j2 is of benchmark NAME, results.md.j2 of docs/benchmarks/smollm2.json. A file with the key `closed` is not
+measured again: its case is in the history, at the commit that the key gives.
 A newline after a statement is left out. `x|f(".1f")` formats a number; `opt` leaves out what is missing.
 """
 
@@ -109,7 +110,12 @@ def render() -> str:
                     body = section(name, data).splitlines()
                     parts.append("\n".join(f"#{line}" if line.startswith("#") else line for line in body))
                     machine = ", ".join(f"{key} {value}" for key, value in data["machine"].items())
-                    parts.append(f"Source: `{file}`, by `{data['made_by']}`, on {machine}.")
+                    source = f"Source: `{file}`, by `{data['made_by']}`, on {machine}."
+                    if closed := data.get("closed"):
+                        source += (
+                            f" Closed record of commit {closed['commit']}: `git show {closed['script']}`."
+                        )
+                    parts.append(source)
     return "\n\n".join(parts) + "\n"
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from record import DEFAULT_FOLDER
 
-NOTES = Path(__file__).with_name("step_gaps.json")
 ROOF_ON_RECORD = {"NVIDIA H200": 4.48e12}
 """Read roofs of devices. A machine on which a plain reduction reads less, while decode attention reads more than that,
 is compared with the read bandwidth on record."""
@@ -21,35 +19,12 @@ INFERENCE_MUST = {"short": 1.25, "16-bit cache": 830, "mixed cache": 1000, "batc
 LOOP = {512: 925, 4096: 823}
 """Tokens/s of a static loop by its cache, as first measured on an H200: the bench's own, whose attention is what
 Inductor makes of it, was slower in every run, by how much differs."""
-STUDY_MUST = (
-    ("5.33x", 20e6, 70e6, 1.02),
-    ("5.33x", 0.0, 20e6, 1.05),
-    ("6.4x", 20e6, 70e6, 1.03),
-    ("10.7x", 20e6, 70e6, 1.08),
-)
-"""Budget, least and most tokens of the distillation, perplexity ratio."""
-STUDY_MUST_UNTRAINED = {"1.78x": 1.04, "2.67x": 1.12}
 
 Row = dict[str, Any]
 
 
 def met(is_met: bool) -> str:
     return "met" if is_met else "**missed**"
-
-
-def musts_held(musts: list[Row]) -> str:
-    """Say of every figure whether it was reached."""
-    said = [
-        f"{must.get('row', '')} {must['what']} {must['got']:.4g} (must {must['limit']:.4g}): {met(must['is_met'])}"
-        for must in musts
-    ]
-    return f"{'; '.join(text.strip() for text in said)}." if said else ""
-
-
-def gap_note(what: str) -> str:
-    """Return what is on record, by hand, about a gap of a training step."""
-    notes = json.loads(NOTES.read_text(encoding="utf-8"))
-    return next((note["done"] for note in notes if note["match"] in what), "**nothing yet**.")
 
 
 def read_bandwidth_of(data: Row) -> float:
@@ -212,75 +187,6 @@ def faster_forms(data: Row) -> list[str]:
             gain = one_device(data, row)["step_s"] / row["step_s"]
             gains[row["form"]] = max(gain, gains.get(row["form"], 0.0))
     return [f"{form} {gain:.2f}x, {met(gain > 1)}" for form, gain in gains.items()]
-
-
-def study_ratio(row: Row) -> str:
-    return f"{row['ppl_ratio']:.4f} ({row['ppl_ratio_low']:.4f} to {row['ppl_ratio_high']:.4f})"
-
-
-def study_widths(run: Row, budgets: Row) -> str:
-    widths = run.get("widths") or budgets.get(run["budget"])
-    return f"{widths[0]} + {widths[1]}" if widths else "-"
-
-
-def study_words(recipe: Row) -> str:
-    """Return a recipe in words, without what is at its default."""
-    shown = {
-        name: value
-        for name, value in recipe.items()
-        if value not in (0.0, False) and (name, value) != ("map_lr", 1.0)
-    }
-    return ", ".join(f"{name} {value:g}" if value is not True else name for name, value in shown.items())
-
-
-def study_recipes(runs: list[Row]) -> dict[str, list[str]]:
-    """Return the budgets of every recipe."""
-    recipes: dict[str, list[str]] = {}
-    for run in runs:
-        known = recipes.setdefault(study_words(run["recipe"]), [])
-        if run["method"] == "dba" and run["budget"] not in known:
-            known.append(run["budget"])
-    return recipes
-
-
-def study_trials(search: Row) -> list[Row]:
-    """Return the trials, by budget the best first."""
-    return sorted(
-        search["trials"],
-        key=lambda trial: (trial["budget"], trial["phases"]["global"]["after"]["ppl_ratio"]),
-    )
-
-
-def study_targets(data: Row) -> list[tuple[str, str, str]]:
-    """The musts of the study and its results."""
-    rows = [
-        (f"{row['budget']}, untrained", study_ratio(row), f"{STUDY_MUST_UNTRAINED[row['budget']]:.2f}")
-        for row in data["untrained"]
-        if row["method"] == "dba" and row["budget"] in STUDY_MUST_UNTRAINED
-    ]
-    untrained = {(row["budget"], row["method"]): row for row in data["untrained"]}
-    for budget in STUDY_MUST_UNTRAINED:
-        ours, theirs = (untrained.get((budget, method)) for method in ("dba", "weight_svd"))
-        if ours and theirs:
-            share = math.log(ours["ppl_ratio"]) / math.log(theirs["ppl_ratio"])
-            rows.append((f"{budget}, untrained: NLL gap over weight SVD's", f"{share:.3f}", "0.5"))
-    recalls = []
-    for budget, least, most, must in STUDY_MUST:
-        runs = [
-            run["phases"]["global"]["after"]
-            for run in data["distilled"]
-            if run["method"] == "dba" and run["budget"] == budget and least < run["tokens"] <= most
-        ]
-        if not runs:
-            continue
-        seeds = f", {len(runs)} seeds" if len(runs) > 1 else ""
-        ratios = ", ".join(f"{run['ppl_ratio']:.4f}" for run in runs)
-        rows.append((f"{budget}, at most {most / 1e6:.0f}M tokens{seeds}", ratios, f"{must}"))
-        if budget == "5.33x":
-            recalls += [run["recall_share"] for run in runs]
-    if recalls:
-        rows.append(("recall at 5.33x, share of the teacher's, the lowest", f"{min(recalls):.3f}", "0.95"))
-    return rows
 
 
 def summary(folder: Path = DEFAULT_FOLDER) -> Iterable[tuple[str, str, str]]:

@@ -1,8 +1,7 @@
-"""A bench goes on only with figures of this device, torch and commit, and says why a launch of its made no run."""
+"""A bench goes on only with figures of this device, torch and commit."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 from pathlib import Path
@@ -38,27 +37,3 @@ def test_the_rows_of_another_machine_or_commit_are_measured_anew(tmp_path: Path)
         assert resumed(**other) == ([], nothing), other
     file.write_text(json.dumps(facts))  # of an unknown machine
     assert (inference.kept_rows(file, [], "tiny", here), batching.kept(file, settings, here)) == ([], nothing)
-
-
-def test_the_ladder_goes_on_only_with_its_own_run(tmp_path: Path) -> None:
-    ladder = importlib.import_module("cases.ladder")
-    machine = {"name": "a", "torch": "2.13", "threads": 2}
-    own = ladder.folder_of(tmp_path, ["x=1"], machine, "c0ffee")
-    assert own == ladder.folder_of(tmp_path, ["x=1"], machine | {"threads": 1}, "c0ffee")
-    others = {
-        ladder.folder_of(tmp_path, ["x=2"], machine, "c0ffee"),
-        ladder.folder_of(tmp_path, ["x=1"], machine | {"name": "b"}, "c0ffee"),
-        ladder.folder_of(tmp_path, ["x=1"], machine | {"torch": "2.11"}, "c0ffee"),
-        ladder.folder_of(tmp_path, ["x=1"], machine, "decade"),
-    }
-    assert len(others) == 4
-    assert own not in others
-
-
-def test_a_launch_that_makes_no_run_says_why(tmp_path: Path) -> None:
-    planned, record = (importlib.import_module(name) for name in ("cases.planned", "record"))
-    words = argparse.Namespace(
-        work=tmp_path, out=tmp_path / "o.json", seconds=60.0, overrides=["modle=tiny"], again=False
-    )
-    with pytest.raises(RuntimeError, match=r"(?s)made no run: exit status 2; its output:.*modle"):
-        planned.Bench(words, record.Record("planned", tmp_path / "o.json", ["planned"])).run("plan")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,10 +99,16 @@ def test_a_run_that_fails_is_listed_with_its_reason(
 def test_worker_processes_train_with_loader_workers_of_their_own(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
-    from cases.sweep_overhead import sweep_seconds
-
-    _, peak_kib = sweep_seconds(tmp_path, 2, 2, "train.num_workers=1")
+    words = [word for word in WORDS[1:] if not word.startswith("train.lr")]
+    words += ["launcher=process", "launcher.n_jobs=2"]
+    command = [sys.executable, "-m", "caramba.launch", "-m", *words]
+    peak_kib = 0
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as front_end:
+        while front_end.poll() is None:
+            status = Path(f"/proc/{front_end.pid}/status").read_text()
+            peak_kib = max([peak_kib, *map(int, re.findall(r"VmHWM:\s+(\d+)", status))])
+            time.sleep(0.1)
+        assert front_end.returncode == 0, front_end.stderr.read()
     monkeypatch.chdir(tmp_path)
     sweep = read_sweep(resolve_sweep("latest"))
     assert [point.state for point in sweep.points] == ["finished"] * 2

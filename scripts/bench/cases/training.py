@@ -3,14 +3,12 @@
 Parts: `bf16` weights and states in bfloat16, `masters` with float32 masters, each at every shape; `fp8` products in
 float8 against our own bfloat16 at the first shape: `--float8` through the Trainer, all of `--recipes` bare, with the
 losses of their first steps (`rowwise/torchao` leaves the casts to torchao); `long` is the peak memory of one sequence
-under full checkpointing; `profile` the kernels of our step at the first shape against roofs (step_profile.py), and
-`profile_fp8` those of the step with `--float8`. Peers take their turns within a callback of our
-Trainer, which is idle meanwhile: LlamaForCausalLM compiled, as it comes and with the attention backend that
-caramba picks; a bare loop with joined products; and our own compiled model without Lightning, callbacks and monitors
-(the overhead is the ratio to that one). Peers read the same batch again and again from the device; our side reads its
-own data. Nobody clips unless --clip.
+under full checkpointing. Peers take their turns within a callback of our Trainer, which is idle meanwhile:
+LlamaForCausalLM compiled, as it comes and with the attention backend that caramba picks; a bare loop with joined
+products; and our own compiled model without Lightning, callbacks and monitors (the overhead is the ratio to that one).
+Peers read the same batch again and again from the device; our side reads its own data. Nobody clips unless --clip.
 
-Usage on a GPU: python scripts/bench/run.py training [--parts bf16,masters,fp8,long,profile,profile_fp8]
+Usage on a GPU: python scripts/bench/run.py training [--parts bf16,masters,fp8,long]
     [--shapes 8x2048,2x8192] [--float8 rowwise] [--recipes rowwise,tensorwise] [--seconds 580] [--again]
     [--out docs/benchmarks/training.json]
 The JSON is written after every part. Called again, it measures what is missing: parts of another commit or machine, or
@@ -24,7 +22,6 @@ import argparse
 import contextlib
 import functools
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +31,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from cases import step_profile
 from plots import draw_training
-from record import Record
+from record import Record, commit_here
 from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn import functional as F
@@ -225,20 +221,19 @@ def as_it_comes(
 
 @contextlib.contextmanager
 def without_masks() -> Iterator[None]:
-    """Let transformers make no causal mask, so that SDPA may take the backend that leads here: see beside_transformers.
+    """Let transformers make no causal mask, with which SDPA cannot take the flash or cuDNN kernel.
 
-    Taken back at the end, since the same process measures transformers as it comes.
+    Torch below 2.14 builds one while it compiles, padding or not. Taken back at the end, since the same process
+    measures transformers as it comes.
     """
-    from cases.beside_transformers import rely_on_is_causal
     from transformers.models.llama import modeling_llama
 
-    module: Any = modeling_llama
-    before = module.create_causal_mask
-    rely_on_is_causal()
+    before = modeling_llama.create_causal_mask
+    vars(modeling_llama)["create_causal_mask"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
-        module.create_causal_mask = before
+        vars(modeling_llama)["create_causal_mask"] = before
 
 
 def transformers_side(spec: ModelSpec, x: Tensor, compiled: bool, **options: Any) -> Side:
@@ -434,36 +429,6 @@ def ratios_of(turns: Turns) -> dict[str, float]:
     }
 
 
-class Traced(pl.Callback):
-    """Times a few steps of ours, traces three more with the shapes of every op, and writes the trace."""
-
-    TIMED, STEPS = 8, 3
-
-    def __init__(self, path: Path, device: torch.device) -> None:
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
-        self.path, self.device, self.taken = path, device, 0
-        self.step_ms, self.clock = 0.0, 0.0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.taken += 1
-        if self.taken == WARM_UP:
-            synchronize(self.device)
-            self.clock = time.perf_counter()
-        if self.taken == WARM_UP + self.TIMED:
-            synchronize(self.device)
-            self.step_ms = 1e3 * (time.perf_counter() - self.clock) / self.TIMED
-            self.profiler.start()
-        if self.taken == WARM_UP + self.TIMED + self.STEPS:
-            synchronize(self.device)
-            self.profiler.stop()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.profiler.export_chrome_trace(str(self.path))
-            trainer.should_stop = True
-
-
 RECIPES = "rowwise,tensorwise,rowwise_with_gw_hp"
 MUST_FP8 = 1.15
 TRAINER = "caramba"
@@ -518,7 +483,7 @@ SIZES = {"1b": "llama32_1b", "tiny": "tiny"}
 SHAPES = {"1b": "8x2048,2x8192", "tiny": "1x16,1x32"}
 FLOAT8_WIDTH = {"1b": 1024, "tiny": 16}  # of the narrowest layer that takes part
 LONG = {"1b": "65536", "tiny": "64"}
-PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 120.0, "long": 40.0, "profile": 60.0, "profile_fp8": 60.0}
+PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 120.0, "long": 40.0}
 """What a part takes at least, compilation included: it is not begun with less left."""
 KEYS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -662,32 +627,6 @@ class Bench:
             **found,
         }
 
-    def profile(self, part: str, batch: int, length: int) -> dict[str, Any]:
-        """Trace steps of ours and compare their kernels with the roofs; the report is next to the JSON."""
-        trace = self.words.trace or Path(tempfile.gettempdir()) / f"training_{batch}x{length}.trace.json.gz"
-        if is_float8 := part == "profile_fp8":
-            trace = trace.with_name(f"float8_{trace.name}")
-        phase = self.phase(batch, length, **({"float8": self.words.float8} if is_float8 else {}))
-        with attention_backends(self.device, self.choice):
-            self.train(phase, traced := Traced(trace, self.device))
-        found = step_profile.report(
-            trace,
-            Traced.STEPS,
-            traced.step_ms,
-            step_profile.roofs_of(self.device, model_cost(self.spec).params),
-            self.words.out.with_name(f"{self.words.out.stem}_{part}.json"),
-            {
-                "made_by": f"python scripts/bench/run.py training --parts {part}",
-                "float8": phase.float8,
-                "machine": device_facts(self.device),
-                "model": SIZES[self.words.size],
-                "batch": batch,
-                "tokens": length,
-                "commit": head_commit(),
-            },
-        )
-        return {"part": part, "batch": batch, "tokens": length, **found}
-
 
 def musts_of(part: str, length: int, ratios: dict[str, float]) -> list[dict[str, Any]]:
     """Return what the ratios of a part are compared with; float8 has its own, over bfloat16."""
@@ -701,11 +640,6 @@ def musts_of(part: str, length: int, ratios: dict[str, float]) -> list[dict[str,
     ]
 
 
-def head_commit() -> str:
-    """Return the commit that is checked out."""
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-
-
 def is_measured(
     known: dict[str, Any] | None, commit: str, machine: dict[str, Any], clip: float | None
 ) -> bool:
@@ -717,13 +651,11 @@ def is_measured(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="1b", choices=tuple(SIZES))
-    parser.add_argument("--parts", default="bf16,masters,fp8,long,profile")
+    parser.add_argument("--parts", default="bf16,masters,fp8,long")
     parser.add_argument("--shapes", help="BATCHxTOKENS, several with commas")
     parser.add_argument("--steps", type=int, default=10, help="of a side's turn")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument(
-        "--float8", default="rowwise", help="recipe of `fp8` and `profile_fp8` through the Trainer"
-    )
+    parser.add_argument("--float8", default="rowwise", help="recipe of `fp8` through the Trainer")
     parser.add_argument(
         "--recipes", default=RECIPES, help="of `fp8` bare; NAME/torchao leaves casts to torchao"
     )
@@ -731,13 +663,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long-tokens", help="lengths of `long`, several with commas")
     parser.add_argument("--seconds", type=float, default=580.0, help="after which no further part is begun")
     parser.add_argument("--again", action="store_true", help="measure what is in the file already, too")
-    parser.add_argument("--trace", type=Path, help="where `profile` keeps its trace, .json or .json.gz")
     parser.add_argument("--compile", action="store_true", help="compile on a CPU too")
 
 
 def run(words: argparse.Namespace, record: Record) -> int | None:
     deadline = time.monotonic() + words.seconds
-    bench, commit = Bench(words), head_commit()
+    bench, commit = Bench(words), commit_here().get("commit", "")
     machine = device_facts(bench.device)
     result: dict[str, Any] = record.read() or {"parts": {}}
     result |= {
@@ -786,10 +717,6 @@ def todo_of(bench: Bench, words: Any, deadline: float) -> list[tuple[str, str, C
             todo += [
                 (f"long 1x{length}", part, lambda length=length: bench.long(length)) for length in lengths
             ]
-        elif part in ("profile", "profile_fp8"):
-            batch, length = shapes[0]
-            run = functools.partial(bench.profile, part, batch, length)
-            todo.append((f"{part} {batch}x{length}", part, run))
         elif part in SIDES:
             for batch, length in shapes[:1] if part == "fp8" else shapes:
                 run = functools.partial(bench.beside, part, batch, length, deadline)
@@ -800,8 +727,6 @@ def todo_of(bench: Bench, words: Any, deadline: float) -> list[tuple[str, str, C
 
 
 def said(found: dict[str, Any]) -> str:
-    if "lines" in found:
-        return "\n  " + "\n  ".join(found["lines"])
     if "rows" not in found:
         return ", ".join(f"{key} {value}" for key, value in found.items() if key != "musts")
     lines = []
