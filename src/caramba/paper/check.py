@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from caramba.errors import CarambaError, nearest
 from caramba.paper.evidence import Evidence
-from caramba.paper.latex import Finding, NotAllowed, Scanned, Use, scan
-from caramba.paper.numbers import Names, adjacent, in_formula, in_prose
+from caramba.paper.latex import NotAllowed, Scanned, Use, scan
+from caramba.paper.numbers import Names, adjacent, in_formula, in_prose, of_formula
 from caramba.paper.records import Record
-from caramba.paper.vocabulary import OPERATIONS
+from caramba.paper.vocabulary import DIRECTIONS, OPERATIONS
 
 CITING = ("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear")
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
-_APART = "; digits in a formula without an operator between them read as one number"
 MOST = 12
 
 
@@ -85,21 +85,42 @@ def derive(operation: str, first: str, second: str, evidence: Evidence) -> float
     return one.value / other.value if operation == "ratio" else 100 * (one.value / other.value - 1)
 
 
+def check_claim(first: str, second: str, direction: str, evidence: Evidence) -> str | None:
+    """Return why a comparison of two results does not hold, None where it does.
+
+    `less` and `more` need the sign and a difference beyond 1.96 standard errors, `equal` one within them. Results
+    without dispersion are exact: their sign alone decides.
+    """
+    if direction not in DIRECTIONS:
+        return f"{direction!r} is no direction{nearest(direction, DIRECTIONS) or ';'} they are {', '.join(DIRECTIONS)}"
+    difference = derive("difference", first, second, evidence)
+    margin = 1.96 * math.hypot(*(evidence.result(key).standard_error for key in (first, second)))
+    found = "equal" if abs(difference) <= margin else "less" if difference < 0 else "more"
+    if found == direction:
+        return None
+    return (
+        f"\\claim states {direction}; {first} is {evidence.result(first).value:g}, {second} "
+        f"{evidence.result(second).value:g}, within {margin:.3g} of each other by chance: {found}"
+    )
+
+
 def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[str]:
     command, arguments = use.command, use.arguments
+    known = {"setting": (evidence.settings, "get_experiment_manifest lists them"),
+             "artifactfigure": (evidence.figures, "list_artifacts lists them"),
+             "artifacttable": (evidence.tables, "list_artifacts lists them")}  # fmt: skip
     try:
         if command in ("result", "resultvalue"):
             evidence.result(arguments[0])
         elif command == "derived":
             derive(arguments[0], arguments[1], arguments[2], evidence)
+        elif command == "claim":
+            wrong = check_claim(arguments[0], arguments[1], arguments[2], evidence)
+            return [wrong] if wrong else []
     except CarambaError as error:
         return [str(error)]
-    if command == "setting":
-        return _unknown(arguments[0], evidence.settings, "setting", "get_experiment_manifest lists them")
-    if command == "artifactfigure":
-        return _unknown(arguments[0], evidence.figures, "figure", "list_artifacts lists them")
-    if command == "artifacttable":
-        return _unknown(arguments[0], evidence.tables, "table", "list_artifacts lists them")
+    if command in known:
+        return _unknown(arguments[0], known[command][0], command.removeprefix("artifact"), known[command][1])
     if command in CITING or command == "citednumber":
         keys = [key.strip() for key in arguments[0].split(",")]
         wrong = [
@@ -124,43 +145,24 @@ def _unknown(name: str, known: Mapping[str, object], kind: str, where: str) -> l
     return [] if name in known else [f"{name!r} is no {kind}{nearest(name, known) or f'; {where}'}"]
 
 
-def section_names(
-    scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]
-) -> tuple[Names, frozenset[str]]:
-    """Return the words of a section that may hold digits, and the years of the works that it cites."""
-    works = [work for _, work in _works(scanned, cited)]
-    names = Names([*evidence.names, evidence.name, *(work.title for work in works)])
-    return names, frozenset(work.year for work in works)
-
-
-def _works(scanned: Scanned, cited: Mapping[str, Record]) -> Iterator[tuple[int, Record]]:
-    for use in scanned.uses_of(*CITING):
-        for key in map(str.strip, use.arguments[0].split(",")):
-            if key in cited:
-                yield use.paragraph, cited[key]
+def section_names(scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> Names:
+    """Return the words of a section that may hold digits: of the manifest, and of titles of works that it cites."""
+    keys = [key.strip() for use in scanned.uses_of(*CITING) for key in use.arguments[0].split(",")]
+    return Names([*evidence.names, evidence.name, *(cited[key].title for key in keys if key in cited)])
 
 
 def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> list[Problem]:
-    names, _ = section_names(scanned, evidence, cited)
-    cites = list(_works(scanned, cited))
-    faults = list(scanned.baseless)
-    ungrounded: list[tuple[Finding, str]] = []
-    for row in scanned.rows:
-        for item, is_fault in in_formula(row):
-            if is_fault:
-                faults.append(item)
-            else:
-                ungrounded.append((item, _APART))
-    for index, paragraph in enumerate(scanned.paragraphs):
-        faults += adjacent(paragraph)
-        years = {work.year for at, work in cites if at == index}
-        ungrounded += [(item, "") for item in in_prose(paragraph, names, years)]
-    return [Problem(name, fault.line, fault.text) for fault in faults] + [
+    names = section_names(scanned, evidence, cited)
+    faults = [found for formula in scanned.formulas for found in of_formula(formula)]
+    faults += [found for paragraph in scanned.paragraphs for found in adjacent(paragraph)]
+    numbers = [found for formula in scanned.formulas for found in in_formula(formula)]
+    numbers += [found for paragraph in scanned.paragraphs for found in in_prose(paragraph, names)]
+    return [Problem(name, line, text) for text, line in faults] + [
         Problem(
             name,
-            item.line,
-            f"{item.text!r} is a number that no artifact vouches for; write \\result{{KEY}}, \\setting{{PATH}}, "
-            f"\\derived{{ratio}}{{KEY}}{{KEY}} or \\citednumber{{CITATION}}{{VALUE}}, or say it without a number{hint}",
+            line,
+            f"{text!r} is a number that no artifact vouches for; write \\result{{KEY}}, \\setting{{PATH}}, "
+            "\\derived{ratio}{KEY}{KEY}, \\citednumber{CITATION}{VALUE} or \\citeyear{CITATION}, or use words",
         )
-        for item, hint in ungrounded
+        for text, line in numbers
     ]

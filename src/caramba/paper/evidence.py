@@ -43,6 +43,13 @@ class Result:
     is_standard_error: bool = False
 
     @property
+    def standard_error(self) -> float:
+        """The standard error of the value, zero where it has no dispersion."""
+        if self.spread is None or self.is_standard_error:
+            return self.spread or 0.0
+        return self.spread / math.sqrt(self.n or 1)
+
+    @property
     def value_tex(self) -> str:
         """The value alone, as the tables write it."""
         return typeset(number(self.value))

@@ -1,4 +1,4 @@
-"""Reads the LaTeX of a section by pylatexenc: the names that it uses, its prose, its formulas, what it may not hold."""
+"""Flattens the LaTeX of a section, parsed by pylatexenc, to what it prints: prose, formulas, and the names it uses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from caramba.paper import vocabulary as words
 
 HOLE = "\ufffc"
 """Replaces in prose what another command or sign prints there."""
-# Noncharacters, which no section may hold; each represents a number that code prints.
+# Characters that no section may hold; each represents a number that code prints.
 VALUE, REFERENCE, YEAR, AUTHOR = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+# In formulas: the ends of a script, and of a fraction, root or matrix; what prints nothing; a bar between two parts.
+SCRIPT, SCRIPT_END, CELL, CELL_END, EMPTY = "\ue010", "\ue011", "\ue012", "\ue013", "\ue014"
+OPERATOR = "="
 _MARKS = {
     **dict.fromkeys(("result", "resultvalue", "setting", "derived", "citednumber"), VALUE),
     **dict.fromkeys(("ref", "pageref"), REFERENCE),
@@ -30,14 +33,12 @@ _DEEPEST = 60  # groups within each other
 _CELLS = frozenset(("frac", "tfrac", "dfrac", "binom", "sqrt"))
 _APART = frozenset(("footnote", "caption", "paragraph", "subsection", "subsubsection", "artifactfigure"))
 _KNOWN = frozenset((*words.PROSE_COMMANDS, *words.MATH_COMMANDS, "(", ")", "[", "]"))
+_PROSE = (*words.PROSE_ENVIRONMENTS, *sorted(words.MATH_ENVIRONMENTS))
+_ENVIRONMENTS = frozenset((*_PROSE, *words.INNER_MATH_ENVIRONMENTS))
 _TOKEN = re.compile(r"\\([A-Za-z]+|.|$)|%[^\n]*|[{}]", re.DOTALL)
-_ENVIRONMENT = re.compile(r"\s*\{([^{}]*)\}")
+_NAMED = re.compile(r"\s*\{([^{}]*)\}")
+_SIZED = re.compile(r"(\\(?:left|right|middle|[bB]ig[lr]?)(?![A-Za-z])\s*)(\\[A-Za-z]+|\\?.|$)", re.DOTALL)
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
-_BASE = re.compile(r"(?:l|\^|[^( \n]\)|[lc)]\||\|[^|]*l[^|]*[\^nvc]\|)\Z")
-_BASELESS = (
-    "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no "
-    "base for one"
-)
 
 
 class NotAllowed(Exception):  # noqa: N818 - names the finding
@@ -50,59 +51,40 @@ class NotAllowed(Exception):  # noqa: N818 - names the finding
 
 @dataclass(frozen=True)
 class Use:
-    """A command that names something: its name, its arguments as written, and its line (from 1) and paragraph."""
+    """A command that names something: its name, its arguments as written, and its line (from 1)."""
 
     command: str
     arguments: tuple[str, ...]
     line: int
-    paragraph: int
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something about a number, and the line that it is on."""
-
-    text: str
-    line: int
-
-
-@dataclass(frozen=True)
-class Token:
-    """One sign of a formula. `kind`: n digits, v a value, c a fraction or matrix with numbers, l letter, o operator,
-    s another sign, ( ) | brackets, ^ a script (`text`: its number where it is nothing else), a space or a line's end.
-    """
-
-    kind: str
-    text: str
-    line: int
+Text = list[tuple[str, int]]
+"""Characters, each with its line."""
 
 
 @dataclass
-class FormulaRow:
-    """A row of a formula; a script and what is above or below another are rows of their own."""
+class Formula:
+    """What a formula prints, with operators as `=`, Greek letters and functions as x, and marks around its parts."""
 
-    is_script: bool
-    is_inner: bool
-    tokens: list[Token] = field(default_factory=lambda: [])
-
-    @property
-    def kinds(self) -> str:
-        return "".join(token.kind for token in self.tokens)
+    is_display: bool
+    text: Text = field(default_factory=lambda: [])
 
 
 @dataclass
 class Scanned:
-    """What a section holds. `paragraphs` are its running text, each character with its line; the letters of formulas
-    are in it too. `baseless` are of numbers, and no matter where a person wrote them."""
+    """What a section holds. `paragraphs` are its running text; the letters of formulas are in it too."""
 
     uses: list[Use] = field(default_factory=lambda: [])
-    paragraphs: list[list[tuple[str, int]]] = field(default_factory=lambda: [[]])
-    rows: list[FormulaRow] = field(default_factory=lambda: [])
-    baseless: list[Finding] = field(default_factory=lambda: [])
+    paragraphs: list[Text] = field(default_factory=lambda: [[]])
+    formulas: list[Formula] = field(default_factory=lambda: [])
 
     def uses_of(self, *commands: str) -> Iterable[Use]:
         """Yield the uses of some commands, in order."""
         return (use for use in self.uses if use.command in commands)
+
+    def digits_of_formulas(self) -> Iterator[str]:
+        """Yield every digit that a formula prints."""
+        return (letter for item in self.formulas for letter, _ in item.text if letter.isnumeric())
 
 
 def scan(source: str) -> Scanned:
@@ -112,17 +94,22 @@ def scan(source: str) -> Scanned:
         NotAllowed: a character, command or environment that is not on the list, or braces that do not match.
     """
     _check_characters(source)
+    source = _SIZED.sub(lambda found: _without_size(found, source), source)
     _check_commands(source)
     tex, grammar = _parser()
     reader = _Reader(source, tex)
     try:
         nodes = tex.LatexWalker(source, latex_context=grammar, tolerant_parsing=False).get_latex_nodes()[0]
-        reader.prose(nodes)
+        reader.walk(nodes)
     except tex.LatexWalkerParseError as error:
         raise NotAllowed(_syntax(error), error.lineno or 1) from None
     except RecursionError:
         raise NotAllowed(f"more than {_DEEPEST} groups within each other; close some", 1) from None
     return reader.found
+
+
+def _line_of(source: str, at: int) -> int:
+    return source.count("\n", 0, at) + 1
 
 
 def _check_characters(source: str) -> None:
@@ -140,28 +127,34 @@ def _check_characters(source: str) -> None:
             raise NotAllowed("comments that begin with caramba: mark sections and are written by code", line)
 
 
+def _without_size(found: re.Match[str], source: str) -> str:
+    r"""Return a bracket without the \left or \big before it, as long as both, so that places stay."""
+    bracket = found[2]
+    if bracket not in words.BRACKETS:
+        raise NotAllowed(
+            f"{found[1].strip()} expects a bracket, or . for none", _line_of(source, found.start())
+        )
+    return " " * len(found[1]) + (" " if bracket == "." else bracket)
+
+
 def _check_commands(source: str) -> None:
     """Refuse commands, environments and depth on the raw text, before anything is parsed."""
     depth = 0
     for found in _TOKEN.finditer(source):
-        line = source.count("\n", 0, found.start()) + 1 if found[0][0] == "\\" else 0
         depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth > _DEEPEST:
-            line = source.count("\n", 0, found.start()) + 1
-            raise NotAllowed(f"more than {_DEEPEST} groups within each other; close some", line)
         name = found[1]
+        if depth <= _DEEPEST and name is None:
+            continue
+        line = _line_of(source, found.start())
+        if depth > _DEEPEST:
+            raise NotAllowed(f"more than {_DEEPEST} groups within each other; close some", line)
         if name == "":
             raise NotAllowed("a backslash at the end", line)
         if name in ("begin", "end"):
-            environment = _ENVIRONMENT.match(source, found.end())
+            environment = _NAMED.match(source, found.end())
             if environment is None:
                 raise NotAllowed(rf"\{name} expects a brace here", line)
-            if environment[1] not in (
-                *words.PROSE_ENVIRONMENTS,
-                *words.MATH_ENVIRONMENTS,
-                *words.INNER_MATH_ENVIRONMENTS,
-            ):
-                raise _unknown_environment(environment[1], line)
+            _check_environment(environment[1], line, _ENVIRONMENTS)
         elif name is not None and _plain(name) not in _KNOWN:
             raise _unknown_command(name, line, words.PROSE_COMMANDS)
 
@@ -175,13 +168,10 @@ def _unknown_command(name: str, line: int, allowed: dict[str, str]) -> NotAllowe
     )
 
 
-def _unknown_environment(name: str, line: int) -> NotAllowed:
-    known = (*words.PROSE_ENVIRONMENTS, *sorted(words.MATH_ENVIRONMENTS))
-    return NotAllowed(
-        f"environment {name!r} is not one that a section may use"
-        f"{nearest(name, known) or '; they are ' + ', '.join(known)}",
-        line,
-    )
+def _check_environment(name: str, line: int, allowed: Iterable[str]) -> None:
+    if name not in allowed:
+        hint = nearest(name, _PROSE) or "; they are " + ", ".join(_PROSE)
+        raise NotAllowed(f"environment {name!r} is not one that a section may use{hint}", line)
 
 
 def _plain(name: str) -> str:
@@ -228,6 +218,7 @@ class _Reader:
     def __init__(self, source: str, tex: Any) -> None:
         self.source, self.tex, self.found = source, tex, Scanned()
         self.tables = 0  # that are open
+        self.formula: Text | None = None
         self._ends = [at for at, letter in enumerate(source) if letter == "\n"]
         self._line = 1
 
@@ -236,37 +227,55 @@ class _Reader:
         self._line = bisect.bisect_left(self._ends, at) + 1
         return self._line
 
-    def _put(self, text: str) -> None:
-        self.found.paragraphs[-1].extend((letter, self._line) for letter in text)
+    def _put(self, prose: str, formula: str | None = None) -> None:
+        self.found.paragraphs[-1].extend((letter, self._line) for letter in prose)
+        if self.formula is not None:
+            self.formula.extend((letter, self._line) for letter in (prose if formula is None else formula))
 
-    def _items(self, nodes: Iterable[Any]) -> Iterator[Any]:
-        """Yield nodes, and characters with their places; no comments."""
+    def walk(self, nodes: Iterable[Any], *, in_math: bool = False, in_table: bool = False) -> None:
+        """Read text or mathematics."""
+        items: list[Any] = []
         for node in nodes:
             if isinstance(node, self.tex.LatexCharsNode):
-                yield from ((letter, node.pos + index) for index, letter in enumerate(node.chars))
+                places = ((letter, node.pos + index) for index, letter in enumerate(node.chars))
+                items += [place for place in places if not (in_math and place[0].isspace())]
             elif not isinstance(node, self.tex.LatexCommentNode):
-                yield node
-
-    def prose(self, nodes: list[Any], row: FormulaRow | None = None, *, in_table: bool = False) -> None:
-        """Read running text; `row` is the formula that it is in."""
-        for item in self._items(nodes):
-            if isinstance(item, tuple):
-                self._letter(item[0], item[1], row, in_table=in_table)
-                continue
-            self._at(item.pos)
-            if isinstance(item, self.tex.LatexGroupNode):
-                self.prose(item.nodelist, row)
-            elif isinstance(item, self.tex.LatexMathNode):
-                is_empty = all(isinstance(part, self.tex.LatexCommentNode) for part in item.nodelist)
-                if item.delimiters[0] == "$$" or (item.delimiters[0] == "$" and is_empty):
-                    raise NotAllowed("$$ is not allowed; use the environment equation", self._line)
-                self._formula(item.nodelist, row, is_inner=item.displaytype == "display")
-            elif isinstance(item, self.tex.LatexEnvironmentNode):
-                self._environment(item, row)
+                items.append(node)
+        left = iter(items)
+        for item in left:
+            if not isinstance(item, tuple):
+                self._node(item, in_math=in_math)
+            elif not in_math:
+                self._letter(*item, in_table=in_table)
+            elif item[0] in "^_":
+                self._script(next(left, None), self._at(item[1]))
             else:
-                self._command(item, words.PROSE_COMMANDS, row, is_inner=False)
+                self._sign(item[0], self._at(item[1]))
 
-    def _letter(self, letter: str, at: int, row: FormulaRow | None, *, in_table: bool) -> None:
+    def _node(self, node: Any, *, in_math: bool) -> None:
+        line = self._at(node.pos)
+        if isinstance(node, self.tex.LatexGroupNode):
+            self._group(node.nodelist, in_math=in_math)
+        elif isinstance(node, self.tex.LatexEnvironmentNode):
+            self._environment(node, in_math=in_math)
+        elif not isinstance(node, self.tex.LatexMathNode):
+            self._command(node, words.MATH_COMMANDS if in_math else words.PROSE_COMMANDS)
+        elif in_math:
+            raise NotAllowed(f"{node.delimiters[0]} within mathematics; close the formula before", line)
+        else:
+            is_empty = all(isinstance(part, self.tex.LatexCommentNode) for part in node.nodelist)
+            if node.delimiters[0] == "$$" or (node.delimiters[0] == "$" and is_empty):
+                raise NotAllowed("$$ is not allowed; use the environment equation", line)
+            self._formula(node.nodelist, is_display=node.displaytype == "display")
+
+    def _group(self, nodes: list[Any], *, in_math: bool) -> None:
+        """Read a group; one of mathematics that prints nothing is no base of a script."""
+        before = len(self.formula or ())
+        self.walk(nodes, in_math=in_math)
+        if in_math and len(self.formula or ()) == before:
+            self._put("", EMPTY)
+
+    def _letter(self, letter: str, at: int, *, in_table: bool) -> None:
         line = self._at(at)
         if letter in "^_#":
             raise NotAllowed(rf"{letter} outside of mathematics; write \{letter} for the sign", line)
@@ -274,171 +283,88 @@ class _Reader:
             raise NotAllowed(r"& outside of a table; write \& for the sign", line)
         if letter == "\n" and _BLANK_LINE.match(self.source, at):
             self.found.paragraphs.append([])
-            return
-        self._put(_BREAK if letter == "&" else " " if letter in "~\n\t" else letter)
-        if row is not None and not letter.isspace():
-            row.tokens.append(
-                Token("l" if letter.isalpha() else "n" if letter.isnumeric() else "s", letter, line)
-            )
+        else:
+            self._put(_BREAK if letter == "&" else " " if letter in "~\n\t" else letter)
 
-    def _formula(self, nodes: list[Any], row: FormulaRow | None, *, is_inner: bool) -> None:
-        r"""Read mathematics: a row of its own, or a part of the one whose \text it is in."""
-        if row is None:
-            row = FormulaRow(is_script=False, is_inner=is_inner)
-            self.found.rows.append(row)
-        self.math(nodes, row)
+    def _formula(self, nodes: list[Any], *, is_display: bool) -> None:
+        r"""Read mathematics: a formula of its own, or a part of the one whose \text it is in."""
+        is_whole = self.formula is None
+        if is_whole:
+            self.found.formulas.append(Formula(is_display))
+            self.formula = self.found.formulas[-1].text
+        self.walk(nodes, in_math=True)
+        if is_whole:
+            self.formula = None
 
-    def math(self, nodes: list[Any], row: FormulaRow) -> None:
-        """Read mathematics into a row."""
-        items = [item for item in self._items(nodes) if not (isinstance(item, tuple) and item[0].isspace())]
-        at = 0
-        while at < len(items):
-            item = items[at]
-            at += 1
-            if not isinstance(item, tuple):
-                if isinstance(item, self.tex.LatexMacroNode) and item.macroname in words.DELIMITED:
-                    self._delimiter(item, items[at] if at < len(items) else None, row)
-                    at += 1
-                else:
-                    self._math_node(item, row)
-            elif item[0] in "^_":
-                self._script(items[at : at + 1], row, self._at(item[1]))
-                at += 1
-            elif item[0].isnumeric():
-                text, line = item[0], self._at(item[1])
-                while (
-                    at < len(items) and isinstance(items[at], tuple) and _continues(*items[at - 1 : at + 1])
-                ):
-                    text += items[at][0]
-                    at += 1
-                self._number(text, line, row)
-            else:
-                self._math_letter(item[0], self._at(item[1]), row)
-
-    def _number(self, text: str, line: int, row: FormulaRow) -> None:
-        number = text.rstrip(".,")
-        row.tokens.append(Token("n", number, line))
-        row.tokens += [Token("s", sign, line) for sign in text[len(number) :]]
-        self._put(HOLE)
-
-    def _math_letter(self, letter: str, line: int, row: FormulaRow) -> None:
+    def _sign(self, letter: str, line: int) -> None:
+        """Take one character of mathematics."""
         if letter in "$#":
             raise NotAllowed(rf"{letter} in mathematics; write \{letter} for the sign", line)
-        if letter == "&":
-            row.tokens.append(Token("s", "&", line))
-            self._put(_BREAK)
+        if letter.isnumeric() and not letter.isascii():
+            raise NotAllowed(f"{letter!r} is a number that no artifact vouches for", line)
+        if letter.isnumeric():
+            self._put(HOLE, letter)
         elif letter not in "'~":
-            row.tokens += [Token("l", letter, line)] if letter.isalpha() else _signs(letter, line)
-            self._put(letter)
+            mark = letter if letter in ",:;" else words.FORMULA_MARKS.get(letter, letter)
+            self._put(_BREAK if letter == "&" else letter, mark)
 
-    def _math_node(self, node: Any, row: FormulaRow) -> None:
-        line = self._at(node.pos)
-        if isinstance(node, self.tex.LatexGroupNode):
-            before = len(row.tokens)
-            self.math(node.nodelist, row)
-            if len(row.tokens) == before:
-                row.tokens.append(Token(" ", "", line))
-        elif isinstance(node, self.tex.LatexEnvironmentNode):
-            if node.environmentname not in words.INNER_MATH_ENVIRONMENTS:
-                raise _unknown_environment(node.environmentname, line)
-            self._cells([node.nodelist], row, is_inner=True)
-        elif isinstance(node, self.tex.LatexMathNode):
-            raise NotAllowed(f"{node.delimiters[0]} within mathematics; close the formula before", line)
-        else:
-            self._command(node, words.MATH_COMMANDS, row, is_inner=row.is_inner)
-
-    def _cells(self, parts: list[list[Any]], row: FormulaRow, *, is_inner: bool) -> None:
-        """Read what is above and below another; in its row it counts as a number if it holds one."""
-        line, cells = self._line, [FormulaRow(row.is_script, is_inner) for _ in parts]
-        self.found.rows += cells
-        for cell, nodes in zip(cells, parts, strict=True):
-            self._put(HOLE)
-            self.math(nodes, cell)
-            self._put(HOLE)
-        tokens = [token for cell in cells for token in cell.tokens]
-        number = next((token.text for token in tokens if token.kind in "nvc"), None)
-        has_letter = any(token.kind == "l" for token in tokens)
-        row.tokens.append(Token("c" if number else "l" if has_letter else " ", number or "", line))
-
-    def _script(self, nodes: list[Any], row: FormulaRow, line: int) -> None:
-        is_open = row.kinds[-1:] == ")" and row.kinds.count(")") > row.kinds.count("(")
-        if is_open or not _BASE.search(row.kinds):
-            self.found.baseless.append(Finding(_BASELESS, line))
-        first: Any = nodes[0] if nodes else ("^", 0)
-        name = first[0] if isinstance(first, tuple) else getattr(first, "macroname", "")
-        if name in ("^", "_", *words.DELIMITED):
+    def _script(self, item: Any, line: int) -> None:
+        name = item[0] if isinstance(item, tuple) else getattr(item, "macroname", "^")
+        if item is None or (name in ("^", "_") and not isinstance(item, self.tex.LatexGroupNode)):
             raise NotAllowed("a sub- or superscript is missing behind ^ or _; write it in braces", line)
-        inner, kept = FormulaRow(is_script=True, is_inner=False), len(self.found.paragraphs[-1])
-        self.found.rows.append(inner)
-        self._put(HOLE)
-        for node in nodes:
-            if isinstance(node, tuple):
-                letter, at = node
-                if letter.isnumeric():
-                    self._number(letter, self._at(at), inner)  # TeX takes one digit alone
-                else:
-                    self._math_letter(letter, self._at(at), inner)
-            elif isinstance(node, self.tex.LatexGroupNode):
-                self.math(node.nodelist, inner)
-            else:
-                self._math_node(node, inner)
-        if not inner.tokens:
-            del self.found.paragraphs[-1][kept:]  # an empty script parts no word
-            return
-        self._put(HOLE)
-        is_number = len(inner.tokens) == 1 and inner.tokens[0].kind in "nv"
-        row.tokens.append(Token("^", inner.tokens[0].text if is_number else "", line))
-
-    def _delimiter(self, node: Any, bracket: Any, row: FormulaRow) -> None:
-        line = self._at(node.pos)
-        is_command = isinstance(bracket, self.tex.LatexMacroNode)
-        name = bracket.macroname if is_command else bracket[0] if isinstance(bracket, tuple) else ""
-        if not (name in words.DELIMITERS or (is_command and name in ("{", "}", "|"))):
-            raise NotAllowed(rf"\{node.macroname} expects a bracket, or . for none", line)
-        if name == ".":
-            row.tokens.append(Token(" ", "", line))
+        texts = [self.found.paragraphs[-1], self.formula or []]
+        kept = [len(text) for text in texts]
+        self._put(HOLE, SCRIPT)
+        self.walk(item.nodelist if isinstance(item, self.tex.LatexGroupNode) else [], in_math=True)
+        if isinstance(item, tuple):
+            self._sign(item[0], self._at(item[1]))
+        elif not isinstance(item, self.tex.LatexGroupNode):
+            self._node(item, in_math=True)
+        if len(texts[1]) == kept[1] + 1:  # an empty script parts no word
+            for text, length in zip(texts, kept, strict=True):
+                del text[length:]
         else:
-            row.tokens += _signs(name, line)
-            self._put(HOLE)
+            self._put(HOLE, SCRIPT_END)
 
-    def _command(self, node: Any, allowed: dict[str, str], row: FormulaRow | None, *, is_inner: bool) -> None:
-        name, line = _plain(node.macroname), self._at(node.pos)
+    def _cells(self, parts: Iterable[list[Any]]) -> None:
+        """Read what is above and below another."""
+        self._put("", CELL)
+        for nodes in parts:
+            self._put(HOLE, OPERATOR)
+            self.walk(nodes, in_math=True)
+        self._put(HOLE, CELL_END)
+
+    def _command(self, node: Any, allowed: dict[str, str]) -> None:
+        name, line, in_math = _plain(node.macroname), self._line, allowed is words.MATH_COMMANDS
         if name not in allowed:
             raise _unknown_command(name, line, allowed)
-        in_math = allowed is words.MATH_COMMANDS
         if not in_math:
             self._put(_BREAK if name == "\\" and self.tables else words.PRINTED.get(name, ""))
-        elif row is not None and not allowed[name]:
-            self._sign(name, line, row)
+        elif not allowed[name]:
+            self._put(words.MATH_PRINTED.get(name, HOLE), words.FORMULA_MARKS.get(name, HOLE))
         kinds = re.findall(r"\??\w", allowed[name])
         given = node.nodeargd.argnlist if node.nodeargd is not None else []
         given = given[len(given) - len(kinds) :]  # \operatorname has a star before
         arguments = [self._argument(name, kind, part, line) for kind, part in zip(kinds, given, strict=True)]
-        names: list[str] = []
-        if in_math and row is not None and name in _CELLS:
-            self._cells(
-                [part.nodelist for part in arguments if part], row, is_inner=is_inner or name != "binom"
-            )
+        if name in _CELLS:
+            self._cells(part.nodelist for part in arguments if part is not None)
             return
+        names: list[str] = []
         for kind, part in zip(kinds, arguments, strict=True):
             if part is None:
                 continue
-            if kind[-1] == "m" and row is not None:
-                self._math_node(part, row)
-            elif kind[-1] == "p" and in_math and row is not None:
-                self.prose(part.nodelist, row)
+            if kind[-1] == "m":
+                self._group(part.nodelist, in_math=True)
             elif kind[-1] == "p":
                 self._put(_BREAK if name in _APART else "")
-                self.prose(part.nodelist, row)
+                self.walk(part.nodelist)
                 self._put(_BREAK if name in _APART else "")
             else:
                 names.append(self._verbatim(part, name, line))
         if names:
             self._line = line
-            self.found.uses.append(Use(name, tuple(names), line, len(self.found.paragraphs) - 1))
-            self._put("" if name == "label" else _MARKS.get(name, HOLE))
-            if row is not None and _MARKS.get(name) == VALUE:
-                row.tokens.append(Token("v", VALUE, line))
+            self.found.uses.append(Use(name, tuple(names), line))
+            self._put("" if name in ("label", "claim") else _MARKS.get(name, HOLE))
 
     def _argument(self, name: str, kind: str, part: Any, line: int) -> Any:
         opening = "[" if kind[0] == "?" else "{"
@@ -456,53 +382,24 @@ class _Reader:
             raise NotAllowed(rf"\{command} expects a plain name in braces, got {text[:40]!r}", line)
         return text.strip()
 
-    def _sign(self, name: str, line: int, row: FormulaRow) -> None:
-        """Take a command of mathematics without arguments."""
-        if name in words.SPACES or name in words.UNPRINTED:
-            row.tokens.append(Token(" ", "", line))
-            self._put(" " if name in words.SPACES else "")
-        elif name == "\\":
-            row.tokens.append(Token("\n", "", line))
-            self._put(" ")
-        elif name not in words.LIMITS:
-            row.tokens += _signs(name, line)
-            self._put(words.MATH_PRINTED.get(name, HOLE))
-
-    def _environment(self, node: Any, row: FormulaRow | None) -> None:
+    def _environment(self, node: Any, *, in_math: bool) -> None:
         name, line = node.environmentname, self._line
-        if name in words.MATH_ENVIRONMENTS:
-            self._formula(node.nodelist, row, is_inner=True)
+        if in_math:
+            _check_environment(name, line, words.INNER_MATH_ENVIRONMENTS)
+            self._cells([node.nodelist])
             return
-        if name not in words.PROSE_ENVIRONMENTS:
-            raise _unknown_environment(name, line)
+        _check_environment(name, line, _PROSE)
+        if name in words.MATH_ENVIRONMENTS:
+            self._formula(node.nodelist, is_display=True)
+            return
         is_table = name == "tabular"
         if is_table:
-            columns = self._verbatim(
-                self._argument(name, "k", node.nodeargd.argnlist[0], line), "begin{tabular}", line
-            )
+            part = self._argument(name, "k", node.nodeargd.argnlist[0], line)
+            columns = self._verbatim(part, "begin{tabular}", line)
             if not columns or set(columns) - set("lcr|"):
                 raise NotAllowed(f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line)
         self._put(" " if is_table else _BREAK)  # a table may be next to what is before it
         self.tables += is_table
-        self.prose(node.nodelist, row, in_table=is_table)
+        self.walk(node.nodelist, in_table=is_table)
         self.tables -= is_table
         self._put(" " if is_table else _BREAK)
-
-
-def _continues(last: Any, item: Any) -> bool:
-    """Whether a character directly behind the last one continues its number."""
-    return item[1] == last[1] + 1 and (item[0].isnumeric() or item[0] in ".,")
-
-
-def _signs(name: str, line: int) -> list[Token]:
-    """Return what a character or command that prints one sign is in a row."""
-    if name in words.SUMS:
-        return [Token("o", name, line), Token("l", name, line)]
-    kinds = {
-        "o": words.OPERATORS,
-        "l": words.LETTERS,
-        "(": words.OPENING,
-        ")": words.CLOSING,
-        "|": words.BARS,
-    }
-    return [Token(next((kind for kind, names in kinds.items() if name in names), "s"), name, line)]

@@ -25,6 +25,7 @@ _COMMANDS = r"""\makeatletter
 \DeclareRobustCommand{\resultvalue}[1]{\caramba@look{resultvalue}{#1}}
 \DeclareRobustCommand{\setting}[1]{\caramba@look{setting}{#1}}
 \DeclareRobustCommand{\derived}[3]{\caramba@look{derived}{#1 #2 #3}}
+\DeclareRobustCommand{\claim}[3]{}
 \DeclareRobustCommand{\citednumber}[2]{#2~\citep{#1}}
 \newcommand{\artifactfigure}[2]{\begin{figure}[tb]\centering
   \includegraphics[width=\linewidth]{figures/\detokenize{#1}}%

@@ -1,16 +1,16 @@
-"""Which numbers a section may hold as they are: names, years of cited works, indices, plain counts.
-
-Everything else that counts or measures is written by its key, so that code puts it in, separate from others.
-"""
+"""Finds digits and number words that no command of the paper prints, and values that would read as another number."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
-from caramba.paper.latex import AUTHOR, HOLE, REFERENCE, VALUE, YEAR, Finding, FormulaRow
+from caramba.paper import latex
+from caramba.paper.latex import HOLE, REFERENCE, VALUE, YEAR, Formula, Text
 
-Text = list[tuple[str, int]]
+Found = tuple[str, int]
+"""A number or what is wrong, and its line."""
 
 # Number formats, norms, ranks and devices, whose digits count nothing in the paper.
 _NAMES = (
@@ -22,15 +22,6 @@ KNOWN_NAMES = frozenset(_NAMES.split())
 _WORDS = re.compile(rf"[^\s()\[\]{{}};\"'/\u2013\u2014{HOLE}]+")
 _NAME = re.compile(r"[a-z][\w.+-]*")
 _LINKS = re.compile(r"[-_/:\s]+")
-_YEAR = re.compile(r"(?:19|20)[0-9]{2}")
-# "In 2017, …", "(2017)", "et al. 2017": a year, where no noun follows that it would count.
-_BEFORE_YEAR = re.compile(
-    r"(?:\b(?:in|since|until|before|after|during|year|early|late)|\bal\.|[(,])[\s,]*$", re.IGNORECASE
-)
-_AFTER_YEAR = re.compile(
-    rf"\s*(?:$|[.,;:)!?{HOLE}]|(?:the|a|an|we|they|it|this|these|and|by|with|to|on|as|but|when|where|was|is)\b)",
-    re.IGNORECASE,
-)
 
 
 class Names:
@@ -52,25 +43,17 @@ class Names:
         return any(phrase in text for text in self._phrases)
 
 
-def in_prose(text: Text, names: Names, years: Collection[str]) -> Iterator[Finding]:
-    """Yield the numbers of a paragraph that are no name and no year of a work that the paragraph cites."""
+def in_prose(text: Text, names: Names) -> Iterator[Found]:
+    """Yield the numbers and number words of a paragraph that are no name."""
     letters = "".join(letter for letter, _ in text)
     before = ""
     for found in _WORDS.finditer(letters):
         word = found[0].strip(".,:?!*")
-        if any(letter.isnumeric() for letter in word) and not (
-            names.knows(word, before) or (word in years and _reads_as_year(letters, word, found.start()))
-        ):
-            yield Finding(word, text[found.start()][1])
+        if any(letter.isnumeric() for letter in word) and not names.knows(word, before):
+            yield word, text[found.start()][1]
         before = word
     for claim, start in claims(letters):
-        yield Finding(claim, text[start][1])
-
-
-def _reads_as_year(letters: str, word: str, at: int) -> bool:
-    before, end = letters[max(0, at - 20) : at], letters.index(word, at) + len(word)
-    is_alone = _AFTER_YEAR.match(letters, end) is not None
-    return is_alone and _YEAR.fullmatch(word) is not None and _BEFORE_YEAR.search(before) is not None
+        yield claim, text[start][1]
 
 
 # Words between which nothing ends: neither a sentence nor a bracket nor a cell.
@@ -82,7 +65,7 @@ _MEASURE = (
     "times|fold|percent|percentage|points?|nats|bits|bytes|[kmg]i?b|ms|tokens|steps|epochs|hours|minutes|"
     "(?:milli|micro)?seconds|parameters|layers|heads|orders|flops|watts|halves"
 )
-# What may stand behind a number, but not between a count and what is counted: "reaches seven on a CPU".
+# What may be behind a number, but not between a count and what is counted: "reaches seven on a CPU".
 _BEHIND = "on|in|out|at|with|while|when|but|than|against|for|from|after|before|compared|versus|is|are"
 _CLAIM = re.compile(
     r"\b(?:twice|thrice|tens|dozens?|half(?![\s-]+(?:precision|open|life|width|plane|space)\b)|halv\w+|"
@@ -111,68 +94,118 @@ def claims(text: str) -> Iterator[tuple[str, int]]:
             yield " ".join(found[0].replace(HOLE, " ").split()), found.start()
 
 
-_GLUED = (
+GLUED = (
     "a value that a command prints and another number stand side by side and read as one; put an operator or words "
     "between them"
 )
-_BETWEEN = frozenset((",", ";", ":", "cdot", "mid", "|", "ldots", "cdots", "dots"))
+BASELESS = (
+    "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no "
+    "base for one"
+)
+_OPEN, _CLOSE = latex.SCRIPT + latex.CELL, latex.SCRIPT_END + latex.CELL_END
+_INNERMOST = re.compile(f"[{_OPEN}]([^{_OPEN}{_CLOSE}]*)[{_CLOSE}]")
+_NUMBERED_SCRIPT, _OTHER_SCRIPT, _NUMBERED_CELL = "\ue015", "\ue016", "\ue017"
+_NUMBER = re.compile(f"[0-9]+|{VALUE}|{_NUMBERED_CELL}")
 
 
-def in_formula(row: FormulaRow) -> Iterator[tuple[Finding, bool]]:
-    """Yield the numbers of a row that are more than structure, and True for faults of values that meet others.
+def of_formula(formula: Formula) -> Iterator[Found]:
+    """Yield what is wrong with the values and scripts of a formula, no matter who wrote it."""
+    letters = "".join(letter for letter, _ in formula.text)
+    for at, letter in enumerate(letters):
+        before = letters[at - 1 : at]
+        is_closed = before in (")", "|") and letters[: at - 1].strip()[-1:] not in ("", "(")
+        if letter == latex.SCRIPT and not (before.isalpha() or before == latex.SCRIPT_END or is_closed):
+            yield BASELESS, formula.text[at][1]
+    yield from (found for found in _rows(formula) if found[0] == GLUED)
+
+
+def in_formula(formula: Formula) -> Iterator[Found]:
+    """Yield the numbers of a formula that are more than structure.
 
     Structure is an index or exponent of one digit, and 0, 1 or 2 in a displayed formula, a fraction or a root.
     Numbers without an operator between them are read together.
     """
-    before = script = ""
-    has_letter = has_comma = False
-    for token in row.tokens:
-        if token.kind in "nvc":
-            before = "" if has_letter and has_comma else before
-            joined, number = before or script, (before or script) + token.text
-            if joined and VALUE in number:
-                yield Finding(_GLUED, token.line), True
-            elif (joined and token.kind != "v") or (token.kind == "n" and not _is_structure(number, row)):
-                yield Finding(number[:60], token.line), False
-            before, has_letter, has_comma = number[:60], False, False
-        elif token.kind in "o\n":
-            before = ""
-        elif token.text in (".", ",", ":") and before:
-            before += token.text
-        has_letter |= token.kind == "l"
-        has_comma |= token.text in _BETWEEN and token.kind not in "nvc"
-        script = token.text if token.kind == "^" else ""
+    return (found for found in _rows(formula) if found[0] != GLUED)
 
 
-def _is_structure(number: str, row: FormulaRow) -> bool:
-    is_index = row.is_script and len(number) == 1 and number.isascii()
-    return is_index or (row.is_inner and number in ("0", "1", "2"))
+def _rows(formula: Formula) -> Iterator[Found]:
+    """Read scripts and cells from the innermost on, each replaced by one character in what it is in."""
+    text = list(formula.text)
+    while found := _INNERMOST.search("".join(letter for letter, _ in text)):
+        is_script = text[found.start()][0] == latex.SCRIPT
+        yield from _row(text[found.start(1) : found.end(1)], is_script=is_script, is_inner=not is_script)
+        number = _NUMBER.search(found[1])
+        if is_script:
+            mark = _NUMBERED_SCRIPT if number and len(found[1]) == 1 else _OTHER_SCRIPT
+        else:
+            has_letter = re.search(r"[^\W\d]", found[1])
+            mark = (
+                VALUE
+                if VALUE in found[1]
+                else _NUMBERED_CELL
+                if number
+                else "x"
+                if has_letter
+                else latex.EMPTY
+            )
+        text[found.start() : found.end()] = [(mark, text[found.start()][1])]
+    yield from _row(text, is_script=False, is_inner=formula.is_display)
+
+
+def _row(row: Text, *, is_script: bool, is_inner: bool) -> Iterator[Found]:
+    letters = "".join(letter for letter, _ in row)
+    for part in re.finditer(f"[^{latex.OPERATOR}\n]+", letters):
+        numbers = list(_NUMBER.finditer(letters, part.start(), part.end()))
+        runs = [[number] for number in numbers[:1]]
+        for one, other in pairwise(numbers):
+            gap = letters[one.end() : other.start()]
+            if re.search(r"[^\W\d]", gap) and re.search("[,;:|]", gap):
+                runs.append([other])
+            else:
+                runs[-1].append(other)
+        for run in runs:
+            start, number = run[0].start(), run[0][0]
+            joined = re.sub(r"[^0-9.,:]", "", letters[start : run[-1].end()])
+            is_behind_script = letters[start - 1 : start] == _NUMBERED_SCRIPT
+            is_index = is_script and len(number) == 1
+            if len(run) > 1 or is_behind_script:
+                has_value = any(item[0] == VALUE for item in run)
+                yield GLUED if has_value else joined[:60] or "fractions side by side", row[start][1]
+            elif (
+                number not in (VALUE, _NUMBERED_CELL)
+                and not is_index
+                and not (is_inner and number in ("0", "1", "2"))
+            ):
+                yield joined, row[start][1]
 
 
 _ANY = f"{VALUE}{REFERENCE}{YEAR}"
 _MEETING = re.compile(rf"[{_ANY}](?=(?P<joint>[\s.,:;'`\"eE|\u00b7]*)[{_ANY}])")
 _LISTED = re.compile(r"[.,:]\s+|[\s;]*;\s+")  # ends a sentence or parts a list, as on paper
-_MINUS = re.compile(
-    rf"(?:^|[^\w)\]}}\ufffc{VALUE}-])[-\u2212\u2013]+\s*(?={VALUE})|(?<!{VALUE} )\b(?:minus|negative)\s+(?={VALUE})"
-)
-_SUFFIXED = re.compile(rf"{VALUE}(?!(?:x|th|D|B)(?![^\W\d_]))(?=[^\W\d_])")
-_AFTER_DIGIT = re.compile(rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]")
+_PATTERNS = {
+    "a minus before a value changes it; \\result and \\derived print the sign that a value has": re.compile(
+        rf"(?:^|[^\w)\]}}\ufffc{VALUE}-])[-\u2212\u2013]+\s*(?={VALUE})|(?<!{VALUE} )\b(?:minus|negative)\s+(?={VALUE})"
+    ),
+    "letters are directly behind a value and would scale it; put a space before a unit": re.compile(
+        rf"{VALUE}(?!(?:x|th|D|B)(?![^\W\d_]))(?=[^\W\d_])"
+    ),
+    "a value touches digits and reads as one number with them; put words between them": re.compile(
+        rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]"
+    ),
+}
 _NUMBERED = re.compile(
     r"(?:\b(?:tables?|tabs?\.?|figures?|figs?\.?|sections?|secs?\.?|equations?|eqs?\.?|appendix|appendices|chapters?|"
     rf"pages?|p\.|items?|lines?|footnotes?)|\u00a7|(?-i:\bSee)|\(see)[\s(]*$|"
     rf"{REFERENCE}(?:,\s+|\)?,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*)\(?$",
     re.IGNORECASE,
 )
-_AUTHORED = re.compile(rf"(?:{AUTHOR}|\b[A-Z][^\W\d_]+|\bal\.)(?:['\u2019]s?)?,?\s*$")
+_AUTHORED = re.compile(rf"(?:{latex.AUTHOR}|\b[A-Z][^\W\d_]+|\bal\.)(?:['\u2019]s?)?,?\s*$")
 _BEHIND_YEAR = re.compile(r"\s*(?:$|[).,;:\]?!])")
 _NEAR = 60  # characters before a mark that are looked at
 
 VALUES_MEET = (
     "numbers that commands print stand side by side and read as one; put words or a comma and a space there"
 )
-NEGATED = "a minus before a value changes it; \\result and \\derived print the sign that a value has"
-SUFFIX = "letters stand directly behind a value and would scale it; put a space before a unit"
-TOUCHES_DIGIT = "a value touches digits and reads as one number with them; put words between them"
 UNNAMED = (
     "a reference without its word reads as a number; write Table, Figure, Section, Equation or page before it, as in "
     "Table~\\ref{tab:caramba-NAME}"
@@ -183,19 +216,19 @@ YEAR_LOOSE = (
 )
 
 
-def adjacent(text: Text) -> Iterator[Finding]:
+def adjacent(text: Text) -> Iterator[Found]:
     """Yield what is wrong with the places of values, references and years: two settings with a point between them are
     3.3 on paper."""
     letters = "".join(letter for letter, _ in text)
-    for what, pattern in {NEGATED: _MINUS, SUFFIX: _SUFFIXED, TOUCHES_DIGIT: _AFTER_DIGIT}.items():
-        yield from (Finding(what, text[found.start()][1]) for found in pattern.finditer(letters))
+    for what, pattern in _PATTERNS.items():
+        yield from ((what, text[found.start()][1]) for found in pattern.finditer(letters))
     for found in _MEETING.finditer(letters):
         if not _LISTED.fullmatch(found["joint"]):
-            yield Finding(VALUES_MEET, text[found.start()][1])
+            yield VALUES_MEET, text[found.start()][1]
     for at, letter in enumerate(letters):
         before = letters[max(0, at - _NEAR) : at] if letter in (REFERENCE, YEAR) else ""
         if letter == REFERENCE and not _NUMBERED.search(before):
-            yield Finding(UNNAMED, text[at][1])
+            yield UNNAMED, text[at][1]
         is_named = _AUTHORED.search(before) or before.rfind("(") > before.rfind(")")
         if letter == YEAR and not (is_named and _BEHIND_YEAR.match(letters, at + 1)):
-            yield Finding(YEAR_LOOSE, text[at][1])
+            yield YEAR_LOOSE, text[at][1]

@@ -63,24 +63,18 @@ def unknown_digits(sections: Mapping[str, str], evidence: Evidence, cited: Mappi
             continue
         pages = pypdf.PdfReader(io.BytesIO(compiled.pdf)).pages
         scanned = check_section(section, body, evidence, cited, numbers_are_free=True).scanned
-        names, years = section_names(scanned, evidence, cited)
+        names = section_names(scanned, evidence, cited)
         left: Counter[str] = Counter()
         shown: list[str] = []
         before = ""
         for word in " ".join(page.extract_text() for page in pages).split():
             plain = _UNDERSCORE.sub("_", word).strip(".,:;?!*()[]'\"")
             digits = [letter for letter in plain if letter.isnumeric()]
-            if digits and not names.knows(plain, before) and plain not in years:
+            if digits and not names.knows(plain, before):
                 left.update(digits)
                 shown.append(plain)
             before = plain
-        structure = Counter(
-            letter
-            for row in scanned.rows
-            for token in row.tokens
-            if token.kind == "n"
-            for letter in token.text
-        )
+        structure = Counter(scanned.digits_of_formulas())
         if left - structure:
             wrong.append(
                 f"{section}: the compiled page shows digits that no name or macro vouches for: {shown}"

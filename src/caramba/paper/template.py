@@ -19,13 +19,14 @@ RULES = r"""You write the sections of a paper from the artifacts of one finished
 that you hand in, compiles the paper, and refuses what does not hold. Rules:
 1. Numbers. Write no digits and no number words for anything measured, set or counted. \result{KEY} prints a
 measured value with its dispersion and unit, \resultvalue{KEY} the value alone, \setting{PATH} a setting,
-\derived{ratio|difference|percent_change}{KEY}{KEY} a number computed from two results. Digits may stand in
-names that the manifest or a cited title holds, and as indices in formulas. A number of another work is
-\citednumber{CITATION}{VALUE}, and must be in that work's abstract. Values are separate from each other and from
-other digits; a formula holds at most one number between two operators.
-2. Claims. Say better or worse, faster or slower only as the values show, dispersion considered. Report what
-failed. Numbers marked proxy rest on a teacher that was trained for this run; say so, and never present them
-as a published model's.
+\derived{ratio|difference|percent_change}{KEY}{KEY} a number computed from two results. Digits may be in names
+that the manifest or a cited title holds, and are indices in formulas. A number of another work is
+\citednumber{CITATION}{VALUE}, and must be in that work's abstract; its year is \citeyear{CITATION}. Values are
+separate from each other and from other digits; a formula holds at most one number between two operators.
+2. Claims. Write better, worse, faster or "no loss" only with \claim{KEY}{KEY}{less|more|equal} in the same
+sentence: it prints nothing, and code checks that the first result is less or more than the second, or equal,
+beyond their dispersion. Report what failed. Numbers marked proxy rest on a teacher that was trained for this
+run; write so, and never present them as a published model's.
 3. Citations. Search, call add_citation with an id of the results, and cite by the key that it returns.
 4. Figures and tables. \artifactfigure{NAME}{CAPTION} and \artifacttable{NAME}, of list_artifacts. Refer to
 them by Figure~\ref{fig:NAME} and Table~\ref{tab:caramba-NAME}; to sections by Section~\ref{sec:NAME}.

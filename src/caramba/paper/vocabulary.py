@@ -18,6 +18,7 @@ PROSE_COMMANDS: dict[str, str] = {
     "resultvalue": "r",
     "setting": "s",
     "derived": "orr",
+    "claim": "rro",
     "artifactfigure": "fp",
     "artifacttable": "t",
     "label": "l",
@@ -41,13 +42,6 @@ PRINTED = {
     **{"S": "\u00a7", "P": "\u00b6", "ldots": "\u2026", "dots": "\u2026", "item": " ; "},
     **{"textendash": "\u2013", "textemdash": "\u2014", "textmu": "\u00b5"},
 }
-MATH_PRINTED = {
-    "times": "\u00d7",
-    "cdot": "\u00b7",
-    "bullet": "\u00b7",
-    "prime": "'",
-    **{s: s for s in "+-=<>*/()[]|.,"},
-}
 
 
 def _names(text: str) -> frozenset[str]:
@@ -68,29 +62,34 @@ OPERATORS = _names(
     "simeq propto in notin ni subset subseteq supset supseteq forall exists to mapsto gets rightarrow leftarrow "
     "Rightarrow Leftarrow leftrightarrow iff implies longrightarrow uparrow downarrow parallel perp"
 )
-DELIMITED = _names("left right middle big Big bigl bigr Bigl Bigr")
-DELIMITERS = _names(
-    "( ) [ ] | / < > . langle rangle lfloor rfloor lceil rceil vert Vert lvert rvert lVert rVert"
-)
-LETTERS = GREEK | FUNCTIONS
-OPENING = _names("( [ { langle lfloor lceil lvert lVert")
-CLOSING = _names(") ] } rangle rfloor rceil rvert rVert")
-BARS = _names("| vert Vert")
+_NAMED = "langle rangle lfloor rfloor lceil rceil vert Vert lvert rvert lVert rVert { } |"
+BRACKETS = frozenset("()[]|/<>.") | {rf"\{name}" for name in _NAMED.split()}
 SPACES = frozenset((" ", ",", ":", ";", "quad", "qquad"))
 UNPRINTED = frozenset(("!", "displaystyle", "textstyle", "nonumber", "notag"))
 LIMITS = frozenset(("limits", "nolimits"))
+# What a character or command of mathematics is in a formula: = an operator, x a letter, a bracket, a space, a comma.
+FORMULA_MARKS = {
+    **dict.fromkeys(OPERATORS, "="),
+    **dict.fromkeys(SUMS, "=x"),
+    **dict.fromkeys(GREEK | FUNCTIONS, "x"),
+    **dict.fromkeys(_names("( [ { langle lfloor lceil lvert lVert"), "("),
+    **dict.fromkeys(_names(") ] } rangle rfloor rceil rvert rVert"), ")"),
+    **dict.fromkeys(_names("| vert Vert"), "|"),
+    **dict.fromkeys(SPACES | UNPRINTED, " "),
+    **dict.fromkeys(LIMITS, ""),
+    **dict.fromkeys(_names("cdot mid ldots cdots dots"), ","),
+    **{"\\": "\n", ",": " ", ":": " ", ";": " "},
+}
+MATH_PRINTED = {
+    **dict.fromkeys((*SPACES, "\\"), " "),
+    **dict.fromkeys((*UNPRINTED, *LIMITS), ""),
+    **{"times": "\u00d7", "cdot": "\u00b7", "bullet": "\u00b7", "prime": "'"},
+}
 _SIGNS = (
     "cdot emptyset neg infty odot circ star ast bullet dagger top bot mid vert Vert lVert rVert lvert rvert langle "
     "rangle lfloor rfloor lceil rceil ldots cdots vdots ddots dots prime colon"
 )
-_MATH_WORDS = (
-    *GREEK,
-    *FUNCTIONS,
-    *SUMS,
-    *(name for name in OPERATORS if name.isalpha()),
-    *DELIMITED,
-    *LIMITS,
-)
+_MATH_WORDS = (*GREEK, *FUNCTIONS, *SUMS, *(name for name in OPERATORS if name.isalpha()), *LIMITS)
 MATH_COMMANDS: dict[str, str] = {
     **dict.fromkeys((*_MATH_WORDS, *SPACES, *UNPRINTED, *_SIGNS.split()), ""),
     **dict.fromkeys(("{", "}", "|", "\\", "%", "_", "#", "&"), ""),
@@ -116,3 +115,4 @@ MATH_ENVIRONMENTS = frozenset({"equation", "equation*", "align", "align*", "gath
 INNER_MATH_ENVIRONMENTS = frozenset({"aligned", "cases", "matrix", "pmatrix", "bmatrix", "split"})
 
 OPERATIONS = ("ratio", "difference", "percent_change")
+DIRECTIONS = ("less", "more", "equal")

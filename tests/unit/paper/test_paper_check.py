@@ -71,7 +71,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     except NotAllowed:
         return
     printed = "".join(letter for part in found.paragraphs for letter, _ in part)
-    in_formulas = "".join(token.text for row in found.rows for token in row.tokens if token.kind == "n")
+    in_formulas = "".join(found.digits_of_formulas())
     names = "".join("".join(use.arguments) for use in found.uses)
     visible = visible_digits(text)
     for digit in "12":  # every digit that is not in a comment is in one of the three

@@ -74,7 +74,7 @@ def accepted(count: int) -> list[tuple[str, Counter[str]]]:
         except NotAllowed:
             continue
         texts = [letter for part in scanned.paragraphs for letter, _ in part]
-        texts += [token.text for row in scanned.rows for token in row.tokens if token.kind == "n"]
+        texts += scanned.digits_of_formulas()
         seen = Counter(letter for letter in "".join(texts) if letter.isdigit())
         if seen or "%" in body or "\\" in body:
             found.append((body, seen))
