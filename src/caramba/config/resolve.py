@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path as File
 from typing import Any
 
 from caramba.config.source import Path, SourceMap, format_place, is_index, is_list, is_mapping, show_path
 from caramba.errors import ConfigError, nearest, quote
 
 MOST_FILE_BYTES = 8_000_000
+MOST_OPTION_BYTES = 250_000
+"""Of a group option: Hydra reads it several times, in up to 2.5 s for 1 MB."""
 MOST_NODES = 30_000
 """Keys, list items and scalars after expansion. The largest preset has under 2,000."""
 MOST_OPTION_NODES = 5_000
@@ -20,6 +23,24 @@ MOST_DIGITS = 100
 """Of a whole number. Python refuses to print one of over 4,300."""
 MOST_DEPTH = 64
 """Mappings and lists inside each other. The presets have under 15."""
+
+
+def read_text(file: File, name: str, most_bytes: int = MOST_FILE_BYTES) -> str:
+    """Return the text of a YAML file, of which no more is read than `most_bytes`.
+
+    Raises:
+        ConfigError: the file is larger, cannot be read, or is not UTF-8.
+    """
+    try:
+        with open(file, "rb") as stream:
+            data = stream.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise ConfigError(f"{name}: over {most_bytes:,} bytes, expected at most that; shorten the file")
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror}); give a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 text (byte {error.start + 1}); save it as UTF-8") from None
 
 
 def load_nodes(text: str, name: str, most_nodes: int = MOST_NODES) -> Any:
@@ -38,10 +59,6 @@ def load_nodes(text: str, name: str, most_nodes: int = MOST_NODES) -> Any:
     n_marks = sum(text.count(mark) for mark in (",", "[", "{", "\n", ": ", "- "))
     if n_marks > 4 * MOST_NODES:
         raise too_large(name, most_nodes)
-    if len(text) > MOST_FILE_BYTES:
-        raise ConfigError(
-            f"{name}: has {len(text):,} characters, expected at most {MOST_FILE_BYTES:,}; shorten the file"
-        )
     try:
         root: Any = _loader()(text).get_single_node()
     except RecursionError:

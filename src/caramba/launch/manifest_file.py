@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from caramba.config.resolve import load_tree, resolve
+from caramba.config.resolve import load_tree, read_text, resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError, quote
 from caramba.launch.config_files import MergedFile, Origin, SetPath, groups, show_file
@@ -56,10 +56,10 @@ def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
 
 def _load(file: File, name: str) -> dict[str, Any]:
     try:
-        tree = load_tree(file.read_text(encoding="utf-8"), name)
+        tree = load_tree(read_text(file, name), name)
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError, OSError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{name}: a manifest is a mapping with name, model and groups; got {quote(tree)}")

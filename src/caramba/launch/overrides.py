@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Glob
 from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.errors import HydraException
 
-from caramba.config.resolve import MOST_OPTION_NODES, load_nodes
+from caramba.config.resolve import MOST_OPTION_BYTES, MOST_OPTION_NODES, load_nodes, read_text
 from caramba.config.source import Path, is_index
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError, nearest
@@ -94,14 +94,13 @@ def refuse_unsafe_folder(folder: File) -> None:
             raise ConfigError(
                 f"{name}: caramba has an option of this name, which would hide this file; rename it"
             )
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{name}: not UTF-8 text (byte {error.start + 1}); save it as UTF-8") from None
-        if re.search(r"^\s*#\s*@package\s+hydra\b", text, re.MULTILINE):
+        text = read_text(file, name, MOST_OPTION_BYTES)
+        # Line by line: over a whole text, these expressions take time quadratic in its lines.
+        lines = [line.strip() for line in text.splitlines()]
+        if any(re.match(r"#\s*@package\s+hydra\b", line) for line in lines):
             raise ConfigError(f"{name}: a package of Hydra's own is set by caramba; change the @package line")
-        late = re.search(r"^(?!\s*#\s*@|\s*$).*\n(?:.*\n)*?\s*#\s*@package\b", text, re.MULTILINE)
-        if late:
+        rest = itertools.dropwhile(lambda line: not line or re.match(r"#\s*@", line), lines)
+        if any(re.match(r"#\s*@package\b", line) for line in rest):
             raise ConfigError(
                 f"{name}: Hydra reads `# @package` only before any other line; move it to the top of the file"
             )

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from caramba.cli import main
-from caramba.config.resolve import load_nodes, load_tree, resolve
+from caramba.config.resolve import MOST_OPTION_BYTES, load_nodes, load_tree, read_text, resolve
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 
@@ -118,3 +118,35 @@ def test_compose_error_of_hydra_is_quoted_in_part(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         freeze(["model=tiny", "train=long"], [tmp_path])
     assert len(str(caught.value)) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:" + "\n" * MOST_OPTION_BYTES, "over 250,000 bytes"),
+        ("a: 1\n" + "\n" * 130_000, "expand to more than"),
+        (" \n" * 124_000 + "# @package _global_", "expand to more than"),
+        ("a: 1\n# @package _global_\n", "only before any other line"),
+        ("\n\n # @package hydra.run\n", "a package of Hydra's own"),
+    ],
+)
+def test_compose_checks_the_lines_of_a_long_option_in_linear_time(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "long.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):  # minutes for the first three before
+        freeze(["model=tiny", "train=long"], [tmp_path])
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling link", "not UTF-8", "large"])
+def test_read_text_names_a_file_that_it_cannot_read(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "dangling link":
+        file.symlink_to(tmp_path / "nowhere")
+    else:
+        file.write_bytes(b"a: \xff" if kind == "not UTF-8" else b"a: 1234567890")
+    with pytest.raises(ConfigError, match=r"^x\.yaml: "):
+        read_text(file, "x.yaml", 10)

@@ -10,6 +10,7 @@ import yaml
 from caramba.config.crosscheck import find_unbuilt
 from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
+from caramba.config.resolve import load_tree, read_text
 from caramba.console import logger
 from caramba.errors import ConfigError, nearest
 from caramba.launch.commands.arguments import CommandArguments
@@ -86,8 +87,10 @@ def _plain(config: PaperConfig) -> dict[str, Any]:
 def _section(path: str) -> dict[str, Any]:
     """Read a `paper:` section, or its keys alone, from a YAML file."""
     try:
-        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        loaded = load_tree(read_text(Path(path).expanduser(), f"--config {path}"), f"--config {path}")
+    except ConfigError:
+        raise
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}"
         ) from None

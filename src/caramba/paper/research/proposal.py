@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from caramba.config.base import Config
 from caramba.config.manifest import Manifest
 from caramba.config.parse import parse_as
+from caramba.config.resolve import load_tree, read_text
 from caramba.errors import ConfigError
 from caramba.runs.manifest import manifest_sha256
 
@@ -95,8 +96,10 @@ def read_proposal(file: Path) -> Proposal:
         ConfigError: no such file, or not a proposal.
     """
     try:
-        plain = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        plain = load_tree(read_text(file, str(file)), str(file))
+    except ConfigError:
+        raise
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{file}: expected the keys of a proposal, got {type(plain).__name__}")
