@@ -22,6 +22,8 @@ from caramba.config.model import FitConfig, ModelConfig
 from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
+from caramba.config.research import ResearchLoopConfig
+from caramba.config.review import ReviewConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.config.verify import VerifyConfig
@@ -93,7 +95,8 @@ class Composition(Config):
     trainer: TrainerConfig = TrainerConfig()
     callbacks: tuple[Callback, ...] = ()
     paper: PaperConfig | None = None
-    review: dict[str, Any] | None = None
+    review: ReviewConfig | None = None
+    research: ResearchLoopConfig | None = None
     plugins: Plugins = ()
     origin: Literal["human", "agent"] = "human"
 

@@ -347,6 +347,7 @@ SHARED = (
         "callbacks",
         "paper",
         "review",
+        "research",
         "plugins",
         "origin",
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import SLUG, Config, Later, PathText, Seed, nearest
+from caramba.config.base import SLUG, Config, PathText, Seed, nearest
 from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback, MetricLogger
@@ -19,6 +19,8 @@ from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.parse import parse_as
 from caramba.config.plugins import Plugins, use_plugins
+from caramba.config.research import ResearchLoopConfig
+from caramba.config.review import ReviewConfig
 from caramba.config.source import Path, SourceMap
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
@@ -262,8 +264,11 @@ class Manifest(Config):
     paper: PaperConfig | None = Field(
         default=None, description="paper that is drafted after the run; unset: none"
     )
-    review: Annotated[dict[str, Any] | None, Later("the review work")] = Field(
-        default=None, description="reviews of the paper; not built yet"
+    review: ReviewConfig | None = Field(
+        default=None, description="how the paper is reviewed; unset: by rule alone"
+    )
+    research: ResearchLoopConfig | None = Field(
+        default=None, description="loop of `caramba research RUN`; unset: its defaults, without experiments"
     )
     plugins: Plugins = Field(default=(), description="modules of your own that add layers and extensions")
     origin: Literal["human", "agent"] = Field(
@@ -293,6 +298,10 @@ class Manifest(Config):
         ):
             raise ValueError(
                 "a manifest whose origin is an agent may not set allow_code, which runs code; remove it"
+            )
+        if self.origin == "agent" and (self.review is not None or self.research is not None):
+            raise ValueError(
+                "a manifest whose origin is an agent may not set review or research; remove them"
             )
         named = self.paper.reaches_out() if self.origin == "agent" and self.paper is not None else ()
         if named:

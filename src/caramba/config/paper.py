@@ -64,6 +64,11 @@ class ApiConfig(Config):
         default=None,
         description="the environment variable that holds the key; by default the provider's own",
     )
+    tools: Literal["auto", "native", "text"] = Field(
+        default="auto",
+        description="how tools are called: native, text (schemas in the prompt, JSON in the answer), or auto, which "
+        "takes text where the server refuses tools",
+    )
     timeout_s: Seconds = Field(default=120.0, description="of one request")
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
         default=3, description="further attempts after a 429, a 5xx, a timeout or an answer that is no JSON"

@@ -1,4 +1,4 @@
-"""Schema of `research.gate`: the test that is registered before the first run of a research loop."""
+"""Schema of `research:`: a loop of drafts, reviews and experiments, and the test that is registered before it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config
+from caramba.config.base import Config, PathText
 from caramba.config.layer import Positive
+from caramba.config.review import Score
 
 
 class GateConfig(Config):
@@ -30,6 +31,11 @@ class GateConfig(Config):
         default=0.02, description="largest relative difference of wall-clock time"
     )
 
+    held_out: PathText | None = Field(
+        default=None,
+        description="tokens that no search run reads, opened once for the winner; a loop with experiments needs it",
+    )
+
     @property
     def threshold(self) -> float:
         """The e-value from which a candidate is accepted: its share of the level, inverted."""
@@ -48,5 +54,61 @@ class GateConfig(Config):
             raise ValueError(
                 f"research.gate.seeds has {len(self.seeds)} seeds; {self.candidates} candidates at level "
                 f"{self.level:g} need at least {self.fewest_seeds}; add seeds or allow fewer candidates"
+            )
+        return self
+
+
+class LoopBudgetConfig(Config):
+    """What a whole loop may spend: writer, reviewer and experiments together. Unset is no limit."""
+
+    max_cost_usd: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="US dollars of all requests"
+    )
+    max_tokens: Positive = Field(default=3_000_000, description="prompt and reply tokens of all requests")
+    max_calls: Positive = Field(
+        default=300, description="requests to language models, failed attempts included"
+    )
+    max_wall_hours: Annotated[float, Field(gt=0)] = Field(
+        default=24.0, description="hours of the loop while it runs"
+    )
+    max_gpu_hours: Annotated[float, Field(gt=0)] = Field(default=24.0, description="hours of all experiments")
+
+
+class ResearchLoopConfig(Config):
+    """A loop that drafts, reviews, runs proposed experiments under a registered test, and redrafts."""
+
+    max_iterations: Positive = Field(default=5, description="most rounds of draft, review and experiments")
+    max_experiments_per_iteration: Annotated[int, Field(ge=0)] = Field(
+        default=2, description="most experiments of a round"
+    )
+    max_total_experiments: Annotated[int, Field(ge=0)] = Field(
+        default=5, description="most experiments of the loop"
+    )
+    min_score_to_approve: Score = Field(
+        default=7.5, description="score, of 10, from which a paper can be approved"
+    )
+    auto_approve_score: Score = Field(
+        default=9.0, description="score from which minor findings need no further round; it bypasses no gate"
+    )
+    auto_run_experiments: bool = Field(
+        default=False, description="true: proposed experiments run without a person's confirmation"
+    )
+    save_all_versions: bool = Field(
+        default=True, description="false: only the newest version of the paper is kept"
+    )
+    experiment_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=3600.0, description="seconds after which a run counts as failed; reserved before it begins"
+    )
+    gate: GateConfig | None = Field(default=None, description="the registered test; unset: no experiments")
+    budget: LoopBudgetConfig = Field(default=LoopBudgetConfig(), description="what the loop may spend")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ResearchLoopConfig:
+        if self.auto_approve_score < self.min_score_to_approve:
+            raise ValueError("auto_approve_score is below min_score_to_approve; raise it")
+        if self.gate is not None and self.max_total_experiments > self.gate.candidates:
+            raise ValueError(
+                f"max_total_experiments={self.max_total_experiments} is more than research.gate.candidates="
+                f"{self.gate.candidates}; lower it or register more"
             )
         return self

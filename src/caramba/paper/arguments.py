@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -106,22 +107,22 @@ TOOLS: dict[str, type[Config]] = {
 }
 
 
-def tool_schemas(names: list[str]) -> list[dict[str, Any]]:
+def tool_schemas(names: Iterable[str], tools: Mapping[str, type[Config]] = TOOLS) -> list[dict[str, Any]]:
     """Return the tools as the chat-completions protocol describes them."""
     return [
         {
             "type": "function",
             "function": {
                 "name": name,
-                "description": " ".join((TOOLS[name].__doc__ or "").split()),
-                "parameters": TOOLS[name].model_json_schema(),
+                "description": " ".join((tools[name].__doc__ or "").split()),
+                "parameters": tools[name].model_json_schema(),
             },
         }
         for name in names
     ]
 
 
-def read_arguments(name: str, text: str) -> Config:
+def read_arguments(name: str, text: str, tools: Mapping[str, type[Config]] = TOOLS) -> Config:
     """Read what a model wrote as the arguments of a tool.
 
     Raises:
@@ -138,6 +139,6 @@ def read_arguments(name: str, text: str) -> Config:
     if not isinstance(plain, dict):
         raise AgentError(f"{name}: the arguments are {type(plain).__name__}, expected an object")
     try:
-        return parse_as(TOOLS[name], plain)
+        return parse_as(tools[name], plain)
     except ConfigError as error:
         raise AgentError(f"{name}: {error}") from None

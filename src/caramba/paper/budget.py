@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from caramba.config.paper import BudgetConfig
 from caramba.errors import BudgetExceeded
@@ -49,12 +49,29 @@ class Reserved:
     cost_usd: float
 
 
+class Parent(Protocol):
+    """The budget of a whole loop, of which a draft's is a part."""
+
+    def reserve(
+        self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0, gpu_hours: float = 0.0
+    ) -> None: ...
+
+    def book(self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0, gpu_hours: float = 0.0) -> None: ...
+
+
 class BudgetLedger:
     """Reserves attempts and books what they used, against the limits of a draft. `price` is None where unknown."""
 
-    def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None, way_on: str = WAY_ON) -> None:
+    def __init__(
+        self,
+        limits: BudgetConfig,
+        spent: Spent,
+        price: Price | None,
+        way_on: str = WAY_ON,
+        parent: Parent | None = None,
+    ) -> None:
         """`way_on` is the command that resumes the draft, for messages."""
-        self.limits, self.spent, self.price, self.way_on = limits, spent, price, way_on
+        self.limits, self.spent, self.price, self.way_on, self.parent = limits, spent, price, way_on, parent
 
     def begin(self) -> None:
         """Count one more iteration.
@@ -89,8 +106,10 @@ class BudgetLedger:
                 f"the next request may cost {cost:.4f} USD, {self.spent.cost_usd:.4f} of max_cost_usd={most:g} are "
                 f"spent{self._way_on()}"
             )
+        if self.parent is not None:
+            self.parent.reserve(calls=1, tokens=prompt + reply, usd=cost)
         reserved = Reserved(prompt, reply, cost)
-        self._book(reserved, 1)
+        self._count(reserved, 1)
         return reserved
 
     def record_usage(self, reserved: Reserved, prompt_tokens: int | None, reply_tokens: int | None) -> None:
@@ -107,6 +126,13 @@ class BudgetLedger:
         self._book(reserved, -1)
 
     def _book(self, amount: Reserved, sign: int) -> None:
+        self._count(amount, sign)
+        if self.parent is not None:
+            self.parent.book(
+                tokens=sign * (amount.prompt_tokens + amount.reply_tokens), usd=sign * amount.cost_usd
+            )
+
+    def _count(self, amount: Reserved, sign: int) -> None:
         self.spent.prompt_tokens += sign * amount.prompt_tokens
         self.spent.reply_tokens += sign * amount.reply_tokens
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from caramba.artifacts.latex import escape
 from caramba.config.paper import PaperConfig, SectionName
@@ -83,6 +84,18 @@ def read_sections(text: str, where: str) -> dict[str, str]:
             f"'{_OPEN}NAME' and ends with '{_CLOSE}NAME'; put them back, or take the file from versions/"
         )
     return found
+
+
+def read_paper(file: Path) -> dict[str, str]:
+    """Return the bodies of the sections of a file, as `read_sections`.
+
+    Raises:
+        ConfigError: also where it is not UTF-8.
+    """
+    try:
+        return read_sections(file.read_text(encoding="utf-8"), str(file))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 ({error}); save it as UTF-8") from None
 
 
 def outside_of_sections(text: str, common: Collection[str]) -> list[str]:

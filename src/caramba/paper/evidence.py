@@ -24,7 +24,7 @@ PLUS_MINUS = r"\,$\pm$\,"
 _TABLE = re.compile(r"\\begin\{table\}.*?\\label\{tab:caramba-([a-z0-9_-]+)\}.*?\\end\{table\}", re.DOTALL)
 # Keys of a manifest that do not describe the experiment itself.
 _UNTOLD = frozenset(
-    {"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "plugins", "notes"}
+    {"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "research", "plugins", "notes"}
 )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from caramba.config.paper import ApiConfig, PaperConfig
+from caramba.errors import AgentError
 from caramba.paper.untrusted import encodable
 
 _SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
@@ -46,7 +48,8 @@ def read_failure(error: Exception, config: PaperConfig) -> Failure:
             user_error=f"{where}: the server knows no such model or address ({status}); check model and api.base_url "
             f"[{text}]",
         )  # fmt: skip
-    if name == "APIConnectionError" or (name == "InternalServerError" and "onnection" in text):
+    is_cut_off = isinstance(error, OSError | ValueError | AgentError | HTTPException)
+    if name == "APIConnectionError" or is_cut_off or (name == "InternalServerError" and "onnection" in text):
         return Failure(f"cannot be reached or answers what cannot be read ({text})", status, True)
     if name == "RateLimitError" or status == 429:
         return Failure(text, status, True, True, _retry_after(error))

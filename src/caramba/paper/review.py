@@ -6,11 +6,10 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from caramba.paper.evidence import Evidence, Result
 
-Check = Literal[
+CHECKS = (
     "missing_baseline",
     "single_seed",
     "wrong_direction",
@@ -18,7 +17,8 @@ Check = Literal[
     "missing_citation",
     "unreferenced_figure",
     "number_without_interval",
-]
+    "unclaimed_comparison",
+)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\\])|\n[ \t]*\n")
 _RESULT = re.compile(r"\\(?P<command>result|resultvalue)\{(?P<key>[^{}]*)\}")
 _DERIVED = re.compile(r"\\derived\{(?P<operation>\w+)\}\{(?P<first>[^{}]*)\}\{(?P<second>[^{}]*)\}")
@@ -27,6 +27,10 @@ _LESS = re.compile(r"\b(?:lower|smaller|less|fewer|below|reduces|shrinks|drops)\
 _MORE = re.compile(r"\b(?:higher|larger|greater|more|above|exceeds|increases|rises)\b", re.IGNORECASE)
 _BETTER = re.compile(
     r"\b(?:better|improves|outperforms|beats|superior|significant(?:ly)?|faster|worse)\b", re.IGNORECASE
+)
+_NEEDS_CLAIM = re.compile(
+    r"\b(?:faster|slower|better|worse|improves|outperforms|beats|superior|(?:no|without) (?:any )?loss|lossless)\b",
+    re.IGNORECASE,
 )
 _OTHERS = re.compile(
     r"\b(?:et al\.|prior work|previous work|earlier work|recent work|related work|has been shown|"
@@ -37,10 +41,10 @@ _COMMENT = re.compile(r"(?<!\\)%[^\n]*\n?")
 
 
 @dataclass(frozen=True)
-class ReviewFinding:
-    """Something that a check found. `place` is a section or a result key; blocking ones forbid approval."""
+class Reviewed:
+    """What a check or a reviewer found. `place` is a section or a result key; blocking ones forbid approval."""
 
-    check: Check
+    check: str
     section: str
     place: str
     text: str
@@ -52,16 +56,16 @@ class ReviewFinding:
         return hashlib.sha256(f"{self.check}\0{self.section}\0{self.place}".encode()).hexdigest()[:12]
 
 
-def check_paper(sections: Mapping[str, str], evidence: Evidence) -> list[ReviewFinding]:
+def check_paper(sections: Mapping[str, str], evidence: Evidence) -> list[Reviewed]:
     """Return what the checks find in the bodies of the sections, in order, each id once."""
     plain = {name: _COMMENT.sub("", body) for name, body in sections.items()}
-    found: dict[str, ReviewFinding] = {}
+    found: dict[str, Reviewed] = {}
     for finding in (*_of_whole(plain, evidence), *_of_sections(plain, evidence)):
         found.setdefault(finding.id, finding)
     return list(found.values())
 
 
-def _of_whole(sections: Mapping[str, str], evidence: Evidence) -> Iterator[ReviewFinding]:
+def _of_whole(sections: Mapping[str, str], evidence: Evidence) -> Iterator[Reviewed]:
     text = "\n\n".join(sections.values())
     used = _keys(text)
     has_baseline = any(".teacher." in key or key.startswith("ratio.") for key in used)
@@ -69,7 +73,7 @@ def _of_whole(sections: Mapping[str, str], evidence: Evidence) -> Iterator[Revie
     section = "results" if "results" in sections else next(iter(sections), "")
     has_table = "\\artifacttable{" in text
     if used and knows_baseline and not has_baseline and not has_table:
-        yield ReviewFinding(
+        yield Reviewed(
             "missing_baseline",
             section,
             section,
@@ -78,14 +82,14 @@ def _of_whole(sections: Mapping[str, str], evidence: Evidence) -> Iterator[Revie
         )
     has_proxy = any(evidence.results[key].is_proxy for key in used if key in evidence.results)
     if evidence.proxy and has_proxy and not re.search(r"\bproxy\b", text, re.IGNORECASE):
-        yield ReviewFinding(
+        yield Reviewed(
             "proxy_not_labelled", section, section,
             f"numbers rest on a proxy teacher ({evidence.proxy}) and no section names it", True,
         )  # fmt: skip
     for name, body in sections.items():
         for figure in _FIGURE.findall(body):
             if f"{{fig:{figure}}}" not in text:
-                yield ReviewFinding(
+                yield Reviewed(
                     "unreferenced_figure",
                     name,
                     figure,
@@ -94,21 +98,24 @@ def _of_whole(sections: Mapping[str, str], evidence: Evidence) -> Iterator[Revie
                 )
 
 
-def _of_sections(sections: Mapping[str, str], evidence: Evidence) -> Iterator[ReviewFinding]:
+def _of_sections(sections: Mapping[str, str], evidence: Evidence) -> Iterator[Reviewed]:
     for name, body in sections.items():
         for sentence in _SENTENCE.split(body):
             keys = [key for key in _keys(sentence) if key in evidence.results]
             has_claim = bool(_LESS.search(sentence) or _MORE.search(sentence) or _BETTER.search(sentence))
             if _OTHERS.search(sentence) and "\\cite" not in sentence:
                 words = " ".join(sentence.split())[:80]
-                yield ReviewFinding(
+                yield Reviewed(
                     "missing_citation", name, words, f"{words!r} names other work and cites none", True
                 )
+            if (compared := _NEEDS_CLAIM.search(sentence)) and "\\claim{" not in sentence:
+                text = f"{compared[0]!r} has no \\claim{{KEY}}{{KEY}}{{less|more|equal}} in its sentence"
+                yield Reviewed("unclaimed_comparison", name, compared[0].lower(), text, True)
             for wrong in _wrong_directions(sentence, evidence):
-                yield ReviewFinding("wrong_direction", name, *wrong, True)
+                yield Reviewed("wrong_direction", name, *wrong, True)
             for key in keys if has_claim else ():
                 if evidence.results[key].n in (None, 1):
-                    yield ReviewFinding(
+                    yield Reviewed(
                         "single_seed",
                         name,
                         key,
@@ -118,7 +125,7 @@ def _of_sections(sections: Mapping[str, str], evidence: Evidence) -> Iterator[Re
             for match in _RESULT.finditer(sentence):
                 found = evidence.results.get(match["key"])
                 if match["command"] == "resultvalue" and found is not None and found.spread is not None:
-                    yield ReviewFinding(
+                    yield Reviewed(
                         "number_without_interval", name, match["key"],
                         f"{match['key']} is printed without its dispersion; write \\result", False,
                     )  # fmt: skip

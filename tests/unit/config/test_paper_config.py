@@ -7,6 +7,7 @@ import pytest
 from caramba.config.crosscheck import refuse_unbuilt
 from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
+from caramba.config.review import ReviewConfig
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 
@@ -50,7 +51,6 @@ def test_groups_compose_and_none_is_the_default() -> None:
 def test_what_is_not_built_is_refused_by_name() -> None:
     for words, name in (
         (["paper=draft", "paper.paper_type=blog_post"], r"paper\.paper_type=blog_post is not built yet"),
-        (["+review.strictness=conference"], r"review=.*is not built yet: it comes with the review work"),
     ):
         with pytest.raises(ConfigError, match=name):
             refuse_unbuilt(freeze(words).manifest)
@@ -66,6 +66,19 @@ def test_an_agents_manifest_names_no_server_variable_or_file() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"origin is an agent may not set paper\.{key}"):
             freeze([*words, word])
+
+
+def test_options_of_review_and_loop() -> None:
+    loop = freeze(["experiment=smoke", "paper=loop", "review.strictness=journal"]).manifest
+    assert loop.review is not None
+    assert loop.research is not None
+    assert (loop.review.strictness, loop.research.max_iterations) == ("journal", 5)
+    review = freeze(["experiment=smoke", "paper=review"]).manifest
+    assert (review.review, review.research) == (ReviewConfig(), None)
+    with pytest.raises(ConfigError, match="may not set review or research"):
+        freeze(["experiment=smoke", "paper=loop", "origin=agent"])
+    with pytest.raises(ConfigError, match="auto_approve_score is below"):
+        freeze(["experiment=smoke", "paper=loop", "research.auto_approve_score=1"])
 
 
 @pytest.mark.parametrize(

@@ -259,10 +259,10 @@ def test_models_and_keys_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> 
         LanguageModel(PaperConfig.model_validate({"api": {"key_env": "NO_SUCH"}}))
 
 
-def test_an_absent_litellm_is_named_with_its_extra(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_litellm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"paper: litellm is not installed; pip install 'caramba\[paper\]'"):
-        LanguageModel(config())
+        LanguageModel(PaperConfig(model="gpt-4o"))
 
 
 OFFLINE = """
@@ -276,6 +276,9 @@ assert "litellm" not in sys.modules and "torch" not in sys.modules
 from caramba.config.paper import PaperConfig
 from caramba.paper.client import LanguageModel
 LanguageModel(PaperConfig.model_validate({"model": "m", "api": {"base_url": "http://127.0.0.1:9/v1"}}))
+assert "litellm" not in sys.modules
+os.environ["OPENAI_API_KEY"] = "sk-x"
+LanguageModel(PaperConfig(model="gpt-4o"))
 assert "litellm" in sys.modules and "torch" not in sys.modules
 print("secret" if "FROM_DOTENV" in os.environ else "quiet", sys.modules["litellm"].telemetry)
 """

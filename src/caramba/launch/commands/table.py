@@ -339,11 +339,23 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "review": Command(
-        "RUN [--group NAME] [--paper-dir DIR]",
-        "check a run's paper by rule: baselines, seeds, directions, proxies, citations, figures, intervals",
+        (
+            "RUN [--group NAME] [--paper-dir DIR] [--model NAME] [--base-url URL] [--api-key-env NAME] "
+            "[--tools auto|native|text] [--persona NAME] [--strictness NAME]"
+        ),
+        (
+            "check a run's paper by rule: baselines, seeds, directions, proxies, citations, figures, intervals; with "
+            "--model or a review section, a language model reviews it too"
+        ),
         {
             "--group": "Group of the run that the paper describes; default the run.",
             "--paper-dir": "Folder of the paper; default paper/ in the folder of the run.",
+            "--model": "Language model that reviews; default as in the manifest, else none.",
+            "--base-url": "An OpenAI-compatible server; default as in the manifest.",
+            "--api-key-env": "Environment variable that holds the key; default the provider's own.",
+            "--tools": "How tools are called: auto, native or text; default auto.",
+            "--persona": "Reviewer: senior_researcher, methodology_expert or practitioner; default senior_researcher.",
+            "--strictness": "Bar: workshop, conference, journal or top_venue; default conference.",
             **COMMON,
         },
     ),

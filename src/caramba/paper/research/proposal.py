@@ -118,7 +118,7 @@ def arm_manifest(base: Manifest, seed: int, proposal: Proposal | None = None) ->
             f"{manifest_sha256(base)[:12]}…; propose on this run"
         )
     plain: dict[str, Any] = json.loads(json.dumps(base.model_dump(mode="json")))
-    plain["paper"] = None
+    plain |= {"paper": None, "review": None, "research": None}
     if "seed" in plain:
         plain["seed"] = seed
     for group in plain["groups"]:

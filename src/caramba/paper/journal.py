@@ -1,0 +1,93 @@
+"""calls.jsonl: answered requests with their replies: no paid call is repeated, and a session can be replayed."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from caramba.errors import AgentError, ConfigError
+
+CALLS = "calls.jsonl"
+
+
+class Journal:
+    """The calls of one folder. `step` names what they are for; within a step one request has one reply."""
+
+    def __init__(self, file: Path, replay: Path | None = None) -> None:
+        """Read `file`, to which replies are added; with `replay`, replies come from that file alone.
+
+        Raises:
+            ConfigError: one of them cannot be read.
+        """
+        self.file, self.replay, self.step = file, replay, ""
+        self._known = _read(file)
+        self._recorded = None if replay is None else _read(replay)
+        if replay is not None and not self._recorded:
+            raise ConfigError(f"{replay}: holds no recorded call; name the {CALLS} of a loop")
+
+    def find(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the reply to a request of this step that was answered before, None where there is none."""
+        line = self._known.get((self.step, digest_of(request)))
+        return None if line is None else line["reply"]
+
+    def find_recorded(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply of the file that is replayed.
+
+        Raises:
+            AgentError: that file has no such request; the message has the difference from the nearest one.
+        """
+        recorded = self._recorded or {}
+        line = recorded.get((self.step, digest_of(request)))
+        if line is not None:
+            return line["reply"]
+        text = _lines(request)
+        others = [_lines(item["request"]) for (step, _), item in recorded.items() if step == self.step]
+        nearest = max(others, key=lambda other: _common(text, other), default=[])
+        diff = list(difflib.unified_diff(nearest, text, "recorded", "asked", lineterm="", n=1))[:12]
+        shown = "\n".join(part[:200] for part in diff)
+        raise AgentError(f"{self.replay}: no recorded reply to this request of {self.step}:\n{shown}")
+
+    def add(self, request: dict[str, Any], reply: dict[str, Any]) -> None:
+        """Write a reply to disk before anything follows from it."""
+        digest = digest_of(request)
+        line = {"step": self.step, "sha256": digest, "request": request, "reply": reply}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.file, "ab") as file:
+            file.write((json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._known[self.step, digest] = line
+
+
+def digest_of(request: dict[str, Any]) -> str:
+    """Return the hash of a request in canonical form."""
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+
+def _read(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the calls of a file; half a last line is what a kill left, and is cut off."""
+    if not file.is_file():
+        return {}
+    content = file.read_bytes()
+    whole, newline, rest = content.rpartition(b"\n")
+    if rest:
+        os.truncate(file, len(whole) + len(newline))
+    try:
+        lines = [json.loads(text) for text in (whole.split(b"\n") if newline else [])]
+        return {(line["step"], digest_of(line["request"])): line for line in lines}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: not a record of calls ({type(error).__name__}); restore it from a copy"
+        ) from None
+
+
+def _lines(request: dict[str, Any]) -> list[str]:
+    return json.dumps(request, sort_keys=True, indent=1, ensure_ascii=False).splitlines()
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    return sum(first == second for first, second in zip(one, other, strict=False))
