@@ -27,7 +27,7 @@ from caramba.data.checkpoint import load_tensors, load_training_state, save_trai
 from caramba.data.checkpoint.locate import find_checkpoint
 from caramba.data.folder import open_token_folder
 from caramba.errors import CarambaError
-from caramba.experiment.ledger import StageLedger
+from caramba.experiment.session import StageLedger
 from caramba.runs.files import RECORD
 from caramba.runs.stages import read_finished_stages
 

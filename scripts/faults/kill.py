@@ -27,7 +27,7 @@ from typing import Any
 from safetensors import safe_open
 
 from caramba.runs.events import metric_rows, read_events
-from caramba.runs.locking import is_locked
+from caramba.runs.files import is_locked
 
 sys.path.insert(0, str(Path(__file__).parent))
 

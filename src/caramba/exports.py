@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def lazy_exports(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package.
+def lazy_exports(package: str, file: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package: names load by the imports that its file has `if TYPE_CHECKING`.
+
+    They are its `__all__`, unless it has one. No name may be that of a module of the package, since importing that
+    module would replace it.
 
     Args:
         package: the package's `__name__`.
-        homes: names by the module that defines them. A module outside the package is given in full, and no name may be
-            that of a module of the package, since importing that module would replace it.
+        file: the package's `__file__`.
     """
-    module_of = {name: module for module, names in homes.items() for name in names}
+    guard = next(node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If))
+    imports = [node for node in guard.body if isinstance(node, ast.ImportFrom)]
+    module_of = {item.name: str(node.module) for node in imports for item in node.names}
+    vars(sys.modules[package]).setdefault("__all__", sorted(module_of))
 
     def find(name: str) -> Any:
-        home = module_of.get(name)
-        if home is None:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        path = home if home.startswith("caramba.") else f"{package}.{home}"
-        value = getattr(importlib.import_module(path), name)
+        value = getattr(importlib.import_module(module_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

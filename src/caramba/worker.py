@@ -22,10 +22,10 @@ from caramba.runs.exit_codes import (
     imports_without_gc,
     run_command,
     status_of,
+    stop_on_signals,
 )
 from caramba.runs.ranks import adopt_slurm_ranks, end_with_agent, rank
 from caramba.runs.shell import show_path
-from caramba.runs.signals import stop_on_signals
 
 if TYPE_CHECKING:
     from caramba.config.manifest import Manifest
@@ -58,11 +58,9 @@ def run(run_dir: Path) -> int:
     """Hold a run directory, run its manifest in it, and print where the artifacts are."""
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
-    from caramba.runs.files import remove_parts
+    from caramba.runs.files import lock, remove_parts
     from caramba.runs.jobs import REQUEUE, current_job, record_job
-    from caramba.runs.locking import lock
-    from caramba.runs.manifest import read_manifest
-    from caramba.runs.sources import check_manifest_unchanged, check_plugins
+    from caramba.runs.manifest import check_manifest_unchanged, check_plugins, read_manifest
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, select_retries
 
     manifest = read_manifest(run_dir)

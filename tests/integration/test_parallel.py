@@ -27,7 +27,7 @@ from caramba.cli import main
 from caramba.data.checkpoint import load_tensors, load_training_state
 from caramba.data.checkpoint.folder import MODEL, latest_sharded_state
 from caramba.errors import CheckpointError, ConfigError
-from caramba.experiment.ledger import StageLedger
+from caramba.experiment.session import StageLedger
 from caramba.launch.freeze import freeze
 from caramba.model import build_model, load_pretrained
 from caramba.parallel.stages import TIED

@@ -18,7 +18,7 @@ import pytest
 from caramba.cli import main
 from caramba.launch.launchers import process
 from caramba.runs import lock
-from caramba.runs.locking import is_locked
+from caramba.runs.files import is_locked
 from caramba.runs.sweeps import read_sweep, resolve_sweep
 
 PYTHON = sys.executable  # the real one, of which the sweeps here know nothing

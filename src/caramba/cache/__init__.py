@@ -45,24 +45,4 @@ __all__ = [
     "refusal",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "context": ("Context",),
-        "custom": ("CustomLayerCache",),
-        "device_context": ("DeviceContext", "refusal"),
-        "layer": (
-            "DecoupledLayerKVCache",
-            "FirstTokensKVCache",
-            "LatentLayerKVCache",
-            "LayerCache",
-            "LayerKVCache",
-            "new_layer_cache",
-        ),
-        "memory_bank": ("MemoryLayerKVCache",),
-        "ragged_context": ("RaggedContext",),
-        "slot_context": ("SlotContext",),
-        "tensor": ("TAIL_TOKENS", "KVCacheTensor", "KVCacheTensorConfig"),
-        "caramba.config.kvcache": ("KVCacheKind",),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)

@@ -9,9 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from caramba.config.json_file import read_object
 from caramba.config.model import ModelSpec
-from caramba.config.source import is_mapping, is_sequence, list_of, mapping_of
+from caramba.config.source import is_mapping, is_sequence, list_of, mapping_of, read_object
 from caramba.errors import CheckpointError, nearest, quote
 
 CONFIG = "config.json"

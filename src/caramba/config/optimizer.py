@@ -1,17 +1,20 @@
-"""Schema of what one optimiser step does: its defaults by name, and which settings go together."""
+"""Schema of what one optimiser step does, and of strategies: its defaults by name, and which settings go together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from caramba.config.base import Config
+from caramba.config.base import Config, nearest
 from caramba.config.extension import name_of
+from caramba.config.source import is_mapping, is_sequence
 
 if TYPE_CHECKING:
     from caramba.config.train import PhaseConfig
+
 
 NonNegative = Annotated[float, Field(ge=0)]
 BETAS = (0.9, 0.95)
@@ -151,3 +154,172 @@ def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
         )
     if phase.master_weights and phase.stochastic_rounding:
         yield "master_weights keeps what stochastic_rounding would spread over steps; remove one of the two"
+
+
+MATCHED = "matched"
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1, "swats": 2, "pidao": 2, "pidao_adaptive": 3}
+"""Values that each optimiser keeps of a weight."""
+SECOND_MOMENTS = ("adamw", "muon", "swats", "pidao_adaptive")
+"""Optimisers that step by second moments; muon has AdamW for what is no matrix of the stack."""
+
+
+class StrategyConfig(Config):
+    """How to step: an optimiser, its rate relative to `lr`, its moments, weight decay and clipping."""
+
+    optimizer: Literal["adamw", "sgd", "lion", "muon", "swats", "pidao", "pidao_adaptive"] = Field(
+        description="optimiser of the strategy"
+    )
+    rate: Annotated[float, Field(gt=0)] | Literal["matched"] = Field(
+        description="multiple of the schedule's lr; matched keeps the update size of the strategy before"
+    )
+    betas: tuple[Beta, Beta] | None = Field(
+        default=None, description="decays of the moments; unset: the phase's, lion's own"
+    )
+    momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
+    decay: Annotated[float, Field(ge=0)] = Field(default=1.0, description="multiple of weight_decay")
+    clip: Literal["phase", "adagc"] = Field(
+        default="phase", description="clipping of the phase, or each tensor by its own past norms"
+    )
+    swats: SwatsConfig | None = Field(default=None, description="keys of swats; unset: its defaults")
+    pidao: PidaoConfig | None = Field(default=None, description="coefficients of pidao; unset: its defaults")
+
+
+STRATEGIES: Mapping[str, StrategyConfig] = {
+    "conservative_adamw": StrategyConfig(optimizer="adamw", rate=1.0),
+    "aggressive_adamw": StrategyConfig(optimizer="adamw", rate=2.0),
+    "spike_resistant": StrategyConfig(optimizer="adamw", rate=1.0, clip="adagc"),
+    "sgd_escape": StrategyConfig(optimizer="sgd", rate=MATCHED, momentum=0.9),
+    "lion": StrategyConfig(optimizer="lion", rate=0.2, betas=(0.9, 0.99), decay=1.0),
+    "muon": StrategyConfig(optimizer="muon", rate=1.0),
+    "swats": StrategyConfig(optimizer="swats", rate=1.0, swats=SwatsConfig(tolerance=1e-5)),
+    "pidao": StrategyConfig(optimizer="pidao", rate=MATCHED),
+    "pidao_adaptive": StrategyConfig(optimizer="pidao_adaptive", rate=1.0),
+}
+DEFAULT_STRATEGIES = ("conservative_adamw", "aggressive_adamw", "spike_resistant", "muon")
+
+
+def strategies_by_name(value: Any) -> Any:
+    """Return a list of built-in names as a mapping from name to strategy; a mapping may leave built-in ones empty.
+
+    Raises:
+        PydanticCustomError: a name that is no built-in strategy and has no data.
+    """
+    if is_sequence(value) and not isinstance(value, str):
+        value = dict.fromkeys(map(str, value))
+    if not is_mapping(value):
+        return value
+    found: dict[str, Any] = {}
+    for name, data in value.items():
+        if data is None and name not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            raise PydanticCustomError(
+                "strategy",
+                "unknown strategy '{name}'{hint}; known: {known}; or give its data, {{optimizer: adamw, rate: 1}}",
+                {"name": str(name), "hint": nearest(name, STRATEGIES), "known": known},
+            )
+        found[name] = STRATEGIES[name] if data is None else data
+    return found
+
+
+Strategies = Annotated[dict[str, StrategyConfig], BeforeValidator(strategies_by_name)]
+
+
+def keys_of(phase: PhaseConfig) -> Iterator[str]:
+    """Yield the keys of the orchestrator that a phase sets away from their defaults, but for the switch itself."""
+    for key, field in type(phase).model_fields.items():
+        if key.startswith("orchestrator_") and key != "orchestrator_enabled":
+            default = field.get_default(call_default_factory=True)
+            if getattr(phase, key) != default:
+                yield key
+
+
+def orchestrator_conflicts(phase: PhaseConfig) -> Iterator[str]:
+    """Yield what is wrong with the orchestrator's keys taken together, and with the phase around them."""
+    if not phase.orchestrator_enabled:
+        for key in keys_of(phase):
+            yield f"{key} belongs to orchestrator_enabled=true; add that, or remove {key}"
+        return
+    if phase.phase not in ("pretrain", "global"):
+        yield f"orchestrator_enabled belongs to phase=pretrain or global, got phase={phase.phase}; remove it"
+    if phase.optimizer != "adamw" or phase.gradient_clip_algorithm == "adagc":
+        yield (
+            f"orchestrator_enabled chooses optimiser and clipping by strategy, got optimizer={phase.optimizer}, "
+            f"gradient_clip_algorithm={phase.gradient_clip_algorithm}; remove them, and use orchestrator_strategies"
+        )
+    for key in ("master_weights", "stochastic_rounding", "optimizer_offload"):
+        if getattr(phase, key):
+            yield f"orchestrator_enabled steps the weights themselves, got {key}; remove one of the two"
+    strategies = phase.orchestrator_strategies
+    for key in ("orchestrator_initial_strategy", "orchestrator_safety_strategy"):
+        name = getattr(phase, key)
+        if name is not None and name not in strategies:
+            known = ", ".join(strategies)
+            yield f"{key}={name} is none of orchestrator_strategies, {known}{nearest(name, strategies)}"
+    first = strategies.get(phase.orchestrator_initial_strategy)
+    if first is not None and first.rate == MATCHED:
+        yield (
+            f"orchestrator_initial_strategy={phase.orchestrator_initial_strategy} has rate=matched and nothing before "
+            "it to match; give the strategy a rate, such as rate: 1"
+        )
+    if phase.orchestrator_decision_interval >= phase.steps:
+        yield (
+            f"orchestrator_decision_interval={phase.orchestrator_decision_interval} leaves no decision in "
+            f"steps={phase.steps}; use {max(1, phase.steps // 4)} or less"
+        )
+    if (phase.orchestrator_policy == "replay") != (phase.orchestrator_decisions is not None):
+        yield (
+            "orchestrator_policy=replay follows the decisions of a file, and nothing else does; give both "
+            "orchestrator_policy=replay and orchestrator_decisions=FILE, or neither"
+        )
+    if runs_trials(phase):
+        cost, most = trial_steps(phase), phase.orchestrator_budget * phase.steps
+        if cost > most:
+            yield (
+                f"orchestrator_budget={phase.orchestrator_budget:g} of steps={phase.steps} is {most:.0f} steps, and "
+                f"one decision takes {cost}; raise the budget to {cost / phase.steps:.3f}, or lower "
+                "orchestrator_eval_horizon or orchestrator_repeats"
+            )
+
+
+def runs_trials(phase: PhaseConfig) -> bool:
+    """Whether a phase has something to choose from, and measures."""
+    return (
+        phase.orchestrator_enabled
+        and phase.orchestrator_mode == "active"
+        and phase.orchestrator_policy != "replay"
+        and (len(phase.orchestrator_strategies) > 1 or phase.orchestrator_use_nowcasting)
+    )
+
+
+def halving_rungs(challengers: int, horizon: int) -> list[tuple[int, int]]:
+    """Return (arms, steps of each) of the rungs that leave one challenger, the last at half of the horizon."""
+    arms: list[int] = []
+    while challengers > 1:
+        arms.append(challengers)
+        challengers //= 2
+    return [(n, max(1, horizon >> (len(arms) - at))) for at, n in enumerate(arms)]
+
+
+def trial_steps(phase: PhaseConfig, challengers: int | None = None) -> int:
+    """Return the steps that a decision among `challengers` (all by default) takes: rungs, then two at the horizon."""
+    horizon, repeats = phase.orchestrator_eval_horizon, phase.orchestrator_repeats
+    n = len(phase.orchestrator_strategies) - 1 if challengers is None else challengers
+    rungs = halving_rungs(n, horizon) if phase.orchestrator_policy == "halving" else []
+    pairs = (n > 0) + phase.orchestrator_use_nowcasting
+    return sum(arms * steps for arms, steps in rungs) + 2 * repeats * horizon * pairs
+
+
+def portfolio_bytes(phase: PhaseConfig, weights: int) -> dict[str, int]:
+    """Return bytes in float32 of `weights` trained weights: the states in use, and a copy for trials and rollback."""
+    used = phase.orchestrator_strategies.values()
+    if phase.orchestrator_mode == "monitor":
+        used = [phase.orchestrator_strategies[phase.orchestrator_initial_strategy]]
+    needs_v = any(one.optimizer in SECOND_MOMENTS for one in used)
+    most = max(
+        STATES[one.optimizer]
+        + (1 if needs_v and one.optimizer in ("sgd", "lion", "muon") else 0)
+        + (2 if one.optimizer == "pidao" else 0)
+        for one in used
+    )
+    return {"states": 4 * most * weights, "copies": 2 * 4 * (1 + most) * weights}

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer import Positive
-from caramba.config.orchestrator import Strategies
+from caramba.config.optimizer import Strategies
 
 OptimizerRow = Literal["adamw", "lion", "muon", "swats", "pidao", "pidao_adaptive", "nowcast", "orchestrator"]
 ROW_LR: dict[str, float] = {"lion": 0.2, "pidao": 2.0}

@@ -14,19 +14,17 @@ from caramba.config.extension import Loss, NameOrExtension, OptimizerConfig, Sch
 from caramba.config.layer import Positive
 from caramba.config.optimizer import (
     BETAS,
+    DEFAULT_STRATEGIES,
     LION_BETAS,
     MOMENTUM,
+    STRATEGIES,
     AdaGCConfig,
     PidaoConfig,
+    Strategies,
     SwatsConfig,
     optimizer_conflicts,
-    precision_conflicts,
-)
-from caramba.config.orchestrator import (
-    DEFAULT_STRATEGIES,
-    STRATEGIES,
-    Strategies,
     orchestrator_conflicts,
+    precision_conflicts,
 )
 from caramba.config.source import is_mapping
 from caramba.errors import ConfigError

@@ -12,19 +12,21 @@ if TYPE_CHECKING:
     from caramba.data.corpus import Corpus, open_corpus
     from caramba.data.dataset import (
         IGNORED,
+        DocumentDataset,
         NpyDataset,
+        PackedDataset,
         TokenDataset,
         TokensDataset,
         WindowSampler,
         build_token_dataset,
         count_targets,
         epoch_permutation,
+        open_windows,
+        pack_best_fit,
     )
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
-    from caramba.data.library import LibraryTokenizer, train_bpe
-    from caramba.data.packing import DocumentDataset, PackedDataset, open_windows, pack_best_fit
     from caramba.data.stream import TokenStream
-    from caramba.data.tokenizer import ByteTokenizer, Tokenizer, count_bytes
+    from caramba.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, count_bytes, train_bpe
     from caramba.data.tokenizer_files import load_tokenizer
 
 __all__ = [
@@ -57,27 +59,4 @@ __all__ = [
     "write_token_folder",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "benchmark_text": ("BenchmarkText", "open_benchmark_text"),
-        "contamination": ("refuse_overlap",),
-        "corpus": ("Corpus", "open_corpus"),
-        "dataset": (
-            "IGNORED",
-            "NpyDataset",
-            "TokenDataset",
-            "TokensDataset",
-            "WindowSampler",
-            "build_token_dataset",
-            "count_targets",
-            "epoch_permutation",
-        ),
-        "folder": ("TokenFolder", "open_token_folder", "write_token_folder"),
-        "library": ("LibraryTokenizer", "train_bpe"),
-        "packing": ("DocumentDataset", "PackedDataset", "open_windows", "pack_best_fit"),
-        "stream": ("TokenStream",),
-        "tokenizer": ("ByteTokenizer", "Tokenizer", "count_bytes"),
-        "tokenizer_files": ("load_tokenizer",),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from caramba.data.corpus import Corpus
-from caramba.data.dataset import TokenDataset
-from caramba.data.packing import DocumentDataset, PackedDataset, documents_read
+from caramba.data.dataset import DocumentDataset, PackedDataset, TokenDataset, documents_read
 from caramba.data.stream import Tokens
 from caramba.errors import DataError
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from caramba.config.json_file import read_object
-from caramba.data.library import LibraryTokenizer
+from caramba.config.source import read_object
 from caramba.data.shards import (
     SHARD_TOKENS,
     SPLITS,
@@ -25,7 +24,7 @@ from caramba.data.shards import (
     token_dtype,
 )
 from caramba.data.stream import Tokens, TokenStream
-from caramba.data.tokenizer import ByteTokenizer, Tokenizer
+from caramba.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer
 from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition
 from caramba.errors import DataError, quote
 from caramba.runs.files import RECORD, check_folder, has_record, part_of, record_files, whole_file, write_json

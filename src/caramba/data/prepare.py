@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from caramba.data.folder import document_batches, publish_folder, write_meta, write_tokenizer
-from caramba.data.library import train_bpe
 from caramba.data.shards import SHARD_TOKENS, SPLITS, NpyWriter, SplitWriter, open_npy, token_dtype
 from caramba.data.sources import DocumentSource
-from caramba.data.tokenizer import Tokenizer
+from caramba.data.tokenizer import Tokenizer, train_bpe
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
 from caramba.runs.files import RECORD, record_files, whole_file, write_json

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from caramba.data.library import CL100K, GPT2
+from caramba.data.tokenizer import CL100K, GPT2
 from caramba.errors import DataError
 
 _O200K = "|".join(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from caramba.config.json_file import parse_object
-from caramba.data.library import LibraryTokenizer
+from caramba.config.source import parse_object
 from caramba.data.tiktoken_file import tiktoken_definition
-from caramba.data.tokenizer import EOS, ByteTokenizer, Tokenizer
+from caramba.data.tokenizer import EOS, ByteTokenizer, LibraryTokenizer, Tokenizer
 from caramba.errors import DataError
 from caramba.runs.files import check_file
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from caramba.console import logger
 from caramba.data import IGNORED, TokenDataset, Tokenizer, open_benchmark_text
-from caramba.data.stdlib import collect_documents, stdlib_root
+from caramba.data.corpus import collect_documents, stdlib_root
 from caramba.errors import ConfigError
 from caramba.metrics import Windows, spread_windows
 

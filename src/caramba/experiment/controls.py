@@ -21,14 +21,13 @@ from caramba.config.train import BLOCK_PHASES
 from caramba.console import logger
 from caramba.errors import ConfigError, DataError
 from caramba.evaluation.memory import measure as measure_memory
-from caramba.experiment.ledger import StageRecord
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageRecord
 from caramba.experiment.stages import fit_phase
 from caramba.experiment.surgery import TRANSPLANT
 from caramba.metrics import Agreement, agreement
 from caramba.model import Model, build_model, load_pretrained
 from caramba.result import BenchmarkResult, Metric, PhaseResult
-from caramba.runs.signals import until_recorded
+from caramba.runs.exit_codes import until_recorded
 from caramba.train import drop_state
 
 DISTILLED = "_distilled"

@@ -16,8 +16,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
 from caramba.experiment.ladder_largest import find_largest, largest_row
 from caramba.experiment.ladder_steps import LadderSteps, Taken, spread, take_steps
-from caramba.experiment.ledger import StageRecord
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageRecord
 from caramba.model import Model, build_model
 from caramba.ops.backend import REFERENCE
 from caramba.result import BenchmarkResult, Metric, PhaseResult

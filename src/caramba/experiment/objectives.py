@@ -29,8 +29,7 @@ from caramba.distill import (
     refuse_over_cap,
 )
 from caramba.errors import ConfigError
-from caramba.experiment.ledger import StageLedger
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageLedger
 from caramba.model import Model, build_model, model_hash, pair_attention
 from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
 from caramba.train.data import windows_at

@@ -14,14 +14,13 @@ import lightning.pytorch as pl
 import torch
 
 from caramba.config.benchmark import BenchmarkConfig
+from caramba.config.optimizer import STRATEGIES, trial_steps
 from caramba.config.optimizer_table import ROW_KEYS, ROW_LR, OptimizersConfig
-from caramba.config.orchestrator import STRATEGIES, trial_steps
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.errors import CarambaError
 from caramba.experiment.fit_apart import fit_apart
-from caramba.experiment.ledger import StageRecord
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageRecord
 from caramba.metrics import windowed_nll
 from caramba.model import build_model
 from caramba.result import BenchmarkResult, Metric, PhaseResult

@@ -23,10 +23,9 @@ from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.distill import Objective
 from caramba.errors import CarambaError
-from caramba.experiment.ledger import StageLedger
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.planning import StepCandidate, Trial, run_trial
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageLedger
 from caramba.layer import attention_backends
 from caramba.model import build_model, build_with_random_weights
 from caramba.runtime import MemoryMeter, RuntimePlan, apply_determinism, choose_device, is_out_of_memory

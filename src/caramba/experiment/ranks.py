@@ -21,10 +21,9 @@ from caramba.data.checkpoint.network import spec_of
 from caramba.data.corpus import open_text
 from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
 from caramba.errors import CarambaError, ConfigError, OutOfMemory
-from caramba.experiment.ledger import StageLedger
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.resolve_plans import reduce_for_all_ranks
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageLedger
 from caramba.layer import attention_backends
 from caramba.model import Model, build_empty, build_model
 from caramba.model.custom_layers import refuse_lost_tensors

@@ -18,7 +18,6 @@ from caramba.experiment.chats import check_chats, run_chat
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.custom_layers import check_builds
 from caramba.experiment.ladder import climb_ladder
-from caramba.experiment.ledger import StageLedger, StageRecord
 from caramba.experiment.objectives import (
     check_block_schedules,
     check_lora_targets,
@@ -29,7 +28,7 @@ from caramba.experiment.papers import draft_paper
 from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.resolve_plans import resolve_plans
 from caramba.experiment.samples import check_samples, write_samples
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageLedger, StageRecord
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
 from caramba.experiment.text_check import check_text

@@ -21,19 +21,18 @@ from caramba.console import logger
 from caramba.data.checkpoint.network import spec_of
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
-from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.ranks import Assembled, assemble, send_command
 from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
 from caramba.experiment.retry import retry_failed_benchmarks
-from caramba.experiment.session import ORIGIN, PROXY, Session, is_fresh_init
+from caramba.experiment.session import ORIGIN, PROXY, Session, StageRecord, is_fresh_init
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal
 from caramba.model.topology.base import custom_layers_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
+from caramba.runs.exit_codes import until_recorded
 from caramba.runs.shell import show_path
-from caramba.runs.signals import until_recorded
 from caramba.runtime import (
     RuntimePlan,
     get_rank,

@@ -14,10 +14,9 @@ from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
 from caramba.data import TokenDataset, refuse_overlap
 from caramba.distill import block_errors
-from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import frozen
 from caramba.experiment.retry import retry_failed_benchmarks
-from caramba.experiment.session import Session
+from caramba.experiment.session import Session, StageRecord
 from caramba.metrics import Windows, batches, documents_of
 from caramba.result import PhaseResult
 from caramba.runs.files import home

@@ -14,7 +14,7 @@ from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_phase
 from caramba.model import build_model
-from caramba.runs.signals import until_recorded
+from caramba.runs.exit_codes import until_recorded
 from caramba.train import drop_state
 
 

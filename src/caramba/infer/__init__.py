@@ -39,17 +39,4 @@ __all__ = [
     "score_continuations",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "caramba.config.generate": ("GenerateConfig", "SpeculativeConfig"),
-        "decode": ("decode_step", "greedy", "prefill"),
-        "eval_text": ("EvalText",),
-        "generator": ("Generated", "GenerateStats", "Generator", "generate"),
-        "model_bundle": ("ModelBundle", "load_model"),
-        "policy": ("CacheDecision",),
-        "scoring": ("Scored", "greedy_until", "score_continuations"),
-        "speculative": ("SpeculativeGenerator",),
-        "state_file": ("load_state", "save_state"),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)

@@ -26,7 +26,7 @@ from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.lower.quantize import QuantisedWeights
 from caramba.model import Model, load_pretrained
 from caramba.runs import MANIFEST, read_manifest, resolve_run
-from caramba.runs.sources import plugin_changes
+from caramba.runs.manifest import plugin_changes
 
 Role = Literal["teacher", "student"]
 

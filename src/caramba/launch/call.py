@@ -14,8 +14,8 @@ from caramba.config.estimate import ExperimentPlan, as_json, render_text
 from caramba.config.manifest import Manifest
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, quote
-from caramba.launch.argv import CommandLine, as_folder
 from caramba.launch.commands.compile import plan_of
+from caramba.launch.overrides import CommandLine, as_folder
 from caramba.launch.run import launch_in
 from caramba.runs.exit_codes import INTERRUPTED, STOPPED
 from caramba.runs.shell import show_path

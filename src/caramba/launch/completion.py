@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from caramba.config.base import Config
 from caramba.config.composition import Composition, TrainGroup
-from caramba.launch.argv import FLAGS
 from caramba.launch.commands.table import COMMANDS
+from caramba.launch.overrides import FLAGS
 from caramba.runs import list_runs
 
 TAKES_OVERRIDES = ("launch", "compile", "run")

@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 from caramba.config.lower import keeps_checks
 from caramba.config.source import is_mapping, mapping_of
 from caramba.errors import ConfigError, nearest
-from caramba.launch.argv import CommandLine
 from caramba.launch.completion import complete_word
 from caramba.launch.compose import compose
-from caramba.launch.overrides import refuse_unsafe_folder, refuse_unsafe_overrides
+from caramba.launch.overrides import CommandLine, refuse_unsafe_folder, refuse_unsafe_overrides
 
 
 @hydra.main(config_path="pkg://caramba.conf", config_name="config", version_base="1.3")

@@ -6,7 +6,9 @@ weights that a hub id names.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +27,6 @@ from caramba.data.checkpoint.locate import FORMAT, LOADED
 from caramba.data.checkpoint.locate import find_checkpoint as find_weights
 from caramba.data.checkpoint.network import check_stored_network
 from caramba.errors import CheckpointError, ConfigError, nearest
-from caramba.launch.cpu_threads import note_on_threads
 from caramba.runs import MANIFEST, resolve_run
 from caramba.runs.shell import show_path
 
@@ -317,3 +318,51 @@ def _fixes(hub_id: str, key: str) -> str:
         f"  2. {local}\n"
         "  3. model=tiny_dba train=upcycle, which trains its own teacher here in minutes"
     )
+
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def usable_cores(quota: Path = QUOTA) -> int:
+    """Return the cores that this process may use: those it is bound to, and no more than a container's quota."""
+    cores = available_cores()
+    try:
+        limit, period = quota.read_text(encoding="ascii").split()[:2]
+        return cores if limit == "max" else min(cores, max(1, math.ceil(int(limit) / int(period))))
+    except (OSError, ValueError):  # no cgroup of version 2, so no quota that could be read
+        return cores
+
+
+def note_on_threads(manifest: Manifest, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a note when the workers of a run together have more threads than cores, None otherwise.
+
+    Workers of a SLURM job run on other machines, and are not judged here.
+    """
+    launcher = manifest.launcher
+    if launcher.is_slurm:
+        return None
+    cores, asked = usable_cores(), environment.get("OMP_NUM_THREADS", "")
+    workers = 1
+    if launcher.type == "torchrun":
+        spread = manifest.parallel
+        shared = spread.dp if isinstance(spread.dp, int) else 1
+        workers = launcher.nproc_per_node or shared * spread.tp * spread.pp
+    elif launcher.type == "process":
+        workers = launcher.n_jobs or 1
+    if workers > 1 or launcher.type != "inline":
+        threads = launcher.threads or max(1, available_cores() // workers)
+        key = "launcher.threads"
+    else:
+        threads = int(asked) if asked.isdecimal() and int(asked) else available_cores()
+        key = "OMP_NUM_THREADS"
+    if workers * threads <= cores:
+        return None
+    each = f"{workers} workers with {threads} threads each" if workers > 1 else f"{threads} threads"
+    return f"{each} on {cores} usable cores are slower than one a core; set {key}={max(1, cores // workers)}"

@@ -11,11 +11,11 @@ from pathlib import Path
 from caramba.config.manifest import Manifest
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.launch.argv import CommandLine
 from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.launchers.process import run_in_process
 from caramba.launch.launchers.slurm import check_slurm, submit_run
 from caramba.launch.launchers.torchrun import check_torchrun, ranks_per_node, run_torchrun
+from caramba.launch.overrides import CommandLine
 from caramba.launch.preflight import check_startable
 from caramba.runs import (
     MANIFEST,
@@ -27,8 +27,8 @@ from caramba.runs import (
     resolve_run,
 )
 from caramba.runs.exit_codes import MISTAKE
+from caramba.runs.files import is_locked
 from caramba.runs.jobs import refuse_queued
-from caramba.runs.locking import is_locked
 from caramba.runs.ranks import is_rank
 from caramba.runs.shell import show_path
 from caramba.runs.state import FINISHED, run_state

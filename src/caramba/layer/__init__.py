@@ -55,25 +55,4 @@ __all__ = [
     "uses_split_keys_kernel",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "attention": ("AttentionLayer",),
-        "backends": ("attention_backends", "packed_attention", "unplanned_attention"),
-        "decoupled": ("DecoupledProjection",),
-        "document_separation": ("documents_path",),
-        "documents": ("Documents", "StoredDocuments"),
-        "dropout": ("DropoutLayer",),
-        "latent": ("LatentProjection",),
-        "layer_norm": ("LayerNormLayer",),
-        "linear": ("LinearLayer",),
-        "memory_bank": ("MemoryBankLayer",),
-        "projection": ("Projection",),
-        "rms_norm": ("RMSNormLayer",),
-        "rope": ("RotaryEmbedding", "rope_frequencies", "rotate", "shared_angles"),
-        "score": ("CausalScore",),
-        "split_keys": ("uses_split_keys_kernel",),
-        "standard": ("StandardProjection",),
-        "swiglu": ("SwiGLULayer",),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)

@@ -36,16 +36,4 @@ __all__ = [
     "save_model",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "build": ("build_empty", "build_model", "build_with_random_weights", "init_weights"),
-        "custom_layers": ("check_causal",),
-        "early_exit": ("EarlyExit",),
-        "hf_folder": ("load_hf_folder",),
-        "identity": ("model_hash",),
-        "model": ("Embedder", "Head", "Model", "TiedHead", "pair_attention"),
-        "pretrained": ("load_pretrained", "save_model"),
-        "trace": ("Trace", "TraceRecord"),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)

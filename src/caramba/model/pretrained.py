@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from caramba.config.hf import is_remote, read_hf_config, spec_of_folder
-from caramba.config.json_file import parse_object
 from caramba.config.model import ModelSpec
+from caramba.config.source import parse_object
 from caramba.data.checkpoint import index_tensors, load_into, save_tensors, stream_into
 from caramba.data.checkpoint.folder import is_dcp
 from caramba.data.checkpoint.formats import is_own_format, read_model_metadata, read_model_tensors

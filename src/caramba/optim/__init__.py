@@ -3,13 +3,12 @@
 from caramba.optim.adagc import AdaGC
 from caramba.optim.adamw import AdamW
 from caramba.optim.average import WeightAverage
-from caramba.optim.build import build_optimizer
+from caramba.optim.build import build_optimizer, learning_rate
 from caramba.optim.clip import NONFINITE, NonFiniteWatch, clip_gradients, clip_values
+from caramba.optim.groups import local
 from caramba.optim.lion import Lion
 from caramba.optim.master_weights import MasterWeights, clipping_step
 from caramba.optim.muon import MuonAdamW
-from caramba.optim.schedule import learning_rate
-from caramba.optim.shards import local
 
 __all__ = [
     "NONFINITE",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.optim.clip import clip_gradients, tensor_norms
-from caramba.optim.shards import local
+from caramba.optim.groups import local
 
 
 class AdaGC:

@@ -12,8 +12,7 @@ from torch.optim.adamw import adamw
 from caramba.errors import ConfigError
 from caramba.ops import has_kernel
 from caramba.ops.adamw import adamw_step, reference_adamw_step
-from caramba.optim.groups import call_closure
-from caramba.optim.shards import PLAIN, is_sharded, local
+from caramba.optim.groups import PLAIN, call_closure, is_sharded, local
 
 NARROW_ENOUGH = (torch.float32, torch.float16, torch.bfloat16)
 Masters = Mapping[nn.Parameter, nn.Parameter]

@@ -1,7 +1,8 @@
-"""The phase's optimiser over parameter groups."""
+"""The optimiser of a phase, and its learning rate as a pure function of the step, which needs no state to resume."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch import nn
 from caramba.config.optimizer import PidaoConfig, SwatsConfig
 from caramba.config.train import PhaseConfig
 from caramba.optim.adamw import AdamW
-from caramba.optim.groups import Named, is_stack_matrix, parameter_groups
+from caramba.optim.groups import Named, is_sharded, is_stack_matrix, parameter_groups
 from caramba.optim.lion import Lion
 from caramba.optim.master_weights import MasterWeights
 from caramba.optim.muon import MuonAdamW
-from caramba.optim.shards import is_sharded
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfig) -> torch.optim.Optimizer:
@@ -86,3 +86,41 @@ def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimize
     if phase.fused_optimizer:
         return AdamW(groups, lr=lr, betas=phase.betas)
     return torch.optim.AdamW(groups, lr=lr, betas=phase.betas, **way)
+
+
+def learning_rate(phase: PhaseConfig, step: int, steps: int | None = None) -> float:
+    """Return the learning rate of optimiser step `step` (0-based): linear warm-up, then the phase's scheduler.
+
+    With p from 0 at the end of the warm-up (of wsd: at the last `decay_ratio` of the steps) to 1 on the last step:
+    lr * (r + (1 - r) f(p)), r = min_lr_ratio, f = 1 - p (linear), (1 + cos pi p) / 2 (cosine), 1 - sqrt(p) (wsd).
+    `none` and `constant` do not decay. With `steps` the schedule spans that many steps in place of the phase's, and
+    its warm-up is shortened as much.
+
+    Reference: Loshchilov and Hutter, 2017, arXiv:1608.03983 (cosine); Hu et al., 2024, arXiv:2404.06395 (warm-up,
+    stable, decay); Hagele et al., 2024, arXiv:2405.18392 (its decay by 1 - sqrt).
+    """
+    assert phase.lr != "auto", "lr is settled for the model's width before a phase starts"
+    steps = phase.steps if steps is None else steps
+    warmup = phase.warmup_steps * steps // phase.steps
+    if step < warmup:
+        return phase.lr * (step + 1) / warmup
+    if phase.scheduler in ("none", "constant"):
+        return phase.lr
+    last = steps - 1
+    begin = warmup
+    if phase.scheduler == "wsd":
+        begin = max(warmup, last - max(1, round(phase.decay_ratio * steps)))
+        if step <= begin:
+            return phase.lr
+    progress = min(1.0, (step - begin) / max(1, last - begin))
+    return phase.lr * (
+        phase.min_lr_ratio + (1.0 - phase.min_lr_ratio) * _remaining(phase.scheduler, progress)
+    )
+
+
+def _remaining(scheduler: str, progress: float) -> float:
+    if scheduler == "linear":
+        return 1.0 - progress
+    if scheduler == "wsd":
+        return 1.0 - math.sqrt(progress)
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -14,7 +14,7 @@ from caramba.config.train import PhaseConfig
 from caramba.errors import CarambaError
 from caramba.ops import has_kernel
 from caramba.ops.foreach_norm import foreach_norm, reference_foreach_norm
-from caramba.optim.shards import complete_squares, is_sharded, local, sum_over_ranks
+from caramba.optim.groups import complete_squares, is_sharded, local, sum_over_ranks
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
 

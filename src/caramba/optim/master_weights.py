@@ -12,8 +12,7 @@ from caramba.ops import has_kernel
 from caramba.ops.packed_masters import unpack_masters
 from caramba.ops.stochastic_round import chunks, reference_stochastic_round, stochastic_round
 from caramba.optim.adamw import AdamW, is_capturing
-from caramba.optim.groups import Named, call_closure
-from caramba.optim.shards import local, of_rank_0
+from caramba.optim.groups import Named, call_closure, local, of_rank_0
 from caramba.runtime import synchronize
 
 PARTS, LEAST = 16, 2**24

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from caramba.errors import ConfigError
-from caramba.optim.groups import call_closure
-from caramba.optim.shards import local
+from caramba.optim.groups import call_closure, local
 
 
 class PIDAO(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.config.orchestrator import MATCHED, SECOND_MOMENTS, StrategyConfig
+from caramba.config.optimizer import MATCHED, SECOND_MOMENTS, StrategyConfig
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.optim.groups import Named, call_closure

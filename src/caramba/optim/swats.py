@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.errors import ConfigError
-from caramba.optim.groups import call_closure
-from caramba.optim.shards import complete_squares, local
+from caramba.optim.groups import call_closure, complete_squares, local
 
 
 class SWATS(torch.optim.Optimizer):

@@ -10,10 +10,9 @@ from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
     from caramba.runs.environment import environment, git_commit
-    from caramba.runs.find import find_unfinished_run, find_unmeasured_run, list_runs, resolve_run
-    from caramba.runs.locking import lock
+    from caramba.runs.files import lock
     from caramba.runs.manifest import MANIFEST, canonical_json, differences, manifest_sha256, read_manifest
-    from caramba.runs.minting import mint
+    from caramba.runs.minting import find_unfinished_run, find_unmeasured_run, list_runs, mint, resolve_run
 
 __all__ = [
     "MANIFEST",
@@ -32,15 +31,6 @@ __all__ = [
 ]
 
 # Looked up on first use: files and exit codes are needed where pydantic must not be loaded.
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "find": ("list_runs", "resolve_run", "find_unfinished_run", "find_unmeasured_run"),
-        "locking": ("lock",),
-        "manifest": ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"),
-        "environment": ("environment", "git_commit"),
-        "minting": ("mint",),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)
 
 sys.modules[__name__].__class__ = CallablePackage

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caramba.errors import ConfigError, nearest
-from caramba.runs.find import list_runs
-from caramba.runs.locking import lock
+from caramba.runs.files import lock
 from caramba.runs.manifest import MANIFEST, OVERRIDES
+from caramba.runs.minting import list_runs
 
 ARCHIVE, LOG = ".archive", "log.jsonl"
 

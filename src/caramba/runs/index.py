@@ -13,11 +13,9 @@ from pathlib import Path
 
 from caramba.runs.annotations import ANNOTATIONS
 from caramba.runs.events import EVENTS
-from caramba.runs.files import home
+from caramba.runs.files import LOCK, home, is_locked
 from caramba.runs.jobs import JOB
-from caramba.runs.locking import LOCK, is_locked
-from caramba.runs.manifest import MANIFEST, OVERRIDES
-from caramba.runs.sources import SOURCES
+from caramba.runs.manifest import MANIFEST, OVERRIDES, SOURCES
 from caramba.runs.state import FAILED, FINISHED, RESULT, RunState, run_state
 
 VERSION = 2

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from caramba.result import Check
 from caramba.runs.events import EVENTS, RUN_STARTED
+from caramba.runs.files import is_locked
 from caramba.runs.jobs import waits_since
-from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caramba.errors import CarambaError, ConfigError, nearest
-from caramba.runs.files import write_json, write_whole
-from caramba.runs.locking import drop_mark, mark_starting
+from caramba.runs.files import drop_mark, mark_starting, write_json, write_whole
 from caramba.runs.manifest import canonical_json, read_manifest
 from caramba.runs.minting import MINTED
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RUNNING, WAITING, awaits_job, run_state

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
         synchronize,
     )
     from caramba.runtime.distributed import (
+        Ranks,
         SignalAgreement,
         all_agree,
+        check_world,
         data_share,
         gather_objects,
         gather_on_main,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         is_distributed,
         is_main_process,
         is_process_group_up,
+        join_ranks,
         mean_over_ranks,
         merge_over_ranks,
         send_from_main,
@@ -47,7 +50,6 @@ if TYPE_CHECKING:
         release_memory,
     )
     from caramba.runtime.offload import activations_on_host
-    from caramba.runtime.ranks import Ranks, check_world, join_ranks
     from caramba.runtime.runtime_plan import (
         Decision,
         RuntimePlan,
@@ -120,54 +122,4 @@ __all__ = [
     "trainable_decision",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "determinism": ("apply_determinism", "random_states", "restore_random_states", "seed_process"),
-        "device": (
-            "Precision",
-            "check_gpu",
-            "choose_device",
-            "choose_precision",
-            "device_facts",
-            "device_precisions",
-            "synchronize",
-        ),
-        "distributed": (
-            "SignalAgreement",
-            "all_agree",
-            "data_share",
-            "gather_objects",
-            "gather_on_main",
-            "get_local_world_size",
-            "get_rank",
-            "get_world_size",
-            "is_distributed",
-            "is_main_process",
-            "is_process_group_up",
-            "mean_over_ranks",
-            "merge_over_ranks",
-            "send_from_main",
-        ),
-        "gradient_average": ("GradientAverage",),
-        "memory": ("MemoryMeter", "address_limit", "free_bytes", "is_out_of_memory", "release_memory"),
-        "offload": ("activations_on_host",),
-        "runtime_plan": (
-            "Decision",
-            "RuntimePlan",
-            "apply_threads",
-            "cached_plan",
-            "load_plan",
-            "plan",
-            "plan_path",
-            "read_valid_plans",
-            "save_plan",
-            "signature_of",
-            "store_plan",
-            "trainable_decision",
-        ),
-        "ranks": ("Ranks", "check_world", "join_ranks"),
-        "table_rows": ("EmbeddingGradRows", "takes_rows"),
-        "tuned": ("AttentionChoice", "choose_attention", "families_of"),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from caramba.errors import ConfigError
-from caramba.runs.signals import handled
+from caramba.runs.exit_codes import handled
 from caramba.serve.app import build_app
 from caramba.serve.connections import BACKLOG, protocol_class
 from caramba.serve.service import Service

@@ -19,7 +19,7 @@ from caramba.data import TokenDataset, WindowSampler
 from caramba.distill import Batch
 from caramba.errors import DataError
 from caramba.metrics import spread_windows
-from caramba.runs.signals import STOPPING
+from caramba.runs.exit_codes import STOPPING
 from caramba.runtime import Decision
 
 VALIDATION_WINDOWS = 64

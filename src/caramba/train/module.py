@@ -14,7 +14,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from caramba.config.train import AdaGCConfig, PhaseConfig
+from caramba.config.optimizer import AdaGCConfig
+from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import CarambaError, CheckpointError, ExtensionFailedError

@@ -30,7 +30,7 @@ from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory, Preempted
 from caramba.optim import NonFiniteWatch
 from caramba.runs.events import start_phase
-from caramba.runs.signals import listen, stop_error, until_step_ends
+from caramba.runs.exit_codes import listen, stop_error, until_step_ends
 from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
     Checkpointing,

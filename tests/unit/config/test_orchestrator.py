@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from caramba.config.orchestrator import STRATEGIES, halving_rungs, portfolio_bytes, trial_steps
+from caramba.config.optimizer import STRATEGIES, halving_rungs, portfolio_bytes, trial_steps
 from caramba.config.parallel import ParallelConfig
 from caramba.config.parallel_check import conflicts
 from caramba.config.train import PhaseConfig

@@ -21,7 +21,7 @@ from caramba.config.plugin_types import read_source
 from caramba.config.plugins import PluginConfig, activate, use_plugins
 from caramba.errors import ConfigError
 from caramba.model.topology import build_node
-from caramba.runs.sources import check_plugins, plugin_sources
+from caramba.runs.manifest import check_plugins, plugin_sources
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
 SITE = (

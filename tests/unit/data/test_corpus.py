@@ -12,7 +12,7 @@ import pytest
 
 from caramba.config.data import DataConfig
 from caramba.data import count_bytes, open_corpus, open_windows, refuse_overlap, train_bpe, write_token_folder
-from caramba.data import stdlib as stdlib_module
+from caramba.data.corpus import stdlib_root
 from caramba.errors import DataError
 
 SMALL = {"type": "stdlib", "vocab_size": 300, "val_frac": 0.2, "max_bytes": 400_000}
@@ -43,7 +43,7 @@ def test_stdlib_bpe(cache_home: Path) -> None:
     assert corpus.token_bytes is not None
     for split, tokens in (("train", corpus.train), ("val", corpus.val)):
         files = meta["source"]["files"][split]
-        text = b"".join((stdlib_module.stdlib_root() / name).read_bytes() for name in files)
+        text = b"".join((stdlib_root() / name).read_bytes() for name in files)
         assert corpus.tokenizer.decode(tokens) == text.decode()
         assert count_bytes(tokens, corpus.token_bytes) == len(text) == meta["splits"][split]["bytes"]
         assert (tokens == corpus.tokenizer.eos_id).sum() == len(files) == meta["splits"][split]["documents"]

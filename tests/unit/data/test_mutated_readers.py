@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from scripts.faults import mutate_readers
 
-from caramba.config.json_file import MAX_DEPTH, parse_object, read_object
+from caramba.config.source import MAX_DEPTH, parse_object, read_object
 from caramba.data.folder import open_token_folder, write_token_folder
-from caramba.data.library import MAX_BPE_SIZE, train_bpe
+from caramba.data.tokenizer import MAX_BPE_SIZE, train_bpe
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.launch.commands.prepare import main
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba.data.stdlib import collect_documents, stdlib_root
+from caramba.data.corpus import collect_documents, stdlib_root
 from caramba.errors import DataError
 
 

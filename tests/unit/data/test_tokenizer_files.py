@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from caramba.data import count_bytes, load_tokenizer, train_bpe
-from caramba.data.library import CL100K, GPT2, QWEN
+from caramba.data.tokenizer import CL100K, GPT2, QWEN
 from caramba.errors import DataError
 
 TEXTS = [
@@ -103,7 +103,7 @@ def test_marks_come_from_the_files_beside(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_style_bytes() -> None:
-    from caramba.data.library import measure_token_bytes
+    from caramba.data.tokenizer import measure_token_bytes
 
     backend = sentencepiece(prefix=False)
     lengths, reason = measure_token_bytes(backend, backend.get_vocab_size())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caramba.data import ByteTokenizer, Tokenizer
-from caramba.data.library import train_bpe
+from caramba.data.tokenizer import train_bpe
 from caramba.infer.stream import TextStream
 
 TEXT = st.text(alphabet="abcé€😀 \n", max_size=24)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from caramba.cli import main
-from caramba.launch import cpu_threads
-from caramba.launch.cpu_threads import available_cores, note_on_threads, usable_cores
+from caramba.launch import preflight
 from caramba.launch.freeze import freeze
+from caramba.launch.preflight import available_cores, note_on_threads, usable_cores
 
 WORDS = ["model=tiny", "train=pretrain"]
 
 
 @pytest.fixture(autouse=True)
 def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "available_cores", lambda: 4)
+    monkeypatch.setattr(preflight, "available_cores", lambda: 4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from caramba.cli import main
 from caramba.config.generate import EngineConfig, GenerateConfig, SpeculativeConfig
 from caramba.config.quantise import CalibrationConfig
-from caramba.launch import argv
+from caramba.launch import overrides
 from caramba.launch.commands.help import FLAGS
 from caramba.launch.commands.table import COMMANDS, COMMON
 
@@ -134,7 +134,7 @@ def test_flag_defaults_are_those_of_the_schema(command: str, schema: type, prefi
 
 def test_launch_flags_are_those_that_its_parser_takes() -> None:
     described = " ".join(flag for flag, _ in FLAGS)
-    for flag in (*argv.FLAGS, *argv.NATIVE):
+    for flag in (*overrides.FLAGS, *overrides.NATIVE):
         if flag.startswith("--") and flag not in ("--help", "--version"):
             assert flag in described, flag
 

@@ -24,7 +24,7 @@ from caramba.launch.launchers.rendezvous import refuse_launcher, shared_run_dir
 from caramba.launch.launchers.slurm import _ranges, array_script, run_script
 from caramba.launch.launchers.torchrun import SignalForwarder, check_torchrun, ranks_per_node
 from caramba.launch.sweeps.runner import refuse_unlike
-from caramba.runs import mint, signals
+from caramba.runs import exit_codes, mint
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
 from caramba.runs.sweeps import list_sweeps
@@ -351,7 +351,7 @@ def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
 
 @pytest.mark.usefixtures("hears_interrupts")
 def test_an_agent_that_does_not_stop_is_killed_by_a_second_interrupt(monkeypatch):
-    monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(exit_codes, "SAME_PRESS_S", 0.0)
     program = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); print(flush=True); time.sleep(600)"
     with (
         SignalForwarder() as forwarder,

@@ -18,7 +18,7 @@ from caramba.launch.launchers import process
 from caramba.launch.launchers.process import GRACE_S, Job, Pool, make_slots
 from caramba.launch.overrides import expand_sweep
 from caramba.launch.sweeps.grid import common_name, find_varied, refuse_ranks
-from caramba.runs import lock, mint, signals
+from caramba.runs import exit_codes, lock, mint
 from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
@@ -132,7 +132,7 @@ def test_a_worker_that_will_not_stop_is_killed(deaf, monkeypatch):
 
 
 def test_a_second_interrupt_kills_at_once(deaf, monkeypatch):
-    monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(exit_codes, "SAME_PRESS_S", 0.0)
     before = signal.getsignal(signal.SIGINT)
     with _asked_to_stop(deaf, signal.SIGINT) as workers:
         process = workers._running[0].process

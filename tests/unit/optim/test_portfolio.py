@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from caramba.config.orchestrator import STRATEGIES
+from caramba.config.optimizer import STRATEGIES
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.optim import build_optimizer

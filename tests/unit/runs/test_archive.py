@@ -11,7 +11,7 @@ import pytest
 from caramba.cli import main
 from caramba.runs import list_runs
 from caramba.runs.archive import ARCHIVE, LOG, list_archive
-from caramba.runs.locking import LOCK, lock
+from caramba.runs.files import LOCK, lock
 
 
 @pytest.fixture(name="runs")

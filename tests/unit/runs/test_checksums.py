@@ -15,7 +15,7 @@ from caramba.data.sources import TextSource
 from caramba.data.token_file import open_token_file
 from caramba.data.tokenizer import ByteTokenizer
 from caramba.errors import CheckpointError, ConfigError, DataError
-from caramba.experiment.ledger import StageLedger, StageRecord
+from caramba.experiment.session import StageLedger, StageRecord
 from caramba.result import PhaseResult
 from caramba.runs import files
 from caramba.runs.stages import read_finished_stages

@@ -12,8 +12,8 @@ from caramba.artifacts.across_runs.gather import read_rows
 from caramba.cli import main
 from caramba.runs import index
 from caramba.runs.events import append_event
+from caramba.runs.files import lock
 from caramba.runs.index import index_file, read_states
-from caramba.runs.locking import lock
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RUNNING, run_state
 
 KEY = "perplexity.student.perplexity"

@@ -29,8 +29,7 @@ from caramba.runs import (
     resolve_run,
 )
 from caramba.runs.exit_codes import run_command
-from caramba.runs.files import home, remove_parts, write_json
-from caramba.runs.locking import drop_mark, marks_of
+from caramba.runs.files import drop_mark, home, marks_of, remove_parts, write_json
 from caramba.runs.state import lacks_benchmarks
 
 

@@ -16,11 +16,20 @@ from collections.abc import Iterator
 import pytest
 
 from caramba.errors import ConfigError, Preempted
-from caramba.runs import signals
-from caramba.runs.exit_codes import PREEMPTED, TERMINATED, run_command, status_of
+from caramba.runs import exit_codes
+from caramba.runs.exit_codes import (
+    PREEMPTED,
+    STOPPING,
+    TERMINATED,
+    run_command,
+    status_of,
+    stop_on_signals,
+    stop_signal,
+    until_recorded,
+    until_step_ends,
+)
 from caramba.runs.jobs import current_job, queue, record_job, refuse_queued
 from caramba.runs.ranks import adopt_slurm_ranks, is_rank
-from caramba.runs.signals import STOPPING, stop_on_signals, stop_signal, until_recorded, until_step_ends
 from caramba.runs.state import clock_skew
 
 
@@ -117,7 +126,7 @@ def test_stop_on_signals_second_ctrl_c_in_a_step_stops_at_once(monkeypatch, capf
             tell(signal.SIGINT)
             tell(signal.SIGINT)  # The same press, from the terminal and from a parent.
             done.append("same press")
-            monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
+            monkeypatch.setattr(exit_codes, "SAME_PRESS_S", 0.0)
             tell(signal.SIGINT)
             done.append("second press")
 
@@ -143,7 +152,7 @@ def test_stop_on_signals_ignored_signal_stays_ignored():
 IN_A_TERMINAL = """
 import os, sys, time
 from caramba.console import logger
-from caramba.runs.signals import stop_signal, stop_on_signals, until_step_ends
+from caramba.runs.exit_codes import stop_signal, stop_on_signals, until_step_ends
 with stop_on_signals(), until_step_ends():
     logger.info("ready")
     while not stop_signal():
@@ -172,7 +181,7 @@ BROKEN_PIPE = """
 import sys
 from caramba.console import logger
 from caramba.errors import Preempted
-from caramba.runs.signals import stop_on_signals, until_step_ends
+from caramba.runs.exit_codes import stop_on_signals, until_step_ends
 try:
     with stop_on_signals(), until_step_ends():
         for number in range(3):

@@ -13,7 +13,7 @@ import torch
 
 from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer, Tokenizer
-from caramba.data.library import train_bpe
+from caramba.data.tokenizer import train_bpe
 from caramba.infer.engine import Engine
 from caramba.model import Model, build_model
 from caramba.serve.connections import BACKLOG

@@ -14,7 +14,7 @@ import torch
 
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
-from caramba.data.packing import PackedDataset
+from caramba.data.dataset import PackedDataset
 from caramba.distill import LanguageModelObjective
 from caramba.model import build_model
 from caramba.optim import NonFiniteWatch

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from caramba.config.train import PhaseConfig
-from caramba.data.packing import DocumentDataset, PackedDataset
+from caramba.data.dataset import DocumentDataset, PackedDataset
 from caramba.distill import Batch, LanguageModelObjective
 from caramba.model import build_model
 from caramba.optim import NonFiniteWatch

@@ -15,7 +15,7 @@ from caramba.artifacts.style import new_figure, styled, to_png
 from caramba.artifacts.tables import number
 from caramba.runs import MANIFEST, differences
 from caramba.runs.events import read_events
-from caramba.runs.sources import plugin_sources
+from caramba.runs.manifest import plugin_sources
 
 # The normal quantile of a two-sided 95% interval.
 Z_95 = 1.959964

@@ -13,8 +13,7 @@ from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.events import EVENTS, metric_rows
 from caramba.runs.index import read_indexed
-from caramba.runs.manifest import OVERRIDES, read_overrides
-from caramba.runs.sources import plugin_sources
+from caramba.runs.manifest import OVERRIDES, plugin_sources, read_overrides
 from caramba.runs.state import FAILED, FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
 

@@ -21,7 +21,7 @@ from caramba.artifacts.studio.record import read_state
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.annotations import Annotations, read_annotations
-from caramba.runs.locking import is_locked
+from caramba.runs.files import is_locked
 from caramba.runs.state import FAILED, FINISHED, RunState
 from caramba.runs.sweeps import list_sweeps, read_sweep
 

@@ -14,8 +14,7 @@ from caramba.artifacts.across_runs.leaves import MOST_TEXT, flatten
 from caramba.artifacts.dispersion import is_standard_error
 from caramba.artifacts.studio.curve import Curve, read_phases
 from caramba.runs.events import EVENTS
-from caramba.runs.manifest import MANIFEST, OVERRIDES, read_overrides
-from caramba.runs.sources import SOURCES, plugin_sources
+from caramba.runs.manifest import MANIFEST, OVERRIDES, SOURCES, plugin_sources, read_overrides
 from caramba.runs.state import FAILED, RunState, run_state
 
 T = TypeVar("T")

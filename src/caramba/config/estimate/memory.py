@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from caramba.config.estimate.model import ModelCost, runs_teacher, training_flops
 from caramba.config.estimate.spread import ParallelLayout, RankMemory, holdings
 from caramba.config.extension import name_of
-from caramba.config.orchestrator import portfolio_bytes
+from caramba.config.optimizer import portfolio_bytes
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 
 OPTIMIZER_STATES = {

@@ -7,7 +7,7 @@ import hashlib
 import struct
 from pathlib import Path
 
-from caramba.config.json_file import read_object
+from caramba.config.source import read_object
 from caramba.data.checkpoint.refusal import refuse_pickle
 from caramba.errors import CheckpointError
 

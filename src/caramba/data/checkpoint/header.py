@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from caramba.config.json_file import parse_object
+from caramba.config.source import parse_object
 from caramba.data.checkpoint.refusal import refuse_pickle
 from caramba.errors import CheckpointError
 from caramba.runs.files import check_file

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_folder
-from caramba.config.json_file import parse_object
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec
 from caramba.config.parse import parse_as
+from caramba.config.source import parse_object
 from caramba.data.checkpoint.header import read_metadata
 from caramba.data.checkpoint.hf_names import llama_blocks
 from caramba.errors import CheckpointError, ConfigError

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
-from caramba.launch.argv import CommandLine, parse_command, split_files
 from caramba.launch.freeze import freeze
+from caramba.launch.overrides import CommandLine, parse_command, split_files
 from caramba.launch.preflight import check_startable
 from caramba.launch.run import check_launcher, run_to_resume
 from caramba.runs.shell import join_words, show_path

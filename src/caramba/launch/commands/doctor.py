@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caramba.launch.argv import refuse_arguments
+from caramba.launch.overrides import refuse_arguments
 from caramba.runs.environment import package_version
 from caramba.runs.files import home
 from caramba.runs.ranks import AGENT_STORE, FROM_SLURM, is_rank

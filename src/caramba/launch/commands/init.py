@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from caramba.errors import ConfigError
-from caramba.launch.argv import parse_argv
+from caramba.launch.overrides import parse_argv
 from caramba.runs.files import write_whole
 
 LAYERS = '''"""Schemas of the layers of this project. They need no torch, so that plans stay fast."""

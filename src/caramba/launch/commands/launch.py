@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from caramba.launch.argv import parse_argv
+from caramba.launch.overrides import parse_argv
 from caramba.runs.exit_codes import run_command
 
 

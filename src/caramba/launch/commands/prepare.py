@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 from caramba.config.data import DataConfig
 from caramba.console import logger
 from caramba.data.hub import FINEWEB, FINEWEB_SAMPLE, open_hub, open_local
-from caramba.data.library import MAX_BPE_SIZE
 from caramba.data.prepare import Advance, PreparedCorpus, PrepareOptions, prepare
 from caramba.data.shards import SHARD_TOKENS
 from caramba.data.sources import DocumentSource, TextSource
-from caramba.data.tokenizer import Tokenizer
+from caramba.data.tokenizer import MAX_BPE_SIZE, Tokenizer
 from caramba.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}

@@ -8,15 +8,14 @@ from pathlib import Path
 from caramba.config.crosscheck import refuse_unbuilt
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
-from caramba.launch.argv import parse_command
+from caramba.launch.overrides import parse_command
 from caramba.launch.preflight import check_extras, check_weights
 from caramba.launch.run import check_launcher, drop_if_nothing_began, run_inline, start_worker
 from caramba.runs import MANIFEST, mint, read_manifest, resolve_run
 from caramba.runs.environment import environment_changes
-from caramba.runs.manifest import read_overrides
+from caramba.runs.manifest import plugin_changes, read_overrides
 from caramba.runs.ranks import is_rank
 from caramba.runs.shell import show_path
-from caramba.runs.sources import plugin_changes
 from caramba.runs.state import RESULT
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from caramba.errors import ConfigError
-from caramba.launch.argv import parse_command
+from caramba.launch.overrides import parse_command
 from caramba.launch.run import check_launcher, start_worker
 from caramba.launch.sweeps.runner import runner_of
 from caramba.runs import read_manifest, resolve_run

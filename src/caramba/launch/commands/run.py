@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caramba.errors import ConfigError
-from caramba.launch.argv import parse_command, split_files
+from caramba.launch.overrides import parse_command, split_files
 
 
 def main(argv: list[str]) -> int:

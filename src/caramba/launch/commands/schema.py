@@ -6,7 +6,7 @@ import json
 
 from caramba.config.plugins import use_plugins
 from caramba.config.schema import json_schema, key_table
-from caramba.launch.argv import refuse_arguments
+from caramba.launch.overrides import refuse_arguments
 
 
 def main(argv: list[str]) -> int:

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from caramba.config.launcher import LauncherConfig
 from caramba.errors import ConfigError
-from caramba.launch.cpu_threads import available_cores
+from caramba.launch.preflight import available_cores
 from caramba.runs import MANIFEST
 from caramba.runs.environment import SHARING
-from caramba.runs.exit_codes import INTERRUPTED
-from caramba.runs.locking import holder_of, is_locked, marks_of
-from caramba.runs.signals import DeferredSignals
+from caramba.runs.exit_codes import INTERRUPTED, DeferredSignals
+from caramba.runs.files import holder_of, is_locked, marks_of
 from caramba.runs.state import FAILED, FINISHED, run_state
 
 GRACE_S = 30.0

@@ -15,13 +15,20 @@ from pathlib import Path
 
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
-from caramba.launch.cpu_threads import available_cores
 from caramba.launch.launchers.process import last_lines, visible_gpus
+from caramba.launch.preflight import available_cores
 from caramba.runs import MANIFEST
-from caramba.runs.exit_codes import INTERRUPTED, MISTAKE, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
-from caramba.runs.locking import marks_of
+from caramba.runs.exit_codes import (
+    INTERRUPTED,
+    MISTAKE,
+    REDUCED,
+    REDUCED_REASON,
+    STOPPED,
+    TERMINATED,
+    DeferredSignals,
+)
+from caramba.runs.files import marks_of
 from caramba.runs.ranks import is_rank
-from caramba.runs.signals import DeferredSignals
 
 LOGS, FAILURE = "logs", "failure.json"
 _POLL_S, _SIGNAL_POLL_S = 0.2, 0.1

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError, ConfigError
-from caramba.launch.argv import CommandLine
-from caramba.launch.overrides import expand_sweep
+from caramba.launch.overrides import CommandLine, expand_sweep
 from caramba.launch.run import prepare
 from caramba.launch.sweeps.runner import refuse_unlike, runner_of
 from caramba.runs.manifest import canonical_json, experiment_sha256

@@ -19,11 +19,10 @@ from caramba.launch.run import check_launcher, start_worker
 from caramba.runs import differences, lock, mint, read_manifest
 from caramba.runs.exit_codes import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.exit_codes import MISTAKE, STOPPED
-from caramba.runs.files import remove_parts, write_whole
+from caramba.runs.files import holder_of, is_locked, remove_parts, write_whole
 from caramba.runs.jobs import record_job, record_submission, refuse_queued
-from caramba.runs.locking import holder_of, is_locked
+from caramba.runs.manifest import check_plugins_match
 from caramba.runs.shell import show_path
-from caramba.runs.sources import check_plugins_match
 from caramba.runs.state import (
     FAILED,
     FINISHED,

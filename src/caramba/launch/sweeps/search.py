@@ -26,8 +26,7 @@ from caramba.config.layer import Positive
 from caramba.config.manifest import Manifest
 from caramba.config.parse import parse_as
 from caramba.errors import CarambaError, ConfigError, nearest
-from caramba.launch.argv import CommandLine
-from caramba.launch.overrides import expand_sweep, refuse_unsafe_overrides, split_sign
+from caramba.launch.overrides import CommandLine, expand_sweep, refuse_unsafe_overrides, split_sign
 from caramba.launch.sweeps.grid import check_point
 from caramba.launch.sweeps.runner import SweepRunner
 from caramba.runs.state import FAILED, FINISHED

@@ -45,23 +45,4 @@ __all__ = [
     "sharding_units",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "base": (
-            "BranchingTopology",
-            "CyclicTopology",
-            "NestedTopology",
-            "ParallelTopology",
-            "RecurrentTopology",
-            "ResidualTopology",
-            "StackedTopology",
-            "Topology",
-            "applications",
-            "attention_applications",
-        ),
-        "build": ("build_node", "build_nodes", "own_config"),
-        "checkpointing": ("Granularity", "checkpoint_topology", "clear_checkpointing"),
-        "regions": ("compilable_regions", "join_repeats", "sharding_units"),
-    },
-)
+__getattr__ = lazy_exports(__name__, __file__)

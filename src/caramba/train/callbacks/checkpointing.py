@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from caramba.errors import Preempted
-from caramba.runs.signals import stop_signal
+from caramba.runs.exit_codes import stop_signal
 from caramba.runtime import SignalAgreement
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from caramba.config.orchestrator import portfolio_bytes, runs_trials
+from caramba.config.optimizer import portfolio_bytes, runs_trials
 from caramba.config.train import PhaseConfig
 from caramba.data.checkpoint.network import spec_of
 from caramba.errors import ConfigError

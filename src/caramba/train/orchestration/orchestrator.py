@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from caramba.config.orchestrator import trial_steps
+from caramba.config.optimizer import trial_steps
 from caramba.config.train import PhaseConfig
 from caramba.errors import CarambaError
 from caramba.optim.nowcast import FORECASTS, Snapshots

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from caramba.config.orchestrator import halving_rungs
+from caramba.config.optimizer import halving_rungs
 from caramba.config.train import PhaseConfig
 from caramba.train.orchestration.interval import Interval, compute_interval
 

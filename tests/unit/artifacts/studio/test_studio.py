@@ -24,8 +24,8 @@ from caramba.artifacts.studio.server import folder_version, make_server
 from caramba.cli import main
 from caramba.runs.annotations import Annotations, read_annotations, write_annotations
 from caramba.runs.events import append_event
+from caramba.runs.files import lock
 from caramba.runs.index import index_file
-from caramba.runs.locking import lock
 from caramba.runs.state import FINISHED, RUNNING
 
 PERPLEXITY = "perplexity.student.perplexity"
