@@ -64,6 +64,24 @@ def test_find_checkpoint_refuses_a_foreign_file(run: Path, metadata: dict[str, s
         find_checkpoint(run, role="student")
 
 
+def test_find_checkpoint_refuses_swapped_files_of_one_role(run: Path) -> None:
+    one, other = run / "checkpoints/global.safetensors", run / "checkpoints/transplant.safetensors"
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    (run / "checksums.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="phase='transplant', expected"):
+        find_checkpoint(run, role="student")
+
+
+def test_find_checkpoint_refuses_to_choose_between_two_exports(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name in ("model.safetensors", "model.ckpt"):
+        (tmp_path / "out" / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors and model\.ckpt; name the file"):
+        find_checkpoint(tmp_path / "out", role="student")
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"phase": 3}', '{"phase": {"id": "x"}}'])
 def test_find_checkpoint_refuses_a_damaged_record(run: Path, text: str) -> None:
     (run / "stages/01-global.json").write_text(text)

@@ -34,7 +34,7 @@ from caramba.evaluation import Subjects, check_accuracy, check_other_texts, prep
 from caramba.layer import documents_path, uses_split_keys_kernel
 from caramba.model import Model, build_model, load_pretrained, save_model
 from caramba.result import BenchmarkResult, PhaseResult, TransplantReport, Verdict, to_plain
-from caramba.runs.files import check_file, write_json
+from caramba.runs.files import check_tree, remove_recorded, write_json
 from caramba.runs.manifest import DATA, check_source
 from caramba.runtime import (
     AttentionChoice,
@@ -68,6 +68,7 @@ class StageLedger:
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "stages"
         adapter = TypeAdapter(StageRecord)
+        check_tree(self.folder)
         files = sorted(self.folder.glob("*.json"), key=_number) if self.folder.is_dir() else []
         self._records = {file.stem.split("-", 1)[1]: _read(file, adapter) for file in files}
 
@@ -99,7 +100,7 @@ class StageLedger:
 
     def remove(self, stage: str) -> None:
         """Strike a stage from the record: it is to be done again."""
-        self._file(stage).unlink()
+        remove_recorded(self._file(stage))
         del self._records[stage]
 
     def is_measured(self, stage: str) -> bool:
@@ -111,7 +112,6 @@ class StageLedger:
 
 
 def _read(file: Path, adapter: TypeAdapter[StageRecord]) -> StageRecord:
-    check_file(file)
     try:
         return adapter.validate_python(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:

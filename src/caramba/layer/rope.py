@@ -170,6 +170,7 @@ class RotaryEmbedding(nn.Module):
         explicit: bool = False,
     ) -> None:
         super().__init__()
+        self.base = base
         self.attention_factor = attention_factor(scaling)
         self.dynamic = scaling if scaling is not None and scaling.type == "dynamic" else None
         frequencies = rope_frequencies(width, base, scaling).expand(n_groups, -1).clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,9 +10,11 @@ import torch
 from caramba.config.hf import CONFIG, read_hf_config, spec_of_folder
 from caramba.config.model import ModelSpec
 from caramba.data.checkpoint import index_tensors, is_same_tensor, stream_into, weight_files
-from caramba.data.checkpoint.hf_names import DERIVED_SUFFIXES, EMBEDDING, HEAD, hf_names
+from caramba.data.checkpoint.hf_names import EMBEDDING, FREQUENCIES, HEAD, hf_names
 from caramba.data.checkpoint.network import check_network
+from caramba.data.checkpoint.shards import StoredTensor, StoredWeights
 from caramba.errors import CheckpointError
+from caramba.layer.rope import RotaryEmbedding, rope_frequencies
 from caramba.model.build import build_model
 from caramba.model.model import Model
 
@@ -43,7 +46,7 @@ def load_hf_folder(
             "weights; download the folder again"
         )
     check_network(spec, expected, folder, where)
-    stored = {name: item for name, item in stored.items() if not name.endswith(DERIVED_SUFFIXES)}
+    tables = {name: stored.pop(name) for name in list(stored) if name.endswith(FREQUENCIES)}
     if spec.head.tied and (head := stored.pop(HEAD[1], None)) is not None:
         embedding = stored.setdefault(EMBEDDING[1], head)
         if embedding is not head and not is_same_tensor(embedding, head):
@@ -61,6 +64,32 @@ def load_hf_folder(
             f"{where}: {folder / CONFIG} describes {described:,} weights, its files hold {held:,}; download the folder "
             "again"
         )
+    _check_frequencies(model, tables, f"{where}={folder}")
     model = model.to_empty(device=device)
     stream_into(model, stored, where=f"{where}={folder}", names=hf_names(spec))
     return model.eval()
+
+
+def _check_frequencies(model: Model, tables: Mapping[str, StoredTensor], where: str) -> None:
+    """Check rotary frequencies that a folder stores, perhaps in half precision, against those of config.json.
+
+    Raises:
+        CheckpointError: others, neither those of the model nor those before its scaling.
+    """
+    ropes = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    stored = StoredWeights(tables, where)
+    for name in tables:
+        found = stored[name].flatten()
+        known = [
+            each
+            for rope in ropes[:1]
+            for each in (rope.inv_freq[0], rope_frequencies(2 * rope.inv_freq.shape[1], rope.base))
+        ]
+        if not any(
+            each.shape == found.shape and torch.allclose(each.cpu(), found, rtol=1e-2, atol=1e-6)
+            for each in known
+        ):
+            raise CheckpointError(
+                f"{where}: {name} holds other frequencies than config.json gives; correct its rope_theta or "
+                "rope_scaling, or remove the tensor"
+            )

@@ -121,6 +121,7 @@ def _sync_folder(folder: Path) -> None:
 
 RECORD = "checksums.json"
 _IN_RUN = ("checkpoints", "stages")
+_AWAITED = "awaits_rename"
 _MAX_RECORD_BYTES = 64 << 20
 _MAX_DEPTH = 6  # checkpoints/PHASE.state.pt/STEP/model/FILE
 # Smaller files are hashed in less time than the cache of hashes is read.
@@ -138,7 +139,7 @@ def find_root(file: Path) -> Path | None:
     for place in list(file.parents)[:_MAX_DEPTH]:
         if place.name in _IN_RUN and _is_run(place.parent):
             return place.parent
-    return file.parent if (file.parent / RECORD).is_file() else None
+    return file.parent if has_record(file.parent) else None
 
 
 def _is_run(folder: Path) -> bool:
@@ -150,7 +151,8 @@ def _is_run(folder: Path) -> bool:
 def recorded(path: Path, written: Path) -> Iterator[None]:
     """Record the sum of `written` around its rename to `path`, where `path` is an artifact of a run.
 
-    The record has both versions during the rename: a process that is killed then leaves a file that is still accepted.
+    The record has both versions during the rename: a process that is killed then leaves a file that is still accepted,
+    or none, where the new version alone is on record.
     """
     root = find_root(path)
     if root is None or path.name == RECORD or root == Path(os.path.abspath(path)).parent:
@@ -158,10 +160,18 @@ def recorded(path: Path, written: Path) -> Iterator[None]:
         return
     entry = {"bytes": written.stat().st_size, "sha256": _sha256(written)}
     name = _name(root, path)
-    _update(root, name, [*read_record(root).get(name, []), entry])
+    _update(root, name, [*read_record(root).get(name, []), {**entry, _AWAITED: True}])
     yield
     _remember(path, entry["sha256"])
     _update(root, name, [entry])
+
+
+def remove_recorded(path: Path) -> None:
+    """Remove an artifact of a run, and what its record has of it, first: a file on record has to be there."""
+    root = find_root(path)
+    if root is not None and has_record(root):
+        _write(root, {name: item for name, item in read_record(root).items() if name != _name(root, path)})
+    path.unlink()
 
 
 def record_files(root: Path, files: Iterable[Path], known: Mapping[str, str] | None = None) -> None:
@@ -217,8 +227,8 @@ def check_tree(folder: Path, error: type[CarambaError] = CheckpointError) -> Non
 
 
 def has_record(root: Path) -> bool:
-    """Whether a folder has a record of sums."""
-    return (root / RECORD).is_file()
+    """Whether a folder has a record of sums, readable or not."""
+    return os.path.lexists(root / RECORD)
 
 
 def read_record(
@@ -230,8 +240,10 @@ def read_record(
         CarambaError: of type `error`; the record is damaged.
     """
     file = root / RECORD
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
+    if not file.is_file():
+        raise error(f"{file}: is no file, expected the record of sums; restore it")
     stamp = _stamp(file)
     if stamp not in _records:
         reason = f"{file.stat().st_size} bytes, expected at most {_MAX_RECORD_BYTES}"
@@ -261,6 +273,8 @@ def _check(root: Path, name: str, error: type[CarambaError]) -> None:
     if versions is None:
         return
     file = Path(os.path.normpath(root / name))
+    if not file.exists() and all(_AWAITED in version for version in versions):
+        return
     if not file.is_file():
         raise error(f"{file}: missing, expected {versions[-1]['bytes']} bytes by {root / RECORD}; restore it")
     size = file.stat().st_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caramba.errors import CheckpointError
-from caramba.runs.files import check_file
+from caramba.runs.files import check_tree
 
 STAGES = "stages"
 
@@ -25,11 +25,12 @@ def read_finished_stages(folder: Path) -> list[FinishedStage]:
     """Return the stages of a run, or of one of its groups, that saved weights, in order.
 
     Raises:
-        CheckpointError: a record that cannot be read, differs from what was written, or names a file outside the run.
+        CheckpointError: a record that is missing, cannot be read, differs from what was written, or names a file
+            outside the run.
     """
     found: list[FinishedStage] = []
+    check_tree(folder / STAGES)
     for file in sorted((folder / STAGES).glob("*.json"), key=_number):
-        check_file(file)
         try:
             phase = json.loads(file.read_text(encoding="utf-8"))["phase"]
             checkpoint, stage, role = phase["checkpoint"], phase["id"], phase["trains"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -184,4 +185,34 @@ def test_load_hf_folder_refuses_an_untied_head_that_config_calls_tied(folder: Pa
     with pytest.raises(
         CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight with different"
     ):
+        load_hf_folder(folder)
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+def test_load_hf_folder_refuses_stored_frequencies_other_than_those_of_config(
+    value: float, folder: Path
+) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder / "model.safetensors", **{name: torch.full((4,), value)})
+    with pytest.raises(CheckpointError, match=r"self_attn\.rotary_emb\.inv_freq holds"):
+        load_hf_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.attn.bias", "model.layers.0.attn.masked_bias"])
+def test_load_hf_folder_refuses_tables_that_no_family_has(name: str, folder: Path) -> None:
+    rewrite(folder / "model.safetensors", **{name: torch.ones(1)})
+    with pytest.raises(CheckpointError, match=f"unexpected {re.escape(name)}"):
+        load_hf_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00009-of-00009.safetensors"])
+def test_load_hf_folder_refuses_weights_that_its_index_does_not_name(name: str, sharded: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(32)}, sharded / name)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} is not among the"):
+        load_hf_folder(sharded)
+
+
+def test_load_hf_folder_refuses_shards_without_their_index(folder: Path) -> None:
+    save_file({"x": torch.ones(1)}, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors is not among the"):
         load_hf_folder(folder)

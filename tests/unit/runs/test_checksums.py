@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 
@@ -154,6 +155,53 @@ def test_a_writer_killed_at_its_rename_leaves_a_readable_run(run, monkeypatch):
         assert torch.equal(load_tensors(file)["w"], expected)
     save_tensors(file, WEIGHTS)
     assert len(files.read_record(run)["checkpoints/global.safetensors"]) == 1
+
+
+def test_a_writer_killed_at_the_rename_of_a_new_stage_leaves_a_run_that_resumes(run, monkeypatch):
+    record = StageRecord(PhaseResult("final", "final", "none", 0, 0, 0.0, "", None))
+    ledger, replace = StageLedger(run), os.replace
+
+    def killed(source, target):
+        if str(target).endswith("final.json"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("caramba.runs.files.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.add(record)
+    read_run(run)
+    StageLedger(run).add(record)
+    read_run(run)
+
+
+@pytest.mark.parametrize("remove", ["file", "folder"])
+def test_a_removed_record_of_a_stage_is_refused(run, remove):
+    if remove == "file":
+        (run / "stages" / "00-global.json").unlink()
+    else:
+        shutil.rmtree(run / "stages")
+    for read in (read_finished_stages, StageLedger):
+        with pytest.raises(CheckpointError, match=r"00-global\.json: missing, expected"):
+            read(run)
+
+
+def test_a_stage_struck_from_the_ledger_is_not_missed(run):
+    StageLedger(run).remove("global")
+    read_run(run)
+    assert read_finished_stages(run) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling link"])
+def test_a_record_of_sums_that_is_no_file_is_refused(run, tokens, kind):
+    for root, read in ((run, read_run), (tokens, open_token_folder)):
+        (root / files.RECORD).unlink()
+        if kind == "folder":
+            (root / files.RECORD).mkdir()
+        else:
+            (root / files.RECORD).symlink_to("nowhere")
+        with pytest.raises((CheckpointError, DataError), match="is no file, expected the record of sums"):
+            read(root)
 
 
 def test_large_files_are_hashed_once_for_all_processes(run, monkeypatch):

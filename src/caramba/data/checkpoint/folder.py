@@ -4,6 +4,7 @@ there. No torch."""
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from caramba.errors import CheckpointError
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors")
 # Of a distributed checkpoint, and of a training state of which each rank writes its part.
 DCP_METADATA, DCP_LABELS = ".metadata", "caramba.json"
 MODEL, LOOP = "model", "loop.pt"
@@ -26,8 +28,21 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """Return the safetensors files of a model folder: those of its index, or the one file.
 
     Raises:
-        CheckpointError: the folder has no weights, only pickled ones, or lacks files of its index.
+        CheckpointError: the folder has no weights, only pickled ones, lacks files of its index, or has weights that
+            would not be read.
     """
+    files = _named_files(folder)
+    stray = [file.name for file in folder.glob("model*.safetensors") if _WEIGHTS.fullmatch(file.name)]
+    if unread := sorted({*stray} - {file.name for file in files}):
+        # Other libraries read model.safetensors where both are there, and so another model.
+        raise CheckpointError(
+            f"{folder}: {unread[0]} is not among the {len(files)} files that would be read, {files[0].name} …; remove "
+            f"the stale ones of {INDEX}, its files and {SINGLE}"
+        )
+    return files
+
+
+def _named_files(folder: Path) -> tuple[Path, ...]:
     index = folder / INDEX
     if index.is_file():
         files = tuple(folder / name for name in sorted(set(read_index(index).values())))

@@ -38,8 +38,8 @@ ATTENTION = {
 }
 FEED_FORWARD = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 
-# Tensors that some folders carry and no model reads: tables that follow from the configuration.
-DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+# Of tables that folders of older libraries carry and no model reads, as they follow from the configuration.
+FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)

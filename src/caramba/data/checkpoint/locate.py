@@ -35,9 +35,11 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
     if place.is_file() or is_dcp(place) or (is_hf_folder(place) and not (place / MANIFEST).is_file()):
         return place
     if not (place / MANIFEST).is_file():
-        own = next((place / name for name in EXPORTED if (place / name).is_file()), None)
-        if own is not None:
-            return own
+        exported = [place / name for name in EXPORTED if (place / name).is_file()]
+        if len(exported) > 1:
+            raise CheckpointError(f"{place}: has {' and '.join(EXPORTED)}; name the file to open")
+        if exported:
+            return exported[0]
     finished = _finished(place)
     own = [stage for stage in finished if stage.role == role]
     folder = None if own else find_loaded_folder(place, role)
@@ -82,7 +84,7 @@ def _check_recorded(stage: FinishedStage) -> Path:
     """Return the weights of a stage.
 
     Raises:
-        CheckpointError: the file is missing, or its header names another format or role than the record.
+        CheckpointError: the file is missing, or its header names another format role or phase than the record.
     """
     file = stage.checkpoint
     if not file.is_file():
@@ -91,11 +93,11 @@ def _check_recorded(stage: FinishedStage) -> Path:
             "another checkpoint file"
         )
     metadata = read_metadata(file)
-    found = (metadata.get("format"), metadata.get("role"))
-    if found != (FORMAT, stage.role):
+    found = (metadata.get("format"), metadata.get("role"), metadata.get("phase", stage.id))
+    if found != (FORMAT, stage.role, stage.id):
         raise CheckpointError(
-            f"{file}: its header has format={found[0]!r} and role={found[1]!r}, expected {FORMAT!r} and "
-            f"{stage.role!r} of stage {stage.id}; restore the file"
+            f"{file}: its header has format={found[0]!r}, role={found[1]!r} and phase={found[2]!r}, expected "
+            f"{FORMAT!r}, {stage.role!r} and {stage.id!r}; restore the file"
         )
     return file
 
