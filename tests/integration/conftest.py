@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +16,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("caramba_home")
     os.environ["CARAMBA_HOME"] = str(folder)
     return folder
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/bench/run.py, whose modules can be imported; the current folder is the repository's root."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    monkeypatch.chdir(ROOT)
+    return importlib.import_module("run")

@@ -4,55 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_a_tiny_bench_measures_both_ways_of_batching(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "batching.json"
-    command = [
-        *(
-            "scripts/bench/run.py",
-            "batching",
-            "--device",
-            "cpu",
-            "--model",
-            "tiny",
-            "--slots",
-            "4",
-            "--requests",
-            "6",
-        ),
-        *(
-            "--prompt",
-            "4,12",
-            "--new",
-            "2,16",
-            "--batch-prompt",
-            "4",
-            "--batch-new",
-            "8",
-            "--chunks",
-            "16",
-            "--ahead",
-            "0,2",
-        ),
-        *("--itl-ms", "60000", "--rate", "1000", "--repeats", "1", "--out", str(out)),
+    words = [
+        *("batching", "--device", "cpu", "--model", "tiny", "--slots", "4", "--requests", "6"),
+        *("--prompt", "4,12", "--new", "2,16", "--batch-prompt", "4", "--batch-new", "8", "--chunks", "16"),
+        *("--ahead", "0,2", "--itl-ms", "60000", "--rate", "1000", "--repeats", "1", "--out", str(out)),
     ]
-    done = subprocess.run(
-        [sys.executable, *command, "--seconds", "0.001"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "5 sides left" in done.stdout
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert bench.main([*words, "--seconds", "0.001"]) == 0
+    assert "5 sides left" in capsys.readouterr().out
+    assert bench.main(words) == 0
     data = json.loads(out.read_text())
     assert [row["way"] for row in data["arrivals"]] == [
         "static",
@@ -77,22 +46,14 @@ def test_a_tiny_bench_measures_both_ways_of_batching(
     assert data["is_within_bound"] is True
     (strict,) = [row for row in others if row["itl_p99_within_ms"] == static["itl_p99_ms"]]
     assert (strict["over_static"] is None) == all(row["itl_p99_ms"] > static["itl_p99_ms"] for row in ways)
-    program = "import json,sys,report; print(report.section('batching', json.load(open(sys.argv[1]))))"
-    page = subprocess.run(
-        [sys.executable, "-c", program, str(out)],
-        cwd=ROOT / "scripts/bench",
-        capture_output=True,
-        text=True,
-    )
-    assert page.returncode == 0, page.stderr
-    assert "| static | eager | 0.00 |" in page.stdout
-    assert f"| {data['over_static']:.2f}x |" in page.stdout
-    assert "At other bounds of that time:" in page.stdout
-    assert f"**{data['over_static']:.2f}x** the throughput" in page.stdout
+    page = importlib.import_module("report").section("batching", data)
+    assert "| static | eager | 0.00 |" in page
+    assert f"| {data['over_static']:.2f}x |" in page
+    assert "At other bounds of that time:" in page
+    assert f"**{data['over_static']:.2f}x** the throughput" in page
     # With nothing left to measure the same call writes what it read.
-    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    monkeypatch.chdir(ROOT)
-    assert importlib.import_module("run").main(command[1:]) == 0
+    capsys.readouterr()
+    assert bench.main(words) == 0
     assert "0 sides left" in capsys.readouterr().out
     assert json.loads(out.read_text()) == data
 
@@ -116,9 +77,8 @@ def test_the_page_says_which_way_of_batching_is_later_than_the_bound(
     continuous: tuple[tuple[float, float], ...],
     over: float,
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
+    bench: ModuleType,
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     batching, report = (importlib.import_module(name) for name in ("cases.batching", "report"))
     sides = {"static": static, **{f"chunks {n}": side for n, side in enumerate(continuous)}}
     times = dict.fromkeys(("itl_p50_ms", "ttft_p50_ms", "ttft_p99_ms"), 1.0)

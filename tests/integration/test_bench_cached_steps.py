@@ -5,28 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
+from types import ModuleType
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
 SIDES = ("cached", "uncached", "uncached, all logits")
 
 
 def test_a_short_bench_gives_ratios_of_turns_and_says_whether_the_must_is_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bench: ModuleType
 ) -> None:
     out = tmp_path / "cached_steps.json"
     words = ("--models", "tiny", "--new", "24", "--repeats", "3", "--out", str(out))
-    done = subprocess.run(
-        [sys.executable, "scripts/bench/run.py", "cached_steps", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    assert bench.main(["cached_steps", *words]) == 0
     data = json.loads(out.read_text())
     rows = {row["side"]: row for row in data["rows"]}
     assert tuple(rows) == SIDES
@@ -37,7 +27,6 @@ def test_a_short_bench_gives_ratios_of_turns_and_says_whether_the_must_is_met(
     assert rows["cached"]["range_over_uncached"] == [min(turns), max(turns)]
     (must,) = data["musts"]
     assert (must["model"], must["reached"], must["must"]) == ("tiny", statistics.median(turns), 10)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     section = importlib.import_module("report").section
     for is_met, said in ((True, "must 10x: met."), (False, "must 10x: not met.")):
         must["met"] = is_met

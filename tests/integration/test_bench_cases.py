@@ -20,20 +20,13 @@ finally:
     sys.path.remove(str(BENCH))
 
 
-@pytest.fixture(name="run")
-def _run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.chdir(ROOT)
-    return importlib.import_module("run")
-
-
 @pytest.mark.parametrize("name", registry.case_names())
-def test_case_smoke_options_write_a_renderable_file(name: str, run: ModuleType, tmp_path: Path) -> None:
+def test_case_smoke_options_write_a_renderable_file(name: str, bench: ModuleType, tmp_path: Path) -> None:
     case = registry.load_case(name)
     if case.smoke is None:
         pytest.skip("needs devices, data or a test of its own")
     out = tmp_path / f"{name}.json"
-    assert run.main([name, *case.smoke, "--out", str(out)]) == 0
+    assert bench.main([name, *case.smoke, "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     assert data["benchmark"] == name
     assert data["made_by"].startswith(f"python scripts/bench/run.py {name}")
@@ -44,22 +37,23 @@ def test_case_smoke_options_write_a_renderable_file(name: str, run: ModuleType, 
 
 
 @pytest.mark.parametrize("name", registry.case_names())
-def test_case_help_names_its_options(name: str, run: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_help_names_its_options(
+    name: str, bench: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        run.main([name, "--help"])
+        bench.main([name, "--help"])
     assert ended.value.code == 0
     assert "--out" in capsys.readouterr().out
 
 
 def test_unknown_case_ends_with_two_and_names_the_nearest(
-    run: ModuleType, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.main(["decod"]) == 2
+    assert bench.main(["decod"]) == 2
     assert "did you mean 'decode'?" in capsys.readouterr().err
 
 
-def test_interleave_turns_and_warm_up_keep_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+def test_interleave_turns_and_warm_up_keep_the_order(bench: ModuleType) -> None:
     timing = importlib.import_module("timing")
     order: list[str] = []
     sides = {name: lambda name=name: float(len(order.append(name) or order)) for name in "ab"}
@@ -67,8 +61,7 @@ def test_interleave_turns_and_warm_up_keep_the_order(monkeypatch: pytest.MonkeyP
     assert order == ["a", "b"] * 3
 
 
-def test_spread_of_ten_values_is_median_and_middle_60_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+def test_spread_of_ten_values_is_median_and_middle_60_percent(bench: ModuleType) -> None:
     timing = importlib.import_module("timing")
     found = timing.spread([n / 1000 for n in range(10)])
     assert found == pytest.approx({"median_ms": 4.5, "p20_ms": 2.0, "p80_ms": 7.0})

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 pytest.importorskip("torchao")
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = "import json,sys,report; print(report.section('inference', json.load(open(sys.argv[1]))))"
 
-
-def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(tmp_path: Path, bench: ModuleType) -> None:
     here = importlib.import_module("record").machine_facts(torch.device("cpu"))
     out = tmp_path / "inference.json"
     before = {
@@ -34,9 +27,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     }
     out.write_text(json.dumps({"size": "tiny", "machine": here, "rows": [before | {"ran": "eager"}]}))
     words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), "--parts", "short,weights,context"]
-    command = [sys.executable, "scripts/bench/run.py", "inference", *words, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert bench.main(["inference", *words, "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     assert data["rows"][0]["part"] == "batch"  # of an earlier call
     sides = [(row["part"], row["side"], row["context"]) for row in data["rows"][1:]]
@@ -48,10 +39,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     assert 0 < max(errors) < 1e-5
     assert all(row.get("skipped") or row["tok_s"] > 0 for row in data["rows"])
     assert out.with_suffix(".png").stat().st_size > 10_000
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(out)], cwd=ROOT / "scripts/bench", capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "x the static loop" in done.stdout
-    assert "x 16 bits |" in done.stdout
-    assert "int4 weights and head" in done.stdout
+    page = importlib.import_module("report").section("inference", data)
+    assert "x the static loop" in page
+    assert "x 16 bits |" in page
+    assert "int4 weights and head" in page

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    return ROOT / "scripts/bench"
-
-
-def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, scripts: Path) -> None:
+def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, bench: ModuleType) -> None:
     out = tmp_path / "prefill.json"
     words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), *("--tokens", "96", "--chunk", "32")]
-    command = [sys.executable, str(scripts / "run.py"), "prefill", *words, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert bench.main(["prefill", *words, "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     assert [row["side"] for row in data["models"]] == [
         *("gqa", "llama32_dba", "llama32_dba, joined keys"),
@@ -46,7 +33,7 @@ def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, scripts: Path) -
     assert "| 2 x 32, forward | 4, 16 + 48 and 16 | flash | refuses | | |" in page
 
 
-def test_arithmetic_is_of_the_pairs_that_causality_leaves(scripts: Path) -> None:
+def test_arithmetic_is_of_the_pairs_that_causality_leaves(bench: ModuleType) -> None:
     module: ModuleType = importlib.import_module("cases.prefill")
     shape = module.Shape("x", 2, 3, 5, 4, (16, 48, 8))
     pairs = 2 * 4 * (3 + 4 + 5)

@@ -92,19 +92,38 @@ def test_own_formats_come_back_bit_for_bit(tmp_path, format, name):
         assert main(["export", str(folder / name), "--format", "safetensors", "--out", str(again)]) == 0
 
 
-@pytest.mark.parametrize("format", ["hf", "safetensors", "ckpt"])
-def test_an_export_of_a_run_has_a_model_card(tmp_path, monkeypatch, format):
+@pytest.fixture(scope="module")
+def measured_run(tmp_path_factory):
     import caramba
 
-    monkeypatch.chdir(tmp_path)
-    run = caramba.launch(
-        [
-            *("model=tiny", "train=pretrain", "train.steps=2", "train.batch_size=2", "train.block_size=32"),
-            *("benchmark=smoke", "verify=none", "device=cpu", "settings.instrument=none", "notes='a | b'"),
-            *("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512"),
-        ],
-        quiet=True,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("measured"))
+        run = caramba.launch(
+            [
+                *(
+                    "model=tiny",
+                    "train=pretrain",
+                    "train.steps=2",
+                    "train.batch_size=2",
+                    "train.block_size=32",
+                ),
+                *(
+                    "benchmark=smoke",
+                    "verify=none",
+                    "device=cpu",
+                    "settings.instrument=none",
+                    "notes='a | b'",
+                ),
+                *("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512"),
+            ],
+            quiet=True,
+        )
+        return type(run)(run.path.resolve())
+
+
+@pytest.mark.parametrize("format", ["hf", "safetensors", "ckpt"])
+def test_an_export_of_a_run_has_a_model_card(tmp_path, measured_run, format):
+    run = measured_run
     folder = exported(tmp_path, run.path, "--format", format)
     card = (folder / "README.md").read_text()
     library = {"hf": "transformers"}.get(format, "caramba")

@@ -134,8 +134,7 @@ def test_ratios_by_position_are_in_order() -> None:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, 0), (390, 1)], ids=["wide, dark", "narrow, light"])
 def test_report_fits_a_screen(tmp_path: Path, width: int, scheme: int) -> None:
     run = write_run(tmp_path / "run")
     write(make_result(), run)
