@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import signal
 import sys
 import tomllib
 from collections.abc import Generator, Iterator
@@ -20,6 +23,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LEFT_OUT = ("compile", "process", "slow")
 TORCH_FREE = ("artifact", "collect", "config", "cost", "paper", "runs")
 MARKERS = Path(__file__).with_name("markers.toml")
+LONGEST = Path(__file__).with_name("longest_files.txt")
+SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGUSR1", "SIGALRM")
+    if hasattr(signal, name)
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +48,10 @@ def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of markers.toml; with --fast leave them out and sort the rest by what they load."""
+    """Mark the tests of markers.toml; with --fast leave them out and sort the rest by what they load.
+
+    Else files that take long come first: processes take files in this order, and the last should end together.
+    """
     listed = tomllib.loads(MARKERS.read_text())
     marks: dict[str, list[str]] = {}
     for mark, names in listed.items():
@@ -49,12 +61,53 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in marks.get(item.nodeid.partition("[")[0], ()):
             item.add_marker(mark)
     if not config.getoption("--fast"):
+        ranks = {name: rank for rank, name in enumerate(LONGEST.read_text().split())}
+        items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
         return
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in LEFT_OUT)]
     config.hook.pytest_deselected(items=left_out)
     out = set(left_out)
     items[:] = [item for item in items if item not in out]
     items.sort(key=lambda item: item.path.parent.name not in TORCH_FREE)
+
+
+@pytest.fixture(autouse=True)
+def own_process_state() -> Iterator[None]:
+    """Begin with the same random numbers, and undo what a test leaves for the next one of its process: which that is
+    differs between machines."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    random.seed(0)
+    if numpy is not None:
+        numpy.random.seed(0)
+    if torch is not None:
+        torch.default_generator.manual_seed(0)
+    threads = torch.get_num_threads() if torch is not None else None
+    folder, path, variables = os.getcwd(), sys.path[:], dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    os.chdir(folder)
+    sys.path[:] = path
+    changed = {
+        name
+        for name in variables.keys() | os.environ.keys()
+        if variables.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
+    }
+    for name in changed:
+        if name in variables:
+            os.environ[name] = variables[name]
+        else:
+            del os.environ[name]
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler and handler is not None:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(number, handler)
+    if torch is not None:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        if torch.are_deterministic_algorithms_enabled():  # asked first: the other call loads the compiler
+            torch.use_deterministic_algorithms(False)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

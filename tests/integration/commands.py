@@ -2,6 +2,9 @@
 
 Where nothing holds a device the processes are forked from one that has loaded the libraries: loading them takes longer
 than most of these runs. Everywhere else, and where `is_fresh`, they are `python -m caramba`.
+
+Forked processes leave figures blank unless a test `draws`: drawing takes longer than training these models, and is
+what tests/unit/artifacts tests.
 """
 
 from __future__ import annotations
@@ -18,13 +21,27 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 SMALL = ("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512")
 SMALL_TEACHER = ("model.teacher.manifest.embedder.vocab_size=512",)
 TIMEOUT_S = 400
 # A process that has asked for CUDA devices must not be forked, and neither may one that runs Objective-C.
 FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
-PRELOADED = ["caramba.launch.run", "caramba.launch.compose", "caramba.experiment", "torch.utils.tensorboard"]
+PRELOADED = [
+    *("caramba.launch.run", "caramba.launch.compose", "caramba.worker", "caramba.experiment"),
+    *("caramba.evaluation.latency", "caramba.ops.canonical", "torch.utils.tensorboard"),
+]
+BLANK = {
+    "png": b"\x89PNG\r\n\x1a\n",
+    "svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    "pdf": b"%PDF-1.4\n",
+}
+
+
+def leave_blank(figure: Any, form: str, metadata: dict[str, None]) -> bytes:
+    """Take the place of `caramba.artifacts.style._saved`."""
+    return BLANK[form]
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -41,10 +58,11 @@ class Forked:
         variables: dict[str, str],
         files: Path,
         prepare: Callable[[], None] | None,
+        draws: bool = False,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        arguments = (list(words), str(folder), variables, str(files), prepare)
+        arguments = (list(words), str(folder), variables, str(files), prepare, draws)
         self.process = context.Process(target=_command, args=arguments)
         self.process.start()
 
@@ -67,7 +85,12 @@ class Forked:
 
 
 def _command(
-    words: list[str], folder: str, variables: dict[str, str], files: str, prepare: Callable[[], None] | None
+    words: list[str],
+    folder: str,
+    variables: dict[str, str],
+    files: str,
+    prepare: Callable[[], None] | None,
+    draws: bool,
 ) -> None:
     """What the interpreter does around `python -m caramba WORDS`: folder, environment, streams, signals, status."""
     gc.freeze()  # collecting in a run would look through, and so copy, all that was loaded before
@@ -87,7 +110,11 @@ def _command(
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - closed with the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     import caramba.__main__
+    from caramba.artifacts import style
     from caramba.cli import main
+
+    if not draws:
+        style._saved = leave_blank
 
     sys.argv = [caramba.__main__.__file__, *words]
     sys.path.insert(0, folder)
@@ -111,6 +138,7 @@ def caramba(
     input: str = "",
     preexec_fn: Callable[[], None] | None = None,
     is_fresh: bool = False,
+    draws: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m caramba WORDS` in `folder` and return what it printed and its exit status."""
     command = [sys.executable, "-m", "caramba", *words]
@@ -127,7 +155,7 @@ def caramba(
         )
     with TemporaryDirectory() as name:
         files = _streams(Path(name), input)
-        status = Forked(words, folder, environment(cache), files, preexec_fn).wait(TIMEOUT_S)
+        status = Forked(words, folder, environment(cache), files, preexec_fn, draws).wait(TIMEOUT_S)
         return subprocess.CompletedProcess(
             command, status, (files / "out").read_text(), (files / "err").read_text()
         )

@@ -18,6 +18,7 @@ from caramba.config.plugins import activate
 from caramba.errors import CarambaError, ConfigError, ExtensionFailedError
 from tests.integration.commands import SMALL
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
 WORDS = (
     *("model=tiny", "train=pretrain", "train.steps=12", "train.batch_size=2", "train.block_size=32"),
     *(

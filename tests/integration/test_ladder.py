@@ -24,7 +24,7 @@ def test_a_training_ladder_is_climbed_as_far_as_the_device_goes(tmp_path: Path, 
     words += ["model.topology.layers.0.repeat=1", f"{LADDER}.rows={ROWS}"]
     words += [f"{LADDER}.{key}={value}" for key, value in {**TINY, "twins": 1}.items()]
     words += [f"+{LADDER}.{key}={value}" for key, value in MORE.items()]
-    done = caramba(words, tmp_path, cache)
+    done = caramba(words, tmp_path, cache, draws=True)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(tmp_path) / "artifacts"
     rows = {row["row"]: row for row in csv.DictReader((folder / "ladder.csv").open())}

@@ -21,7 +21,7 @@ def test_a_table_of_optimisers_is_measured(tmp_path: Path, cache: Path) -> None:
     ]
     words += [f"{TABLE}.steps=40", f"{TABLE}.batch_size=2", f"{TABLE}.block_size=16", f"{TABLE}.seeds=2"]
     words += [f"+{TABLE}.eval_horizon=2", f"+{TABLE}.repeats=2", f"+{TABLE}.val_windows=4"]
-    done = caramba(words, tmp_path, cache)
+    done = caramba(words, tmp_path, cache, draws=True)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)
     adamw, ours = json.loads((run / "optimizers.json").read_text())["rows"]

@@ -14,6 +14,7 @@ from caramba.artifacts.across_runs.run import Run
 from caramba.config.plugins import activate
 from caramba.errors import CarambaError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
 WORDS = (
     *("model=tiny", "train=pretrain", "train.steps=4", "train.batch_size=2", "train.block_size=32"),
     *("device=cpu", "settings.instrument=none", "train.num_workers=0", "verify=none"),

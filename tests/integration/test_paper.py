@@ -51,7 +51,9 @@ def _drafted(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("paper")
     with chat_server(calls(("list_artifacts", {})), PAPER, says("done")) as server:
         words = ["launch", "experiment=smoke", "device=cpu", *SMALL, *SMALL_TEACHER, *SECTIONS]
-        done = caramba([*words, f"paper.api.base_url={server.url}", "paper.title=A draft"], folder, cache)
+        done = caramba(
+            [*words, f"paper.api.base_url={server.url}", "paper.title=A draft"], folder, cache, draws=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "failures" in server.results()[0]
     assert "paper: " in done.stdout

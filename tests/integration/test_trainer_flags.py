@@ -15,6 +15,7 @@ from caramba.data.checkpoint import load_tensors
 from caramba.errors import ConfigError, ExtensionFailedError
 from tests.integration.commands import SMALL
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
 WORDS = (
     *("model=tiny", "train=pretrain", "train.steps=40", "train.batch_size=2", "train.block_size=32"),
     *("benchmark=none", "verify=none", "device=cpu", "settings.instrument=none", "train.num_workers=0"),

@@ -108,6 +108,7 @@ class Picture:
 def to_picture(figure: Any, labels: dict[str, str]) -> Picture:
     """Return the figure in every format, with a note when the teacher is a proxy."""
     png = to_png(figure, labels)  # adds the note
+    figure.set_layout_engine(None)  # places stay: to lay out takes as long as to draw
     svg = _saved(figure, "svg", {"Date": None, "Creator": None})
     return Picture(png, svg, _saved(figure, "pdf", {"CreationDate": None, "Creator": None, "Producer": None}))
 
