@@ -8,14 +8,12 @@ gives other weights.
 
 from __future__ import annotations
 
-import collections
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +31,14 @@ from caramba.runs.stages import read_finished_stages
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, finish, outcomes, parser
-
-TRAIN = (
-    *(
-        "model=tiny",
-        "train=pretrain",
-        "benchmark=none",
-        "verify=none",
-        "device=cpu",
-        "settings.instrument=none",
-    ),
-    *("data.max_bytes=200000", "data.vocab_size=400", "model.embedder.vocab_size=400", "train.compile=false"),
-    *("train.batch_size=2", "train.block_size=32", "train.steps=3"),
-)
+from case_pool import TINY, Run, outcomes, parser, tally
+from case_pool import main as report
 
 
 def make(folder: Path) -> tuple[Path, Path]:
     """Train a tiny model in `folder`; return its run directory and its token folder."""
     variables = {**os.environ, "CARAMBA_HOME": str(folder / "home"), "CARAMBA_GIT_PATCH": "off"}
-    words = [sys.executable, "-m", "caramba", "launch", *TRAIN]
+    words = [sys.executable, "-m", "caramba", "launch", *TINY, "train.steps=3"]
     subprocess.run(words, cwd=folder, env=variables, check=True, capture_output=True, timeout=600)
     run, tokens = next(folder.glob("runs/*/*/manifest.json")).parent, next(folder.glob("home/data/stdlib-*"))
     # A run that has finished keeps no training state.
@@ -80,9 +66,8 @@ def is_refused(run: Path, tokens: Path, file: Path) -> str:
     try:
         read(run, tokens)
     except CarambaError as error:
-        # A stage whose record was removed is one that never finished: the run is named then.
-        name = file.name if file.exists() or file.parent.name != "stages" else run.name
-        return "" if name in str(error) and error.exit_status == 2 else f"{file.name}: {str(error)[:200]}"
+        is_named = file.name in str(error) and error.exit_status == 2
+        return "" if is_named else f"{file.name}: {str(error)[:200]}"
     return f"{file.name}: accepted"
 
 
@@ -103,10 +88,8 @@ def exchange(run: Path, tokens: Path, chance: random.Random) -> tuple[str, str]:
     files = artifacts(run, tokens)
     file = chance.choice(files)
     kinds = ["truncated", "swapped"]
-    # Without its record of sums a run opens as one of an earlier version does, and a stage that has no final record
-    # as one that was stopped before its end.
-    if file != run / RECORD and not file.name.endswith("-final.json"):
-        kinds += ["removed", "removed"]
+    # Without its record of sums a run opens as one of an earlier version does.
+    kinds += ["removed", "removed"] if file != run / RECORD else []
     kind, intact = chance.choice(kinds), file.read_bytes()
     if kind == "removed":
         file.unlink()
@@ -196,24 +179,17 @@ def damage(
         return case
 
     total = count + 2 * copies + count // 10
-    done: collections.Counter[str] = collections.Counter()
-    wrong: list[str] = []
-    for index, found in outcomes(prepare, 0, total, jobs, seconds=seconds):
-        done[found.get("kind", "died")] += 1
-        if found["fault"]:
-            wrong.append(f"case {index}: {found['fault']}")
-    return {"seed": seed, **done, "wrong": len(wrong), "examples": wrong[:20]}
+    done, wrong = tally(outcomes(prepare, 0, total, jobs, seconds=seconds))
+    return {"seed": seed, **done, **wrong}
 
 
 def main() -> int:
     described = parser(__doc__, count=1000, cases="bit flips")
     described.add_argument("--copies", type=int, default=100, help="copies with shuffled times (default 100)")
     words = described.parse_args()
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = damage(words.seed, words.count, words.copies, Path(folder), words.jobs, words.seconds)
-    finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
-    return 1 if result["wrong"] else 0
+        options = (words.seed, words.count, words.copies, Path(folder), words.jobs, words.seconds)
+        return report(words, lambda: damage(*options), "wrong")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ A case follows from a seed and a number alone, so that results do not depend on 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +24,19 @@ Run = Callable[[int], Found]
 Prepare = Callable[[Path], Run]
 """Takes the folder of a process, and returns what runs a case there."""
 BATCH = 200
+TINY = (
+    *(
+        "model=tiny",
+        "train=pretrain",
+        "benchmark=none",
+        "verify=none",
+        "device=cpu",
+        "settings.instrument=none",
+    ),
+    *("data.max_bytes=200000", "data.vocab_size=400", "model.embedder.vocab_size=400", "train.compile=false"),
+    *("train.batch_size=2", "train.block_size=32"),
+)
+"""The words of a launch that trains in seconds."""
 
 
 def parser(doc: str | None, *, count: int, cases: str) -> argparse.ArgumentParser:
@@ -35,12 +50,35 @@ def parser(doc: str | None, *, count: int, cases: str) -> argparse.ArgumentParse
     return made
 
 
-def finish(result: Mapping[str, Any], file: Path | None) -> None:
-    """Print the result as JSON, and write it to the file of `--json`."""
-    text = json.dumps(result, indent=1)
+def main(words: argparse.Namespace, run: Callable[[], Mapping[str, Any]], *bad: str) -> int:
+    """Run all cases, print the result and its seconds as JSON, also to the file of `--json`.
+
+    The status is 1 where a key in `bad` has a value.
+    """
+    began = time.monotonic()
+    result = run()
+    text = json.dumps({**result, "seconds": round(time.monotonic() - began, 1)}, indent=1)
     print(text)
-    if file is not None:
-        file.write_text(f"{text}\n", encoding="utf-8")
+    if words.json is not None:
+        words.json.write_text(f"{text}\n", encoding="utf-8")
+    return int(any(result[key] for key in bad))
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process allocate so much more than it has."""
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, used + more_bytes))
+
+
+def tally(outcomes: Iterator[tuple[int, Found]]) -> tuple[collections.Counter[str], dict[str, Any]]:
+    """Return how many cases were of each kind, and how many are wrong, with the first of these."""
+    kinds: collections.Counter[str] = collections.Counter()
+    wrong: list[str] = []
+    for index, found in outcomes:
+        kinds[found.get("kind", "died")] += 1
+        if found["fault"]:
+            wrong.append(f"case {index}: {found['fault']}")
+    return kinds, {"wrong": len(wrong), "examples": wrong[:20]}
 
 
 @dataclass

@@ -17,7 +17,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from caramba.data import train_bpe, write_token_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, finish, outcomes, parser
+from case_pool import Run, outcomes, parser
+from case_pool import main as report
 
 ENTRIES = 300
 ALWAYS = ("device=cpu", "train.steps=1", "settings.instrument=none", "resume=never", "paper=none")
@@ -211,11 +211,9 @@ def _prepare_alone(place: Path) -> None:
 def main() -> int:
     """Compare `--count` manifests; the status is 1 where compile and launch differ."""
     words = parser(__doc__, count=300, cases="random manifests").parse_args()
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        result = compare_all(words.seed, words.count, Path(place), words.jobs, words.seconds)
-    finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
-    return 1 if result["differ"] or result["failed"] else 0
+        options = (words.seed, words.count, Path(place), words.jobs, words.seconds)
+        return report(words, lambda: compare_all(*options), "differ", "failed")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ it.
 
 from __future__ import annotations
 
-import collections
 import json
 import random
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,8 @@ from caramba.model import build_model, load_hf_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, finish, outcomes, parser
+from case_pool import Run, outcomes, parser, tally
+from case_pool import main as report
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHAPE: dict[str, Any] = {
@@ -183,25 +182,14 @@ def run(seed: int, count: int, jobs: int = 1, seconds: float | None = None) -> d
 
         return case
 
-    kinds: collections.Counter[str] = collections.Counter()
-    wrong: list[str] = []
-    for index, found in outcomes(prepare, 0, count, jobs, seconds=seconds):
-        kinds[found.get("kind", "died")] += 1
-        if found["fault"]:
-            wrong.append(f"case {index}: {found['fault']}")
-    return {
-        **{"seed": seed, "mutants": sum(kinds.values()), "kinds": dict(sorted(kinds.items()))},
-        **{"wrong": len(wrong), "examples": wrong[:20]},
-    }
+    kinds, wrong = tally(outcomes(prepare, 0, count, jobs, seconds=seconds))
+    return {"seed": seed, "mutants": kinds.total(), "kinds": dict(sorted(kinds.items())), **wrong}
 
 
 def main() -> int:
     words = parser(__doc__, count=500, cases="mutated folders").parse_args()
-    began = time.monotonic()
     torch.set_num_threads(1)
-    result = run(words.seed, words.count, words.jobs, words.seconds)
-    finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
-    return 1 if result["wrong"] else 0
+    return report(words, lambda: run(words.seed, words.count, words.jobs, words.seconds), "wrong")
 
 
 if __name__ == "__main__":

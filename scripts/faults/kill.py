@@ -31,22 +31,12 @@ from caramba.runs.files import is_locked
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, finish, outcomes, parser
+from case_pool import TINY, Run, outcomes, parser
+from case_pool import main as report
 
 LIMIT_S, STUCK_S = 300.0, 1800.0
 MOST_LATE, MOST_ROUNDS = 10, 5
-TRAIN = (
-    *(
-        "model=tiny",
-        "train=pretrain",
-        "benchmark=none",
-        "verify=none",
-        "device=cpu",
-        "settings.instrument=none",
-    ),
-    *("data.max_bytes=200000", "data.vocab_size=400", "model.embedder.vocab_size=400", "train.compile=false"),
-    *("train.batch_size=2", "train.block_size=32", "train.steps=60"),
-)
+TRAIN = (*TINY, "train.steps=60")
 LAUNCH = ("launch", *TRAIN, "train.save_every=7")
 SWEEP = ("-m", *TRAIN, "train.save_every=7", "seed=1,2", "launcher=process", "launcher.n_jobs=2")
 # No save is due, so that a signal that does not save loses every step.
@@ -376,20 +366,14 @@ def main() -> int:
     kinds = ("launch", "resume", "sweep", "export", "prepare")
     described.add_argument("--only", nargs="*", choices=kinds, help="commands to kill, all unless given")
     words = described.parse_args()
-    began = time.monotonic()
+    options = {"jobs": words.jobs, "seconds": words.seconds}
     with tempfile.TemporaryDirectory(prefix="caramba-kill-") as name:
-        result = run(
-            words.seed,
-            words.count,
-            words.signals,
-            words.only or (),
-            Path(name),
-            jobs=words.jobs,
-            seconds=words.seconds,
-        )
-    seconds = round(time.monotonic() - began, 1)
-    finish({"seed": words.seed, "seconds": seconds, **result.as_dict()}, words.json)
-    return 0 if result.is_clean else 1
+
+        def send_all() -> dict[str, Any]:
+            result = run(words.seed, words.count, words.signals, words.only or (), Path(name), **options)
+            return {"seed": words.seed, **result.as_dict(), "is_faulty": not result.is_clean}
+
+        return report(words, send_all, "is_faulty")
 
 
 if __name__ == "__main__":

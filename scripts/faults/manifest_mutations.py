@@ -33,80 +33,17 @@ TEXTS = (
         "\U0001f600",
         "x" * 100_000,
     ),
-    *(
-        "a.b.c",
-        "../x",
-        "~",
-        "???",
-        "null",
-        "true",
-        "auto",
-        "1e3",
-        "sk-proj-Abcdef0123456789Abcdef",
-        "=",
-        "[",
-        "{}",
-    ),
-    *(
-        "0x" + "f" * 20_000,
-        "9" * 5_000,
-        "1_000",
-        "12:30:45",
-        "2024-01-01",
-        "!!binary",
-        "_target_",
-        "a" * 255,
-        "/" * 5_000,
-    ),
+    *"a.b.c ../x ~ ??? null true auto 1e3 sk-proj-Abcdef0123456789Abcdef = [ {}".split(),  # noqa: SIM905
+    *("0x" + "f" * 20_000, "9" * 5_000, "1_000", "12:30:45", "2024-01-01", "!!binary", "_target_", "a" * 255),
+    "/" * 5_000,
 )
 REFERENCES = (
-    *(
-        "${model.embedder.d_model}",
-        "${vars}",
-        "${.}",
-        "${..}",
-        "${}",
-        "${name}",
-        "${model}",
-        "x${seed}y${name}",
-    ),
-    *(
-        "${oc.env:HOME}",
-        "${a${b}}",
-        "${groups}",
-        "${vars.\u00b2}",
-        "${vars.9999999999}",
-        "${" + "a." * 5_000 + "b}",
-    ),
+    *"${model.embedder.d_model} ${vars} ${.} ${..} ${} ${name} ${model} x${seed}y${name} ${oc.env:HOME}".split(),  # noqa: SIM905
+    *("${a${b}}", "${groups}", "${vars.\u00b2}", "${vars.9999999999}", "${" + "a." * 5_000 + "b}"),
 )
 KEYS = (
-    *(
-        "type",
-        "layers",
-        "repeat",
-        "n_cycles",
-        "steps",
-        "d_model",
-        "n_heads",
-        "model",
-        "groups",
-        "runs",
-        "id",
-        "name",
-    ),
-    *(
-        "vars",
-        "defaults",
-        "settings",
-        "_target_",
-        "<<",
-        "",
-        "x\x1b",
-        "k" * 50_000,
-        "parallel",
-        "fit",
-        "plugins",
-    ),
+    *"type layers repeat n_cycles steps d_model n_heads model groups runs id name vars defaults settings".split(),  # noqa: SIM905
+    *("_target_", "<<", "", "x\x1b", "k" * 50_000, "parallel", "fit", "plugins"),
 )
 ODD_KEYS = (1, None, True, 2.5, -1, math.nan)
 LINES = (

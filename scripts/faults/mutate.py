@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
-import resource
 import signal
 import sys
 import time
@@ -25,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, finish, outcomes, parser
+from case_pool import Run, limit_memory, outcomes, parser
+from case_pool import main as report
 from manifest_mutations import Case, make_case, originals
 
 CPU_S, MEMORY_BYTES, LONGEST_MESSAGE, STUCK_S = 2.0, 500 << 20, 2000, 60.0
@@ -68,6 +67,7 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "count": self.accepted + self.refused + len(self.faults),
             "accepted": self.accepted,
             "refused": self.refused,
             "n_faults": len(self.faults),
@@ -143,19 +143,13 @@ def _raise_slow(number: int, frame: Any) -> None:
     raise TooSlow
 
 
-def _limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
 def mutate(seed: int, first: int, count: int, jobs: int = 1, seconds: float | None = None) -> Result:
     """Run `count` cases from number `first` on, and return what they did."""
     result, sources = Result(), originals()
 
     def prepare(folder: Path) -> Run:
         signal.signal(signal.SIGPROF, _raise_slow)
-        _limit_memory()
+        limit_memory(MEMORY_BYTES)
         return lambda index: run_case(make_case(sources, seed, index), folder)
 
     for index, found in outcomes(prepare, first, count, jobs, stuck_s=STUCK_S, seconds=seconds):
@@ -167,12 +161,12 @@ def main() -> int:
     described = parser(__doc__, count=10_000, cases="mutated manifests")
     described.add_argument("--first", type=int, default=0, help="number of the first case")
     words = described.parse_args()
-    began = time.monotonic()
-    result = mutate(words.seed, words.first, words.count, words.jobs, words.seconds)
-    seconds = round(time.monotonic() - began, 1)
-    n_cases = result.accepted + result.refused + len(result.faults)
-    finish({"seed": words.seed, "count": n_cases, "seconds": seconds, **result.as_json()}, words.json)
-    return 1 if result.faults else 0
+
+    def run() -> dict[str, Any]:
+        result = mutate(words.seed, words.first, words.count, words.jobs, words.seconds)
+        return {"seed": words.seed, **result.as_json()}
+
+    return report(words, run, "n_faults")
 
 
 if __name__ == "__main__":

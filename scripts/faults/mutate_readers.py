@@ -11,7 +11,6 @@ import collections
 import json
 import os
 import random
-import resource
 import struct
 import sys
 import time
@@ -34,7 +33,8 @@ from caramba.model import build_model, load_hf_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, finish, outcomes, parser
+from case_pool import Run, limit_memory, outcomes, parser
+from case_pool import main as report
 
 MEMORY_BYTES = 500 << 20
 CPU_S, STUCK_S = 2.0, 60.0
@@ -165,7 +165,7 @@ def run(seed: int, count: int, jobs: int = 1, seconds: float | None = None) -> d
         for _, read, _ in formats.values():
             read()
         intact = {name: file.read_bytes() for name, (file, _, _) in formats.items()}
-        _limit_memory()
+        limit_memory(MEMORY_BYTES)
 
         def case(index: int) -> dict[str, Any]:
             chance = random.Random(f"{seed}:{index}")
@@ -219,18 +219,9 @@ def read_mutant(read: Callable[[], Any], where: str) -> dict[str, Any]:
     return {"outcome": outcome, "fault": fault, "cpu_s": cpu_s}
 
 
-def _limit_memory() -> None:
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
-
-
 def main() -> int:
     words = parser(__doc__, count=1000, cases="mutants of each format").parse_args()
-    began = time.monotonic()
-    result = run(words.seed, words.count, words.jobs, words.seconds)
-    finish({**result, "seconds": round(time.monotonic() - began, 1)}, words.json)
-    return 1 if result["wrong"] else 0
+    return report(words, lambda: run(words.seed, words.count, words.jobs, words.seconds), "wrong")
 
 
 if __name__ == "__main__":
