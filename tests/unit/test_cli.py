@@ -310,3 +310,18 @@ def test_a_misspelt_option_of_generate_gets_its_nearest_name(called):
 def test_what_a_manifest_file_lacks_is_said_with_the_file(called, tmp_path):
     (tmp_path / "lacking.yaml").write_text("name: lacking\n")
     assert "model: required, and not given (lacking.yaml)" in called("run", "lacking.yaml", status=2).err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["status", "n" * 300], ["rm", "n" * 300], ["collect", f"x/{'n' * 300}"], ["resume", "n" * 300]],
+    ids=lambda words: words[0],
+)
+def test_a_path_that_no_file_system_has_is_a_mistake_of_the_user(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert len(shown) < 500

@@ -388,7 +388,7 @@ BenchmarkKind = Annotated[
 class BenchmarkConfig(Config):
     """One benchmark of a suite: what to measure, on which models, how often."""
 
-    id: str = Field(description="name of the benchmark in tables and files")
+    id: Annotated[str, Field(max_length=100)] = Field(description="name of the benchmark in tables and files")
     config: BenchmarkKind = Field(description="what is measured")
     models: Annotated[tuple[ModelName, ...], Field(min_length=1)] = Field(
         default=("teacher", "student"), description="models to measure: teacher, student or both"

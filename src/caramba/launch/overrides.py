@@ -15,10 +15,18 @@ from hydra.core.override_parser.types import Glob
 from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.errors import HydraException
 
-from caramba.config.resolve import MOST_OPTION_BYTES, MOST_OPTION_NODES, load_nodes, read_text
+from caramba.config.resolve import (
+    MOST_DEPTH,
+    MOST_DIGITS,
+    MOST_OPTION_BYTES,
+    MOST_OPTION_NODES,
+    load_nodes,
+    read_text,
+    too_deep,
+)
 from caramba.config.source import Path, is_index
 from caramba.config.train import PhaseConfig
-from caramba.errors import SYNONYMS, ConfigError, nearest
+from caramba.errors import SYNONYMS, ConfigError, clip, nearest, quote
 from caramba.launch.config_files import config_file, groups, show_file
 
 EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|convert|call)_(?![A-Za-z0-9_])")
@@ -298,13 +306,38 @@ def rename_deleted(override: Override, name: str) -> Override:
 
 def _parse(typed: str, text: str) -> HydraOverride:
     try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException as error:
+        override = OverridesParser.create().parse_override(text)
+        if not override.is_sweep_override():
+            _refuse_unbounded(override.value(), override.key_or_group)
+        return override
+    except RecursionError:
+        raise too_deep(f"command line: {typed[:100]!r}") from None
+    except ConfigError:
+        raise
+    except (HydraException, ValueError) as error:  # of Python, for a number of too many digits
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"command line: cannot read {typed!r}: {reason}; quote values with special characters, as in "
-            "'key=\"a, b\"'"
+            f"command line: cannot read {quote(typed)}: {clip(reason, 200)}; quote values with special characters, as "
+            "in 'key=\"a, b\"'"
         ) from None
+
+
+def _refuse_unbounded(value: Any, key: str) -> None:
+    """Check a value of an override as `load_nodes` does one of a file: OmegaConf fails at either in its own words."""
+    level, depth = [value], 0
+    while level:
+        if (depth := depth + 1) > MOST_DEPTH:
+            raise too_deep(f"command line: {key}")
+        if any(type(item) is int and abs(item) >= 10**MOST_DIGITS for item in level):
+            raise ConfigError(
+                f"command line: {key}: a whole number of more than {MOST_DIGITS} digits; write fewer"
+            )
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
 
 
 def refuse_sweeps(overrides: Iterable[Override]) -> None:
@@ -355,10 +388,7 @@ def split_sign(word: str) -> tuple[str, HydraOverride]:
     """Return the sign of an override (`+`, `++`, `~` or none), and what Hydra reads in the rest."""
     sign = "" if word[:1].isalnum() else word[: len(word) - len(word.lstrip("+~"))]
     body = word[len(sign) :]
-    try:
-        return sign, OverridesParser.create().parse_override(body if "=" in body else f"{body}=null")
-    except HydraException as error:
-        raise ConfigError(f"command line: cannot read {word!r}: {str(error).splitlines()[0]}") from None
+    return sign, _parse(word, body if "=" in body else f"{body}=null")
 
 
 def _values(override: HydraOverride, key: str, config_dirs: Sequence[File]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from caramba.console import logger, visible
-from caramba.errors import BatchReduced, CarambaError, Preempted
+from caramba.errors import LONGEST_MESSAGE, BatchReduced, CarambaError, Preempted, clip
 from caramba.runs.files import home
 from caramba.runs.ranks import is_rank
 
@@ -50,6 +50,8 @@ REDUCED_REASON = "reduced: "
 """What the reason of such a batch begins with in plan.json."""
 INTERRUPTED = 130
 TERMINATED = 143
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors of a path that no program could open: the user wrote it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHM = Path("/dev/shm")
 _FULL_SHM = (
@@ -95,9 +97,13 @@ def run_command(command: Callable[[], int], *, is_debug: bool = False) -> int:
                 file=sys.stderr,
             )
             return MISTAKE
+        if isinstance(error, OSError) and error.errno in _NO_PATH:
+            place = clip(os.fsdecode(error.filename or ""), 100)
+            print(visible(f"error: {place}: {error.strerror}; give another path"), file=sys.stderr)
+            return MISTAKE
         hint = "" if is_debug else " (--debug shows the traceback)"
         full = _full_disk(error)
-        text = full or f"{type(error).__name__}: {error}"
+        text = clip(full or f"{type(error).__name__}: {error}", LONGEST_MESSAGE)
         print(f"failed: {visible(text)}{hint}", file=sys.stderr)
         return 1
 

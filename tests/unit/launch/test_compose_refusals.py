@@ -277,3 +277,22 @@ def test_a_long_defaults_list_is_refused_before_hydra_reads_it(tmp_path: Path, e
         ConfigError, match=r"mine\.yaml:1: a defaults list that names 33 options, expected at most 32"
     ):
         refuse_unsafe_folder(tmp_path / "conf")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("vars.a=" + "[" * 100 + "]" * 100, r"^command line: vars\.a: nests deeper than 64 levels"),
+        ("vars.a=" + "{b: " * 70 + "1" + "}" * 70, r"^command line: vars\.a: nests deeper than 64 levels"),
+        ("seed=" + "9" * 101, r"^command line: seed: a whole number of more than 100 digits"),
+        ("vars.a=[1, " + "9" * 400 + "]", r"^command line: vars\.a: a whole number of more than 100 digits"),
+        ("seed=" + "9" * 5_000, r"^command line: cannot read .*5,005 characters.*Exceeds the limit"),
+        ("benchmark.benchmarks=[{id: " + "n" * 101 + "}]", r"id: String should have at most 100 characters"),
+    ],
+)
+def test_compose_refuses_an_override_that_is_deep_or_giant(word: str, message: str) -> None:
+    with pytest.raises(
+        ConfigError, match=message
+    ) as caught:  # the first was a RecursionError of 25,916 characters
+        freeze(["model=tiny", "train=pretrain", word])
+    assert len(str(caught.value)) < 1_000
