@@ -59,9 +59,18 @@ def run(run_dir: Path) -> int:
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
     from caramba.runs.files import lock, remove_parts
-    from caramba.runs.jobs import REQUEUE, current_job, record_job
     from caramba.runs.manifest import check_manifest_unchanged, check_plugins, read_manifest
-    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, select_retries
+    from caramba.runs.state import (
+        ENDED_BADLY,
+        ENDED_WELL,
+        REQUEUE,
+        STARTED,
+        STOPPED,
+        clock_skew,
+        current_job,
+        record_job,
+        select_retries,
+    )
 
     manifest = read_manifest(run_dir)
     if rank() > 0:

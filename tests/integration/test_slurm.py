@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from caramba.runs.events import read_events
-from caramba.runs.jobs import read_job
-from caramba.runs.state import run_state
+from caramba.runs.state import read_job, run_state
 from caramba.runs.sweeps import list_sweeps, read_sweep
 from tests.integration.commands import SMALL, caramba
 from tests.integration.slurm_node import SlurmNode, missing

@@ -11,7 +11,6 @@ from caramba.config.base import Config, Seed
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback
-from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.manifest import (
     DebugConfig,
     LoggerConfig,
@@ -20,7 +19,7 @@ from caramba.config.manifest import (
 )
 from caramba.config.model import FitConfig, ModelConfig
 from caramba.config.paper import PaperConfig
-from caramba.config.parallel import ParallelConfig
+from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig
 from caramba.config.plugins import Plugins
 from caramba.config.research import ResearchLoopConfig
 from caramba.config.review import ReviewConfig

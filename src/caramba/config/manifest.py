@@ -12,11 +12,10 @@ from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback, MetricLogger
 from caramba.config.generate import ChatConfig, SampleConfig
-from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.model import FitConfig, ModelConfig
 from caramba.config.paper import PaperConfig
-from caramba.config.parallel import ParallelConfig
+from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig
 from caramba.config.parse import parse_as
 from caramba.config.plugins import Plugins, use_plugins
 from caramba.config.research import ResearchLoopConfig

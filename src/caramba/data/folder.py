@@ -24,8 +24,7 @@ from caramba.data.shards import (
     token_dtype,
 )
 from caramba.data.stream import Tokens, TokenStream
-from caramba.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer
-from caramba.data.tokenizer_files import MAX_VOCABULARY, read_definition
+from caramba.data.tokenizer import MAX_VOCABULARY, ByteTokenizer, LibraryTokenizer, Tokenizer, read_definition
 from caramba.errors import DataError, quote
 from caramba.runs.files import RECORD, check_folder, has_record, part_of, record_files, whole_file, write_json
 

@@ -420,3 +420,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     backend.train_from_iterator(texts, trainer)
     size = backend.get_vocab_size()
     return LibraryTokenizer(f"bpe-{size}", backend.to_str(), size, 0)  # the trainer puts special tokens first
+
+
+MAX_VOCABULARY = 1 << 24
+_MAX_BYTES = 256 << 20
+
+
+def read_definition(path: Path) -> str:
+    """Return the text of a tokenizer.json or of a file next to it.
+
+    Raises:
+        DataError: the file is too large or is not UTF-8.
+    """
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise DataError(f"{path}: {size} bytes, expected at most {_MAX_BYTES}; copy the file again")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason}); copy the file again") from error

@@ -7,13 +7,18 @@ from typing import Any
 
 from caramba.config.source import parse_object
 from caramba.data.tiktoken_file import tiktoken_definition
-from caramba.data.tokenizer import EOS, ByteTokenizer, LibraryTokenizer, Tokenizer
+from caramba.data.tokenizer import (
+    EOS,
+    MAX_VOCABULARY,
+    ByteTokenizer,
+    LibraryTokenizer,
+    Tokenizer,
+    read_definition,
+)
 from caramba.errors import DataError
 from caramba.runs.files import check_file
 
 # The end marks of tokenizers in wide use, for a tokenizer.json with no file next to it that names its own.
-MAX_VOCABULARY = 1 << 24
-_MAX_BYTES = 256 << 20
 _END_MARKS = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -78,21 +83,6 @@ def _no_definition(folder: Path) -> str:
             " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     return text
-
-
-def read_definition(path: Path) -> str:
-    """Return the text of a tokenizer.json or of a file next to it.
-
-    Raises:
-        DataError: the file is too large or is not UTF-8.
-    """
-    size = path.stat().st_size
-    if size > _MAX_BYTES:
-        raise DataError(f"{path}: {size} bytes, expected at most {_MAX_BYTES}; copy the file again")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error.reason}); copy the file again") from error
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:

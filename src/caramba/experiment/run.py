@@ -16,10 +16,10 @@ from caramba.console import logger
 from caramba.errors import VerificationFailed
 from caramba.experiment.chats import check_chats, run_chat
 from caramba.experiment.controls import measure_controls
-from caramba.experiment.custom_layers import check_builds
 from caramba.experiment.ladder import climb_ladder
 from caramba.experiment.objectives import (
     check_block_schedules,
+    check_builds,
     check_lora_targets,
     check_precisions,
     check_teacher_caches,

@@ -28,10 +28,9 @@ from caramba.runs import (
 )
 from caramba.runs.exit_codes import MISTAKE
 from caramba.runs.files import is_locked
-from caramba.runs.jobs import refuse_queued
 from caramba.runs.ranks import is_rank
 from caramba.runs.shell import show_path
-from caramba.runs.state import FINISHED, run_state
+from caramba.runs.state import FINISHED, refuse_queued, run_state
 
 
 def launch(args: CommandLine) -> int:

@@ -14,9 +14,8 @@ from pathlib import Path
 from caramba.runs.annotations import ANNOTATIONS
 from caramba.runs.events import EVENTS
 from caramba.runs.files import LOCK, home, is_locked
-from caramba.runs.jobs import JOB
 from caramba.runs.manifest import MANIFEST, OVERRIDES, SOURCES
-from caramba.runs.state import FAILED, FINISHED, RESULT, RunState, run_state
+from caramba.runs.state import FAILED, FINISHED, JOB, RESULT, RunState, run_state
 
 VERSION = 2
 FEWEST = 50

@@ -7,19 +7,22 @@ from typing import TYPE_CHECKING
 from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from caramba.runtime.determinism import (
-        apply_determinism,
-        random_states,
-        restore_random_states,
-        seed_process,
-    )
     from caramba.runtime.device import (
+        MemoryMeter,
         Precision,
+        address_limit,
+        apply_determinism,
         check_gpu,
         choose_device,
         choose_precision,
         device_facts,
         device_precisions,
+        free_bytes,
+        is_out_of_memory,
+        random_states,
+        release_memory,
+        restore_random_states,
+        seed_process,
         synchronize,
     )
     from caramba.runtime.distributed import (
@@ -42,13 +45,6 @@ if TYPE_CHECKING:
         send_from_main,
     )
     from caramba.runtime.gradient_average import GradientAverage
-    from caramba.runtime.memory import (
-        MemoryMeter,
-        address_limit,
-        free_bytes,
-        is_out_of_memory,
-        release_memory,
-    )
     from caramba.runtime.offload import activations_on_host
     from caramba.runtime.runtime_plan import (
         Decision,

@@ -1,17 +1,24 @@
-"""What this machine is: the device of a run, its facts, and the precision of a phase on it."""
+"""What this machine is: the device of a run, its facts, precision and memory, and the same random numbers again."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import gc
 import importlib.metadata
 import os
 import platform
+import random
 import re
+import resource
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from caramba.config.train import CPU_PRECISIONS, PhaseConfig, check_precision, dtype_of
@@ -219,3 +226,171 @@ def device_precisions(device: torch.device) -> tuple[str, ...]:
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the device {device.type}"
+
+
+STATUS = Path("/proc/self/status")
+CGROUP = Path("/sys/fs/cgroup")
+RESERVE = 128 * 2**20  # memory of a training process besides its tensors: loggers, the heaps of its threads
+REFUSALS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cannot allocate memory",
+    "status_alloc_failed",  # cuBLAS and cuDNN, whose own memory is not of the allocator
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error means out of memory: on the GPU, or at the process's limit on the CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(word in str(error).lower() for word in REFUSALS)
+
+
+def release_memory() -> None:
+    """Return to the device, and to the system, what no tensor holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+    with contextlib.suppress(
+        AttributeError, OSError
+    ):  # only glibc keeps freed memory, and has a call that returns it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_bytes(device: torch.device, sharers: int = 1) -> int:
+    """Return the bytes that this process can still take: on a CPU the least of what the machine has available, the
+    control group's limit and the process's own (`ulimit -v`).
+
+    `sharers` processes, this one included, share the device evenly; a limit of its own a process has to itself.
+    """
+    if device.type == "cuda":
+        return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) // sharers
+    if device.type == "mps":
+        return (torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()) // sharers
+    room = [_available() // sharers]
+    if (limit := address_limit()) is not None:
+        room.append(limit - _status("VmSize"))
+    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+        most = int((CGROUP / "memory.max").read_text())
+        room.append((most - int((CGROUP / "memory.current").read_text())) // sharers)
+    return max(0, min(room) - RESERVE)
+
+
+def address_limit() -> int | None:
+    """Return the limit of this process's address space in bytes, None without one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+class MemoryMeter:
+    """Peak memory of this process on a device since `start`; on a CPU, above the memory at `start`.
+
+    On a GPU it is all that the allocator reserved, on a CPU the growth of resident memory, or of the address space
+    where that is what is limited. What the heap kept of work before counts: a meter that is started again keeps the
+    lowest level that it has seen.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._level: int | None = None
+        self._peak_key, self._level_key = (
+            ("VmHWM", "VmRSS") if address_limit() is None else ("VmPeak", "VmSize")
+        )
+
+    def start(self) -> None:
+        """Forget the peaks so far."""
+        release_memory()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self.device.type == "cpu" and STATUS.is_file():
+            with contextlib.suppress(OSError):  # a kernel that does not let a process reset its own
+                Path("/proc/self/clear_refs").write_text("5")
+            now = _status(self._level_key)
+            self._level = now if self._level is None else min(now, self._level)
+
+    def peak_bytes(self) -> int:
+        """Return the peak since `start`."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        return max(0, _status(self._peak_key) - (self._level or 0))
+
+
+def _status(key: str) -> int:
+    """Return a size of this process in bytes, from the kernel; without /proc its largest resident size so far."""
+    if not STATUS.is_file():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _available() -> int:
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
+
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+# The sizes for which cuBLAS documents that its results repeat.
+_REPEATABLE = (":4096:8", ":16:8")
+
+
+def apply_determinism(is_deterministic: bool) -> None:
+    """Allow only deterministic algorithms in this process, or any: an earlier run of the process may have set either.
+
+    An operation without one raises instead of giving other bits in silence. cuBLAS reads its workspace setting when
+    it is first used, so this comes before anything touches a GPU.
+
+    Raises:
+        ConfigError: the environment sets a cuBLAS workspace whose results do not repeat.
+    """
+    if is_deterministic:
+        found = os.environ.setdefault(CUBLAS, _REPEATABLE[0])
+        if found not in _REPEATABLE:
+            raise ConfigError(
+                f"deterministic=true: {CUBLAS}={found} in the environment does not repeat; unset it, or set it to "
+                f"{' or '.join(_REPEATABLE)}"
+            )
+        torch.backends.cudnn.benchmark = False
+    if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # the call imports the compiler
+        torch.use_deterministic_algorithms(is_deterministic)
+
+
+def seed_process(seed: int, rank: int = 0) -> None:
+    """Seed Python, NumPy and torch on every device: rank 0 with `seed`, others with a seed derived from it.
+
+    Ranks share the data and the weights by other means; what they draw here (dropout) must differ. Workers of a data
+    loader are seeded by torch from this state, each with another number.
+    """
+    own = seed if rank == 0 else int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint32)[0])
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return torch's random state on the host, and on `device` where that is a GPU: other GPUs are other ranks'."""
+    states: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `random_states` returned, on any machine; states of older runs list one for every GPU."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" not in states or device.type != "cuda":
+        return
+    saved = states["cuda"]
+    if isinstance(saved, list | tuple):
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= len(saved):
+            return  # none was saved for this GPU: it keeps its own
+        saved = saved[index]
+    torch.cuda.set_rng_state(saved, device)

@@ -16,10 +16,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.utils.data import Subset
 
-from caramba.config.manifest import Manifest
+from caramba.config.manifest import LoggerConfig, Manifest, SettingsConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.console import logger
@@ -29,7 +31,7 @@ from caramba.data.checkpoint.folder import LOOP, latest_sharded_state
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory, Preempted
 from caramba.optim import NonFiniteWatch
-from caramba.runs.events import start_phase
+from caramba.runs.events import drop_metrics_after, metric_rows, start_phase
 from caramba.runs.exit_codes import listen, stop_error, until_step_ends
 from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
@@ -49,7 +51,7 @@ from caramba.train.callbacks import (
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import mean_targets, targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.display import Display
-from caramba.train.loggers import build_loggers
+from caramba.train.loggers.events import EventLogger
 from caramba.train.module import CarambaModule
 from caramba.train.strategies import (
     AVERAGED,
@@ -214,7 +216,7 @@ def fit(
         precision=precision,
         max_steps=phase.steps,
         max_epochs=-1,
-        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase, position)
+        logger=_build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase, position)
         if is_main_process()
         else False,
         callbacks=[
@@ -388,3 +390,46 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def _build_loggers(
+    config: LoggerConfig, settings: SettingsConfig, run_dir: Path, phase: str, step: int = 0
+) -> list[Logger]:
+    """Build the loggers of a phase that resumes after `step`: events and CSV always, the others as configured.
+
+    An interrupted process may have recorded steps after the state that the phase resumes from. Those rows are dropped
+    from events.jsonl, and TensorBoard and W&B begin again with the rows that stay, so that each stream has every step
+    once, as do CSVLogger and loggers of plugins. Other loggers continue with the next row. metrics.h5 is made
+    from events.jsonl with the next row.
+    """
+    if is_main_process():
+        drop_metrics_after(run_dir, phase, step)
+    streams: list[Logger] = []
+    if config.tensorboard:
+        if is_main_process():
+            shutil.rmtree(run_dir / "tensorboard" / phase, ignore_errors=True)
+        streams.append(TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version=phase))
+    if config.wandb:
+        from caramba.train.loggers.wandb import open_wandb
+
+        streams.append(open_wandb(config, settings, run_dir, phase))
+    named: list[Logger] = []
+    if config.lightning:
+        from caramba.train.loggers.named import build_named_loggers
+
+        named, local = build_named_loggers(config.lightning, run_dir, phase)
+        streams += local
+        named = [logger for logger in named if logger not in local]
+    if config.extra:
+        from caramba.train.extensions import build_metric_loggers
+
+        streams += build_metric_loggers(config.extra, run_dir, phase)
+    for of, at, values in metric_rows(run_dir):
+        if of == phase:
+            for stream in streams:
+                stream.log_metrics(values, step=at)
+    if config.hdf5:
+        from caramba.train.loggers.hdf5 import Hdf5Logger
+
+        streams.insert(0, Hdf5Logger(run_dir, phase))
+    return [EventLogger(run_dir, phase), *streams, *named]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from caramba.cli import main
-from caramba.config.launcher import ClusterConfig, LauncherConfig
+from caramba.config.parallel import ClusterConfig, LauncherConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
 from caramba.launch import run

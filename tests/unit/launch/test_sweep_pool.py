@@ -11,7 +11,7 @@ import time
 import pytest
 
 from caramba.cli import main
-from caramba.config.launcher import LauncherConfig
+from caramba.config.parallel import LauncherConfig
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 from caramba.launch.launchers import process

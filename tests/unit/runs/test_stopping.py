@@ -28,9 +28,8 @@ from caramba.runs.exit_codes import (
     until_recorded,
     until_step_ends,
 )
-from caramba.runs.jobs import current_job, queue, record_job, refuse_queued
 from caramba.runs.ranks import adopt_slurm_ranks, is_rank
-from caramba.runs.state import clock_skew
+from caramba.runs.state import clock_skew, current_job, queue, record_job, refuse_queued
 
 
 @pytest.fixture(autouse=True)

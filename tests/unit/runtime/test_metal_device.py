@@ -7,8 +7,14 @@ import torch
 
 from caramba.config.train import PhaseConfig
 from caramba.runtime import device as facts
-from caramba.runtime.device import choose_precision, inference_dtype, metal_facts, wide_dtype
-from caramba.runtime.memory import free_bytes, is_out_of_memory
+from caramba.runtime.device import (
+    choose_precision,
+    free_bytes,
+    inference_dtype,
+    is_out_of_memory,
+    metal_facts,
+    wide_dtype,
+)
 
 MPS = torch.device("mps")
 

@@ -14,7 +14,8 @@ from caramba.launch.freeze import freeze
 from caramba.runs import events
 from caramba.runs.events import append_event, drop_metrics_after, metric_rows, read_events, start_phase
 from caramba.train.display import Display, draw_curve
-from caramba.train.loggers import EventLogger, Hdf5Logger
+from caramba.train.loggers.events import EventLogger
+from caramba.train.loggers.hdf5 import Hdf5Logger
 
 
 def record(loggers: list, values: dict[str, float], step: int) -> None:

@@ -12,8 +12,18 @@ from caramba.errors import ConfigError, visible
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.index import read_states
-from caramba.runs.jobs import QueuedJob, queue, read_job
-from caramba.runs.state import CLOCK_SKEW_S, FAILED, FINISHED, RUNNING, WAITING, RunState, run_state
+from caramba.runs.state import (
+    CLOCK_SKEW_S,
+    FAILED,
+    FINISHED,
+    RUNNING,
+    WAITING,
+    QueuedJob,
+    RunState,
+    queue,
+    read_job,
+    run_state,
+)
 from caramba.runs.sweeps import Sweep, list_sweeps, read_sweep
 
 

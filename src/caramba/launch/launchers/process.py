@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from caramba.config.launcher import LauncherConfig
+from caramba.config.parallel import LauncherConfig
 from caramba.errors import ConfigError
 from caramba.launch.preflight import available_cores
 from caramba.runs import MANIFEST

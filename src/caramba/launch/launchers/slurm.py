@@ -13,8 +13,7 @@ from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.launch.launchers.torchrun import LOGS, ranks_per_node
 from caramba.runs import MANIFEST
 from caramba.runs.files import write_whole
-from caramba.runs.jobs import REQUEUE, record_submission
-from caramba.runs.state import last_event_time
+from caramba.runs.state import REQUEUE, last_event_time, record_submission
 
 _TIMEOUT_S = 60
 

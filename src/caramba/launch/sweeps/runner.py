@@ -9,8 +9,8 @@ import sys
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from caramba.config.launcher import LauncherConfig
 from caramba.config.manifest import Manifest
+from caramba.config.parallel import LauncherConfig
 from caramba.errors import ConfigError
 from caramba.launch.launchers.process import Job, LiveWorker, Pool, last_lines, make_slots
 from caramba.launch.launchers.slurm import RUNS, SCRIPT, array_script, submit
@@ -20,7 +20,6 @@ from caramba.runs import differences, lock, mint, read_manifest
 from caramba.runs.exit_codes import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.exit_codes import MISTAKE, STOPPED
 from caramba.runs.files import holder_of, is_locked, remove_parts, write_whole
-from caramba.runs.jobs import record_job, record_submission, refuse_queued
 from caramba.runs.manifest import check_plugins_match
 from caramba.runs.shell import show_path
 from caramba.runs.state import (
@@ -32,6 +31,9 @@ from caramba.runs.state import (
     WAITING,
     lacks_benchmarks,
     last_event_time,
+    record_job,
+    record_submission,
+    refuse_queued,
     run_state,
 )
 from caramba.runs.sweeps import Point, Sweep

@@ -21,9 +21,9 @@ from pydantic import Field
 from caramba.artifacts.across_runs.gather import read_metrics
 from caramba.artifacts.across_runs.summary import prefers_higher
 from caramba.config.base import Config
-from caramba.config.launcher import LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.manifest import Manifest
+from caramba.config.parallel import LauncherConfig
 from caramba.config.parse import parse_as
 from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.launch.overrides import CommandLine, expand_sweep, refuse_unsafe_overrides, split_sign

@@ -10,9 +10,8 @@ import pytest
 
 from caramba.config.estimate import as_json, check_widths, model_cost, plan, render_text
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.model import ModelConfig
-from caramba.config.parallel import ParallelConfig
+from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig
 from caramba.errors import ConfigError
 from tests.unit.config.estimate.presets import compose_model, manifest, phase
 
