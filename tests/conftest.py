@@ -132,3 +132,12 @@ def spoken() -> Iterator[None]:
     logger.quiet = False
     yield
     logger.quiet = False
+
+
+@pytest.fixture
+def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave figures of this process blank, as those of forked commands are: drawing them takes most of a tiny run."""
+    from caramba.artifacts import style
+    from tests.integration.commands import leave_blank
+
+    monkeypatch.setattr(style, "_saved", leave_blank)

@@ -7,9 +7,6 @@ from types import ModuleType
 
 import pytest
 
-from caramba.artifacts import style
-from tests.integration.commands import leave_blank
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,9 +24,3 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
     monkeypatch.chdir(ROOT)
     return importlib.import_module("run")
-
-
-@pytest.fixture
-def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process leave their figures blank, as those of forked ones do."""
-    monkeypatch.setattr(style, "_saved", leave_blank)

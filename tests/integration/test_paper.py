@@ -8,17 +8,20 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, environment, only_run
+from tests.integration import commands
+from tests.integration.commands import SMALL, SMALL_TEACHER, environment, only_run
 from tests.paper_servers import Answer, calls, chat_server, says
 
 pytest.importorskip("litellm", reason="the extra `paper` is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 
+caramba = partial(commands.caramba, draws=True)  # a paper shows its run's figures
 RESULTS = (
     r"The student reaches \result{perplexity.student.perplexity} where its teacher has "
     r"\result{perplexity.teacher.perplexity}, which is \derived{ratio}{perplexity.student.perplexity}"
@@ -153,7 +156,10 @@ MISTAKES = [
     (["paper", "latest", "--max-iterations", "x"], "argument --max-iterations: invalid int value: 'x'"),
     (["paper", "latest", "--max-iterations", "0"], "budget.max_iterations: got 0, expected greater than 0"),
     (["paper", "latest", "--group", "nosuch"], "--group nosuch: no group of this run"),
-    (["paper", "latest", "--config", "nosuch.yaml"], "--config nosuch.yaml: cannot be read as YAML"),
+    (
+        ["paper", "latest", "--config", "nosuch.yaml"],
+        "--config nosuch.yaml: cannot be read (No such file or directory); give a YAML file",
+    ),
     (["paper", "latest", "--base-url", "ftp://x"], "no http(s) address"),
     (
         ["paper", "latest", "--api-key-env", "NO_SUCH_KEY"],

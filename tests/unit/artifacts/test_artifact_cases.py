@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from pydantic import TypeAdapter
 
 from caramba.artifacts.cases import cases_csv
@@ -104,6 +105,7 @@ def test_case_table_without_teacher_has_no_teacher_column() -> None:
     assert set(table.head) <= WORDS, "columns of text align left"
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_the_files_are_there_when_there_is_something_to_write(result: RunResult, tmp_path: Path) -> None:
     result = dataclasses.replace(result, benchmarks=result.benchmarks[:1], transplant=None)
     names = {entry.path for entry in write(with_cases(result), tmp_path).entries}

@@ -177,6 +177,7 @@ def test_text_of_a_run_stays_text(result: RunResult, tmp_path: Path, page: Page)
     assert {NASTY, "<b>", "<i>"} <= set(cells)
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_it_says_what_failed_and_what_is_missing(result: RunResult, tmp_path: Path) -> None:
     broken = without(result, "memory", "RuntimeError: out of memory")
     kept = tuple(bench for bench in broken.benchmarks if bench.type != "latency")

@@ -95,6 +95,7 @@ def test_conclusion_numbers_are_keys_of_the_report() -> None:
     assert "Nothing was measured" in conclude(dataclasses.replace(bare, phases=()), {})[0].text
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_run_without_teacher_calls_its_model_a_model(tmp_path: Path) -> None:
     result = alone()
     metrics = collect(result)

@@ -86,6 +86,7 @@ def test_the_report_holds_the_run(result: RunResult, written: Path) -> None:
     assert report["verify"][1]["passed"] is True
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_csv_rows_keep_every_digit_under_the_union_of_columns(result: RunResult, tmp_path: Path) -> None:
     extra = BenchmarkResult(
         "lat2", "latency", rows=({"model": "student", "note": None, "steps_ms": [0.1, 1 / 3]},)
@@ -103,6 +104,7 @@ def test_csv_rows_keep_every_digit_under_the_union_of_columns(result: RunResult,
     assert json.loads(rows[-1]["steps_ms"]) == [0.1, 1 / 3]
 
 
+@pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize(
     ("kind", "gone"),
     [
@@ -149,6 +151,7 @@ def test_every_transplanted_layer_is_a_row_of_csv_and_table(written: Path) -> No
     assert r"    1 & 64 & 2.00$\times$ & -- & -- & -- \\" in table
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_the_kv_panel_is_left_out_when_only_quantised_caches_were_measured(
     result: RunResult, tmp_path: Path
 ) -> None:
@@ -160,6 +163,7 @@ def test_the_kv_panel_is_left_out_when_only_quantised_caches_were_measured(
     assert not {"memory.csv", "memory_scaling.png"} & set(omitted)
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_an_undefined_ratio_is_listed(result: RunResult, tmp_path: Path) -> None:
     metrics = (
         Metric("memory.teacher.peak_bytes@seq=1,kind=fp16", 0.0, "bytes"),
