@@ -36,7 +36,11 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("CompareVerifyConfig", "FidelityVerifyConfig", "KVCacheVerifyConfig", "EvalVerifyConfig"),
     ),
     "benchmarks": ("Keys of benchmarks", "What a suite under `benchmark` consists of.", ("BenchmarkConfig",)),
-    "papers": ("Keys of papers", "Everything under `paper`.", ("PaperConfig",)),
+    "papers": (
+        "Keys of papers",
+        "Everything under `paper`, `review` and `research`.",
+        ("PaperConfig", "ReviewConfig", "ResearchLoopConfig"),
+    ),
     "experiment": ("Keys of a manifest", "The top level of a manifest, its groups and runs.", ()),
 }
 INDEX = "experiment"

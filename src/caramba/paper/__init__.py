@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from caramba.config.paper import PaperConfig
+from caramba.config.research import ResearchLoopConfig
+from caramba.config.review import ReviewConfig
 from caramba.paper.drafter import PaperDrafter
+from caramba.paper.research.loop import ResearchLoop
+from caramba.paper.reviewer import PaperReviewer
 
-__all__ = ["PaperConfig", "PaperDrafter"]
+__all__ = [
+    "PaperConfig",
+    "PaperDrafter",
+    "PaperReviewer",
+    "ResearchLoop",
+    "ResearchLoopConfig",
+    "ReviewConfig",
+]

@@ -48,7 +48,13 @@ _SECTION = re.compile(
 
 
 def build_paper(
-    config: PaperConfig, default_title: str, note: str, sections: Mapping[str, str], *, has_citations: bool
+    config: PaperConfig,
+    default_title: str,
+    note: str,
+    sections: Mapping[str, str],
+    *,
+    has_citations: bool,
+    appendix: str = "",
 ) -> str:
     """Return paper.tex. Sections that are not written yet are left out; `note` is TeX, for below the title."""
     authors = r" \and ".join(escape(name) for name in config.authors)
@@ -64,6 +70,8 @@ def build_paper(
     for name in config.sections:
         if name in sections:
             lines += ["", _section(name, sections[name])]
+    if appendix:
+        lines += ["", appendix]
     if has_citations:
         lines += ["", r"\bibliographystyle{plainnat}", r"\bibliography{references}"]
     return "\n".join([*lines, r"\end{document}", ""])

@@ -13,17 +13,20 @@ from typing import Any
 from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.paper.arguments import tool_schemas
-from caramba.paper.budget import BudgetLedger, Spent
-from caramba.paper.client import LanguageModel, need_model
+from caramba.paper.budget import BudgetLedger, Parent, Spent
+from caramba.paper.client import LanguageModel, ModelUnusable
 from caramba.paper.compile import need_latex
 from caramba.paper.draft import load_draft
 from caramba.paper.edits import take_edits
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import PAPER, PDF, PaperFolder
+from caramba.paper.journal import Journal
 from caramba.paper.opening import open_draft
 from caramba.paper.search import Literature
 from caramba.paper.tools import Toolbox
 from caramba.runs import lock
+
+MOST_SILENT = 3  # replies in a row without a call, before anything is written
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,12 @@ class PaperDrafter:
         output_dir: str | Path | None = None,
         *,
         sleep: Callable[[float], None] = time.sleep,
+        journal: Journal | None = None,
+        parent: Parent | None = None,
+        extend: Callable[[Evidence], Evidence] | None = None,
     ) -> None:
+        """Draft by a configuration; `extend` adds to the evidence of the run what a research loop found."""
+        self._journal, self._parent, self._extend = journal, parent, extend
         self.config = config or PaperConfig()
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         self._sleep = sleep
@@ -66,22 +74,24 @@ class PaperDrafter:
             AgentError: the language model could not be asked, or answered what cannot be used; as above.
         """
         need_latex("paper")
-        need_model(self.config, "paper")
         run = Path(run_dir)
         folder = run if group is None else run / "groups" / group
         evidence = read_evidence(folder, run, group)
+        if self._extend is not None:
+            evidence = self._extend(evidence)
         paper = PaperFolder(self.output_dir or folder / "paper")
         words = ["caramba", "paper", str(run), *(["--group", group] if group else [])]
         words += ["--output-dir", str(self.output_dir)] if self.output_dir is not None else []
         way_on = f"`{shlex.join([*words, '--update'])}`"
         # What it refuses is refused before anything is written.
-        model = LanguageModel(self.config, sleep=self._sleep, way_on=way_on)
+        model = LanguageModel(self.config, sleep=self._sleep, way_on=way_on, journal=self._journal)
         price = model.price()
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
             session = _Session(self.config, evidence, paper, self._sleep, group or "")
             open_draft(session.draft, paper, self.config, evidence, group or "", update=update)
-            return session.run(model, BudgetLedger(self.config.budget, session.draft.spent, price, way_on))
+            ledger = BudgetLedger(self.config.budget, session.draft.spent, price, way_on, self._parent)
+            return session.run(model, ledger)
 
 
 class _Session:
@@ -148,6 +158,11 @@ class _Session:
             draft.messages.append({"role": "user", "content": refusal})
             self.folder.note("refused", reason=refusal)
             self._save()
+            silent = [message["role"] for message in draft.messages[-2 * MOST_SILENT :]]
+            if not draft.sections and silent == ["assistant", "user"] * MOST_SILENT:
+                raise ModelUnusable(
+                    f"{self.config.model}: {MOST_SILENT} replies without a call and nothing written; take another"
+                )
             return None
         number = self.folder.adopt(passed.files, self._facts(), self.config.versions_kept)
         draft.is_open, draft.messages = False, []

@@ -105,6 +105,8 @@ class Evidence:
     omitted: tuple[str, ...]
     names: tuple[str, ...] = field(default=())
     """Words of the manifest, which may hold digits: names of models, data and layouts."""
+    appendix: str = ""
+    """TeX behind the sections, written by code."""
 
     def result(self, key: str) -> Result:
         """Return a number by its key.

@@ -21,7 +21,7 @@ PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", 
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
 PUBLISHED = "published"  # in a version whose files have all become the head
 # What a draft that was stopped at once leaves; a folder with nothing else is as good as new.
-_BEGINNINGS = frozenset({TRANSCRIPT, ".lock"})
+_BEGINNINGS = frozenset({TRANSCRIPT, ".lock", "research"})
 MOST_PATH, MOST_NAME = 1000, 255
 
 

@@ -78,6 +78,7 @@ class Gate:
                 provenance_note(self.evidence),
                 {name: section.body for name, section in sections.items()},
                 has_citations=bool(keys),
+                appendix=self.evidence.appendix,
             ).encode(),
             RESULTS: results_tex(scanned, self.evidence).encode(),
             BIBLIOGRAPHY: "\n".join(cited[key].bibtex(key) for key in keys).encode(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,19 @@ from caramba.config.paper import PaperConfig
 from caramba.paper import drafter, gate, search
 from caramba.paper.compile import Compiled
 from caramba.paper.evidence import Evidence, read_evidence
+
+
+@pytest.fixture(autouse=True)
+def _loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail on any connection beyond this machine."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        host = address[0] if isinstance(address, tuple) else "localhost"
+        assert host in ("127.0.0.1", "::1", "localhost"), f"connects to {address}"
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
 
 
 @pytest.fixture(scope="session")

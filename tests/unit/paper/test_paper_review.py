@@ -75,14 +75,29 @@ def planted() -> Iterator[tuple[str, str]]:
         )
 
 
-@pytest.fixture(name="facts")
-def _facts(evidence: Evidence) -> Evidence:
+def clean() -> Iterator[str]:
+    """Yield the results sections of papers without a defect."""
+    for lead in LEADS:
+        yield lead + CLEAN
+        yield lead + rf"{CLEAN} Prior work reports the same \citep{{smith}}."
+        yield (
+            lead + rf"{CLEAN} Figure~\ref{{fig:summary.png}} shows it. \artifactfigure{{summary.png}}{{All.}}"
+        )
+        yield lead + rf"{CLEAN} It takes \result{{spread}}."
+
+
+def with_single_runs(evidence: Evidence) -> Evidence:
     """Evidence whose losses rest on one measurement, and one result with a dispersion."""
     results = dict(evidence.results)
     for key in (STUDENT, TEACHER):
         results[key] = dataclasses.replace(results[key], n=1, spread=None)
     results["spread"] = dataclasses.replace(results[STUDENT], key="spread", n=5, spread=0.1)
     return dataclasses.replace(evidence, results=results)
+
+
+@pytest.fixture(name="facts")
+def _facts(evidence: Evidence) -> Evidence:
+    return with_single_runs(evidence)
 
 
 def test_planted_defects_are_found(facts: Evidence) -> None:
@@ -93,18 +108,9 @@ def test_planted_defects_are_found(facts: Evidence) -> None:
     assert sum(found) >= 0.9 * len(cases), missed
 
 
-@pytest.mark.parametrize("lead", LEADS)
-@pytest.mark.parametrize(
-    "body",
-    [
-        CLEAN,
-        rf"{CLEAN} Prior work reports the same \citep{{smith}}.",
-        rf"{CLEAN} Figure~\ref{{fig:summary.png}} shows it. \artifactfigure{{summary.png}}{{All.}}",
-        rf"{CLEAN} It takes \result{{spread}}.",
-    ],
-)
-def test_clean_papers_have_no_finding(lead: str, body: str, facts: Evidence) -> None:
-    assert check_paper({"results": lead + body}, facts) == []
+@pytest.mark.parametrize("body", clean())
+def test_clean_papers_have_no_finding(body: str, facts: Evidence) -> None:
+    assert check_paper({"results": body}, facts) == []
 
 
 def test_ids_stay_when_other_text_changes(facts: Evidence) -> None:

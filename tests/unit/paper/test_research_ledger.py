@@ -84,7 +84,13 @@ def test_comparison_is_accepted_and_verified(base: Path, tmp_path: Path) -> None
     launcher = Launcher()
     seen = Comparison(tmp_path / "c", base, GATE, launch=launcher).run(proposal(base))
     assert (seen.state, seen.n_seeds) == ("accepted", 5)
-    assert verify_ledger(tmp_path / "c") == {"lines": 28, "runs": 10, "looks": 5, "decisions": 1}
+    assert verify_ledger(tmp_path / "c") == {
+        "lines": 28,
+        "runs": 10,
+        "looks": 5,
+        "decisions": 1,
+        "held_out_runs": 0,
+    }
     again = Comparison(tmp_path / "c", base, GATE, launch=launcher).run(proposal(base))
     assert again == seen
     assert len(launcher.places) == 10

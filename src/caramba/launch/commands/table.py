@@ -361,22 +361,34 @@ COMMANDS: dict[str, Command] = {
     ),
     "research": Command(
         (
-            "compare RUN --proposal FILE --metric KEY --direction less|more [--seeds N] [--candidates N] "
-            "[--budget tokens|wall] [--timeout S] [--output-dir DIR] | verify DIR"
+            "RUN [--max-iterations N] [--metric KEY --direction less|more --held-out PATH] [--auto-run|--confirm NAME] "
+            "[--model NAME] [--base-url URL] [--tools auto|native|text] [--replay FILE] | compare RUN --proposal FILE "
+            "--metric KEY --direction less|more ... | verify DIR"
         ),
         (
-            "compare a proposed change with a run under a test registered before the first run, seed by seed, with a "
-            "chained ledger; verify recomputes every decision from the artifacts"
+            "draft, review, run proposed experiments under a test registered before the first run, and redraft until a "
+            "typed reason stops; compare runs one proposal; verify recomputes every decision from the artifacts"
         ),
         {
+            "--max-iterations": "Most rounds of draft, review and experiments; default 5, or as in the manifest.",
+            "--model": "Language model of writer and reviewer; default as in the manifest.",
+            "--base-url": "An OpenAI-compatible server; default as in the manifest.",
+            "--api-key-env": "Environment variable that holds the key; default the provider's own.",
+            "--tools": "How tools are called: auto, native or text; default auto.",
+            "--max-cost": "Most US dollars of the loop; default no limit.",
+            "--max-tokens": "Most tokens of the loop; default 3000000.",
+            "--held-out": "Tokens that no search run reads, opened once for the winner; no default.",
+            "--auto-run": "Run proposed experiments without confirmation.",
+            "--confirm": "Name of a proposed experiment that may run; may be repeated.",
+            "--replay": "File calls.jsonl of an earlier loop whose replies are replayed; default none.",
             "--proposal": "YAML file: base_sha256, patches, rationale, hypothesis, smallest_effect; no default.",
             "--metric": "Key of report.json that decides; no default.",
             "--direction": "Better values of the metric: less or more; no default.",
             "--seeds": "Most seeds, each run in both arms; default 10.",
             "--candidates": "Most candidates of the folder, which share the level 0.05; default 5.",
             "--budget": "What both arms spend equally: tokens or wall; default tokens.",
-            "--timeout": "Seconds after which a run counts as failed; default no limit.",
-            "--output-dir": "Folder of the ledger and the runs; default research/ in the folder of the run.",
+            "--timeout": "Seconds after which a run counts as failed; default 3600 in a loop, else no limit.",
+            "--output-dir": "Folder of the paper, or of a comparison; default paper/ and research/ in the run.",
             **COMMON,
         },
     ),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from caramba.config.manifest import Manifest
+from caramba.config.parse import parse_as
 from caramba.config.research import GateConfig
 from caramba.console import logger
 from caramba.errors import ConfigError, nearest
@@ -46,7 +47,7 @@ class Comparison:
         self.folder, self.gate, self.timeout_s = folder, gate, timeout_s
         self.base: Manifest = read_manifest(base)
         _check_base(base, self.base, gate)
-        self._launch = launch or _launch
+        self._launch = launch or launch_run
         self.ledger = Ledger(folder)
 
     def run(self, proposal: Proposal) -> Look:
@@ -125,22 +126,53 @@ class Comparison:
         """Run one arm unless the ledger has it, and return its line."""
         # A baseline is run once per seed for all candidates.
         place = Path("experiments") / (name if arm == "candidate" else "baseline") / f"seed{seed}"
-        for line in self.ledger.of("run"):
+        return self._run_at(place, manifest, "run", arm=arm, seed=seed)
+
+    def open_held_out(self, proposal: Proposal) -> dict[str, dict[str, Any]]:
+        """Train the winner and its baseline once more and measure both on the held-out tokens; by arm, their lines.
+
+        Raises:
+            ConfigError: the held-out tokens were opened for another candidate.
+        """
+        opened = self.ledger.of("held_out_opened")
+        if not opened or opened[0]["proposal"] != proposal.name:
+            self.ledger.append("held_out_opened", proposal=proposal.name, tokens=str(self.gate.held_out))
+        seed = max(self.gate.seeds) + 1
+        found: dict[str, dict[str, Any]] = {}
+        for arm, change in zip(ARMS, (None, proposal), strict=True):
+            manifest = on_held_out(arm_manifest(self.base, seed, change), str(self.gate.held_out))
+            place = Path("experiments") / "held_out" / arm
+            found[arm] = self._run_at(place, manifest, "held_out_run", arm=arm, seed=seed)
+        return found
+
+    def _run_at(self, place: Path, manifest: Manifest, event: str, **fields: Any) -> dict[str, Any]:
+        """Run a manifest unless the ledger has its run, and return the run's line."""
+        for line in self.ledger.of(event):
             if line["place"] == place.as_posix():
                 return line
-        folder = self.folder / place
-        write_whole(folder / "manifest.json", canonical_json(manifest))
-        self.ledger.append("run_started", place=place.as_posix(), manifest_sha256=manifest_sha256(manifest))
+        folder, digest = self.folder / place, manifest_sha256(manifest)
+        was_begun = any(line["place"] == place.as_posix() for line in self.ledger.of("run_started"))
         began = time.monotonic()
-        status = self._launch(
-            [sys.executable, "-m", "caramba.launch", f"manifest={folder / 'manifest.json'}", "--quiet"],
-            folder,
-            self.timeout_s,
-        )
+        if was_begun and (found := read_run(folder, self.gate.metric))["report"] is not None:
+            status, seconds = (
+                0,
+                float(found["seconds"]),
+            )  # it finished, and a kill kept that from being recorded
+        else:
+            write_whole(folder / "manifest.json", canonical_json(manifest))
+            if not was_begun:
+                self.ledger.append("run_started", place=place.as_posix(), manifest_sha256=digest)
+            status = self._launch(
+                [sys.executable, "-m", "caramba.launch", f"manifest={folder / 'manifest.json'}", "--quiet"],
+                folder,
+                self.timeout_s,
+            )
+            seconds = time.monotonic() - began
+            found = read_run(folder, self.gate.metric)
+        facts = {**found, "seconds": round(seconds, 3)}
         return self.ledger.append(
-            "run", place=place.as_posix(), arm=arm, seed=seed, manifest_sha256=manifest_sha256(manifest),
-            status=status, seconds=round(time.monotonic() - began, 3), **read_run(folder, self.gate.metric),
-        )  # fmt: skip
+            event, place=place.as_posix(), manifest_sha256=digest, status=status, **fields, **facts
+        )
 
     def _pair(self, seed: int, lines: Sequence[dict[str, Any]]) -> Pair:
         return pair_of(seed, lines[0], lines[1], self.gate)
@@ -164,15 +196,26 @@ def read_run(folder: Path, metric: str) -> dict[str, Any]:
     """Return what the ledger keeps of a run below `folder`: the metric, None where it failed, its report and tokens."""
     reports = sorted(folder.glob("runs/*/*/artifacts/report.json"))
     if not reports:
-        return {"metric": None, "tokens": 0, "report": None, "report_sha256": None}
+        return {"metric": None, "tokens": 0, "seconds": 0.0, "report": None, "report_sha256": None}
     report = json.loads(reports[-1].read_text(encoding="utf-8"))
     found = report["metrics"].get(metric)
     return {
         "metric": None if found is None else float(found["value"]),
         "tokens": sum(int(phase["tokens"] or 0) for phase in report["phases"]),
+        "seconds": sum(float(phase.get("seconds") or 0) for phase in report["phases"]),
         "report": reports[-1].relative_to(folder).as_posix(),
         "report_sha256": sha256_of(reports[-1]),
     }
+
+
+def on_held_out(manifest: Manifest, tokens: str) -> Manifest:
+    """Return a manifest whose perplexity is measured on other tokens."""
+    plain: dict[str, Any] = json.loads(json.dumps(manifest.model_dump(mode="json")))
+    for group in plain["groups"]:
+        for bench in group["benchmarks"]:
+            if bench["config"]["type"] == "perplexity":
+                bench["config"]["dataset"] = tokens
+    return parse_as(Manifest, plain)
 
 
 def _check_base(run: Path, manifest: Manifest, gate: GateConfig) -> None:
@@ -194,7 +237,7 @@ def _check_base(run: Path, manifest: Manifest, gate: GateConfig) -> None:
             )
 
 
-def _launch(command: Sequence[str], folder: Path, timeout_s: float | None) -> int:
+def launch_run(command: Sequence[str], folder: Path, timeout_s: float | None) -> int:
     """Run the launcher in `folder`, its output in launch.log, and return its exit status; 124 after the time limit."""
     home = os.environ.get("CARAMBA_HOME", str(Path(".caramba").absolute()))
     with open(folder / "launch.log", "wb") as log:

@@ -12,9 +12,17 @@ from caramba.errors import ConfigError
 
 LEDGER = "research.jsonl"
 FIRST = "0" * 64
-EVENTS = frozenset(
-    ("registration", "proposal", "run_started", "run", "look", "decision", "spend", "held_out_opened")
+_RUNS = (
+    "registration",
+    "proposal",
+    "run_started",
+    "run",
+    "look",
+    "decision",
+    "held_out_opened",
+    "held_out_run",
 )
+EVENTS = frozenset((*_RUNS, "spend", "draft_begun", "draft", "review", "stop"))
 
 
 class Ledger:

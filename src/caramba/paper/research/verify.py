@@ -32,7 +32,7 @@ def verify_ledger(folder: Path) -> dict[str, int]:
     runs: dict[str, dict[str, Any]] = {}
     proposals: dict[str, Proposal] = {}
     last: dict[str, str] = {}
-    counts = {"lines": len(lines), "runs": 0, "looks": 0, "decisions": 0}
+    counts = {"lines": len(lines), "runs": 0, "looks": 0, "decisions": 0, "held_out_runs": 0}
     for line in lines:
         where = f"{file}, line {line['n']}: "
         match line["event"]:
@@ -60,6 +60,9 @@ def verify_ledger(folder: Path) -> dict[str, int]:
                         f"{where}decides {line['state']}, its last look gives {last.get(line['proposal'])}"
                     )
                 counts["decisions"] += 1
+            case "held_out_run" if gate is not None:
+                _check_run(folder, line, gate, where)
+                counts["held_out_runs"] += 1
             case "run" | "look":
                 raise ConfigError(f"{where}comes before the registration of a test")
             case _:
