@@ -18,8 +18,7 @@ from caramba.config.attention_dims import (
 )
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
 from caramba.config.kvcache import CacheFormat
-from caramba.config.layer_base import Dimension, LayerConfig, Probability, Shapes
-from caramba.config.rope import RopeScalingConfig
+from caramba.config.layer_base import Dimension, LayerConfig, Probability, RopeScalingConfig, Shapes
 from caramba.errors import member
 
 

@@ -9,9 +9,8 @@ from pydantic import Field
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
-from caramba.config.layer_base import Dimension, LayerConfig, Positive, Probability, Shapes
+from caramba.config.layer_base import Dimension, LayerConfig, Positive, Probability, RopeScalingConfig, Shapes
 from caramba.config.memory_bank import MemoryBankLayerConfig
-from caramba.config.rope import RopeScalingConfig
 
 __all__ = [
     "AttentionDims",

@@ -4,8 +4,7 @@ import sys
 
 from caramba import CallablePackage
 from caramba.distill.block_loss import attention_kl, relative_l1, sample_queries
-from caramba.distill.block_targets import BlockTargets
-from caramba.distill.blockwise import BlockwiseObjective, block_errors
+from caramba.distill.blockwise import BlockShard, BlockTargets, BlockwiseObjective, block_errors
 from caramba.distill.capture import capture_attention_io, replace_attention
 from caramba.distill.lora import Lora
 from caramba.distill.objective import (
@@ -17,7 +16,6 @@ from caramba.distill.objective import (
 )
 from caramba.distill.pipelined import PipelinedObjective
 from caramba.distill.schedule import BlockSchedule
-from caramba.distill.shard import BlockShard
 from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap
 from caramba.distill.teacher_rows import TeacherRows, bytes_per_token
 from caramba.distill.vocabulary import cross_entropy, teacher_kl, vocabulary_losses

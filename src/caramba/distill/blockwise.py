@@ -11,20 +11,103 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from caramba.config.attention import COPIED
 from caramba.distill.block_loss import AttentionDivergence, sample_queries
 from caramba.distill.block_step import BlockStep
-from caramba.distill.block_targets import BlockTargets
-from caramba.distill.capture import replace_attention
+from caramba.distill.capture import OnCall, capture_attention_io, replace_attention
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
-from caramba.distill.shard import BlockShard
 from caramba.distill.teacher_cache import TeacherCache
+from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
-from caramba.metrics import documents_of
+from caramba.metrics import documents_of, samples_of
 from caramba.model import Model
+from caramba.model.topology import attention_applications
+from caramba.runtime import get_rank, get_world_size, is_distributed
+
+
+class BlockTargets:
+    """Inputs and outputs of the teacher's attention layers under the student's names of them.
+
+    With a cache a sample's inputs and outputs of all layers are kept, and the teacher runs once per sample.
+    """
+
+    def __init__(
+        self,
+        teacher: Model,
+        pairs: Sequence[tuple[str, AttentionLayer, AttentionLayer]],
+        cache: TeacherCache | None = None,
+    ) -> None:
+        self.teacher, self.cache = teacher, cache
+        self.layers = {name: source for name, source, _ in pairs}
+        names = {id(source): name for name, source, _ in pairs}
+        self.order = [names[id(layer)] for _, layer in attention_applications(teacher) if id(layer) in names]
+
+    def visit(self, batch: Batch, names: Sequence[str], on_call: OnCall) -> None:
+        """Call on_call(name, input, output) for every application of the layers `names`, in execution order."""
+        tokens, documents, samples = batch[0], documents_of(batch), samples_of(batch)
+        if self.cache is None or samples is None:  # held-out batches carry no index
+            layers = [(name, self.layers[name]) for name in names]
+            capture_attention_io(self.teacher, layers, tokens, on_call, documents)
+            return
+        kept = self.cache.fetch(
+            samples,
+            lambda rows: self._all(tokens[rows], None if documents is None else documents[rows]),
+        )
+        for place, name in enumerate(self.order):
+            if name in names:
+                on_call(name, kept[f"{place}.x"], kept[f"{place}.o"])
+
+    @torch.no_grad()
+    def _all(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+
+        def keep(_name: str, x: Tensor, output: Tensor) -> None:
+            place = len(made) // 2
+            made[f"{place}.x"], made[f"{place}.o"] = x, output
+
+        capture_attention_io(self.teacher, list(self.layers.items()), tokens, keep, documents)
+        return made
+
+
+class BlockShard:
+    """The blocks of one rank: consecutive ones, so that the teacher of an early rank stops early; all, of one rank.
+
+    Where `is_shared` a rank computes no gradient of another's blocks, so no gradient is ever reduced; `gather` sends
+    every block's weights from its owner to all.
+
+    Raises:
+        ConfigError: more ranks than blocks.
+    """
+
+    def __init__(self, names: Sequence[str], rank: int | None = None, world_size: int | None = None) -> None:
+        self.names = tuple(names)
+        world = get_world_size() if world_size is None else world_size
+        if world > len(self.names):
+            raise ConfigError(
+                f"blockwise: {world} ranks for {len(self.names)} blocks; use at most one rank per block"
+            )
+        share, rest = divmod(len(self.names), world)
+        sizes = [share + (place < rest) for place in range(world)]
+        self._owner = dict(
+            zip(self.names, (place for place, n in enumerate(sizes) for _ in range(n)), strict=True)
+        )
+        mine = get_rank() if rank is None else rank
+        self.is_shared = world > 1
+        self.owned = tuple(name for name in self.names if self._owner[name] == mine)
+
+    @torch.no_grad()
+    def gather(self, layers: Mapping[str, nn.Module]) -> None:
+        """Give every rank the weights of all blocks, each from its owner; without a process group do nothing."""
+        if not is_distributed():
+            return
+        for name in self.names:
+            for tensor in layers[name].state_dict().values():
+                dist.broadcast(tensor, src=self._owner[name])
+
 
 Pair = tuple[str, AttentionLayer, AttentionLayer]
 BLOCK, RAW = "block", "l1"

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from caramba.config.source import read_object
-from caramba.data.checkpoint.refusal import refuse_pickle
+from caramba.data.checkpoint.header import refuse_pickle
 from caramba.errors import CheckpointError
 
 CONFIG = "config.json"
