@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import sys
 
 from caramba import __version__
-from caramba.errors import ConfigError, nearest
+from caramba.errors import ConfigError
 from caramba.launch.commands.help import command_help
-from caramba.launch.commands.table import COMMANDS
+from caramba.launch.commands.table import COMMANDS, OTHER_NAMES
 from caramba.runs.exit_codes import imports_without_gc, run_command
 
 
@@ -34,9 +35,9 @@ def _dispatch(argv: list[str]) -> int:
     if "=" in command or command.startswith(("-", "+", "~")):
         return _run("launch", argv)
     if command not in COMMANDS:
-        raise ConfigError(
-            f"caramba: unknown command {command!r}{nearest(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}"
-        )
+        near = difflib.get_close_matches(command, [*COMMANDS, *OTHER_NAMES], n=1, cutoff=0.5)
+        hint = f"; did you mean {OTHER_NAMES.get(near[0], near[0])!r}?" if near else ";"
+        raise ConfigError(f"caramba: unknown command {command!r}{hint} commands: {', '.join(COMMANDS)}")
     if command != "launch" and ("--help" in rest or "-h" in rest):
         print(command_help(command))
         return 0

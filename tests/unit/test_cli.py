@@ -170,6 +170,12 @@ def test_debug_shows_the_traceback(called):
     ("words", "text"),
     [
         (["launhc"], "unknown command 'launhc'; did you mean 'launch'?"),
+        (["trian"], "unknown command 'trian'; did you mean 'launch'?"),
+        (["ls"], "unknown command 'ls'; did you mean 'status'?"),
+        (["compile", "wandb=true"], "did you mean 'logger.wandb'?"),
+        (["compile", "n_layers=3"], "did you mean 'model.topology.layers.0.repeat'?"),
+        (["compile", "devices=2"], "here it is parallel=ddp parallel.dp=N"),
+        (["compile", "callbacks=[{type: EarlyStopping}]"], "here it is trainer.early_stopping.patience=N"),
         (["resume"], "resume: expected one run"),
         (["resume", "latest"], "there are no runs under"),
         (["run"], "run: expected one manifest file"),

@@ -24,7 +24,7 @@ from caramba.config.plugins import Plugins
 from caramba.config.research import ResearchLoopConfig
 from caramba.config.review import ReviewConfig
 from caramba.config.train import PhaseConfig
-from caramba.config.trainer import TrainerConfig
+from caramba.config.trainer import ELSEWHERE, EarlyStoppingConfig, TrainerConfig
 from caramba.config.verify import VerifyConfig
 from caramba.errors import SYNONYMS, nearest
 
@@ -66,6 +66,8 @@ class Composition(Config):
     @classmethod
     def hint(cls, key: str, names: Sequence[str]) -> str:
         place = place_of(key)
+        if place is None and key in ELSEWHERE:
+            return f"; here it is {ELSEWHERE[key]};"
         return f"; did you mean {place!r}?" if place is not None else nearest(key, names)
 
     version: Literal[1] = 1
@@ -104,9 +106,13 @@ def place_of(key: str) -> str | None:
     """Return where a key is that was given without its section, such as `train.lr` for `lr` or `learning_rate`."""
     places = {
         **{name: f"settings.{name}" for name in SettingsConfig.model_fields},
+        **{name: f"logger.{name}" for name in LoggerConfig.model_fields},
+        **{name: f"launcher.{name}" for name in LauncherConfig.model_fields if name != "devices"},
+        **{name: f"trainer.early_stopping.{name}" for name in EarlyStoppingConfig.model_fields},
         **{name: f"trainer.{name}" for name in TrainerConfig.model_fields},
         **{name: f"data.{name}" for name in DataConfig.model_fields},
         **{name: f"model.embedder.{name}" for name in ("d_model", "vocab_size")},
+        **{"checkpoint": "model.checkpoint", "repeat": "model.topology.layers.0.repeat"},
         **{name: f"train.{name}" for name in (*PhaseConfig.model_fields, *PhaseConfig.aliases)},
     }
     name = key.lower().replace("-", "_")

@@ -144,6 +144,8 @@ class ExtensionConfig(NodeConfig):
     """Class that the target inherits from, "module:Class"."""
     methods: ClassVar[Mapping[str, tuple[str, ...]]]
     """Arguments of each method that the target must have, after `self`."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Classes of Lightning that users ask for by name, and what does the same here."""
 
     @classmethod
     def signature(cls) -> str:
@@ -162,6 +164,18 @@ class CallbackConfig(ExtensionConfig):
     key = "callbacks"
     base = "lightning.pytorch:Callback"
     methods = {"__init__": ("config",)}
+    elsewhere = {
+        "EarlyStopping": "trainer.early_stopping.patience=N",
+        "EMAWeightAveraging": "train.ema_decay=X",
+        "GradientAccumulationScheduler": "train.gradient_accumulation_steps=N",
+        "LearningRateMonitor": "lr in metrics.csv",
+        "ModelCheckpoint": "trainer.save_top_k=N or trainer.save_last_k=N",
+        "ModelSummary": "caramba compile",
+        "RichProgressBar": "settings.instrument=rich",
+        "Timer": "trainer.max_time=DD:HH:MM:SS",
+        "TQDMProgressBar": "settings.instrument=plain",
+        "WeightAveraging": "train.ema_decay=X",
+    }
 
 
 class MetricLoggerConfig(ExtensionConfig):
@@ -276,10 +290,11 @@ def parse_extension(kind: type[ExtensionConfig], value: Any) -> Any:
             },
         )
     if found is None:
+        hint = f"; here it is {kind.elsewhere[name]};" if name in kind.elsewhere else nearest(name, known)
         raise PydanticCustomError(
             "unknown_extension",
             "unknown {kind} '{name}'{hint} known: {known}",
-            {"kind": kind.kind, "name": name, "hint": nearest(name, known) or ";", "known": names},
+            {"kind": kind.kind, "name": name, "hint": hint or ";", "known": names},
         )
     return parse_typed(found, value)
 

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "max_epochs": "train.steps=N",
     "max_steps": "train.steps=N",
     "min_steps": "train.steps=N",
-    "num_nodes": "launcher=slurm cluster.nodes=N, or launcher=torchrun",
+    "num_nodes": "launcher=slurm launcher.nodes=N, or launcher=torchrun",
     "overfit_batches": "debug=overfit",
     "plugins": "plugins=[MODULE]",
     "precision": "train.dtype=bfloat16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,19 +14,8 @@ from caramba.launch.overrides import FLAGS
 from caramba.runs import list_runs
 
 TAKES_OVERRIDES = ("launch", "compile", "run")
-TAKES_RUNS = (
-    "resume",
-    "rerun",
-    "collect",
-    "compare",
-    "export",
-    "eval",
-    "generate",
-    "chat",
-    "serve",
-    "paper",
-    "studio",
-)
+TAKES_RUNS = re.compile(r"(SWEEP|RUN(_A RUN_B)?)(?P<many>\.\.\.)?")
+"""Usage of the commands whose first words are runs."""
 
 
 def complete_word(before: list[str], typed: str) -> list[str] | None:
@@ -35,7 +25,9 @@ def complete_word(before: list[str], typed: str) -> list[str] | None:
         flags = FLAGS if command in ("", "launch") else tuple(COMMANDS[command].flags)
         return [flag for flag in flags if flag.startswith(typed)]
     if command and command not in TAKES_OVERRIDES:
-        if command not in TAKES_RUNS or len([word for word in before[1:] if not word.startswith("-")]) > 0:
+        usage = TAKES_RUNS.match(COMMANDS[command].usage)
+        has_run = any(not word.startswith("-") for word in before[1:])
+        if usage is None or (has_run and not usage["many"]):
             return []
         # bash adds the names of files itself.
         names = ["latest", *(f"runs/{run.parent.name}/{run.name}" for run in list_runs())]

@@ -23,6 +23,8 @@ from caramba.launch.completion import complete_word
         (["launch"], "--cf", ["--cfg"]),
         (["generate", "latest"], "--cache-k", ["--cache-kind"]),
         (["resume"], "la", ["latest"]),
+        (["rm", "runs/a"], "la", ["latest"]),
+        (["review"], "", ["latest"]),
     ],
 )
 def test_words(before: list[str], typed: str, some: list[str]) -> None:

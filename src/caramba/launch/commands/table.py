@@ -398,3 +398,23 @@ COMMANDS: dict[str, Command] = {
         {"--json": "Print the JSON Schema.", **COMMON},
     ),
 }
+
+_SAME = {
+    "launch": "train fit pretrain finetune distill upcycle sweep start experiment benchmark",
+    "init": "new create scaffold template",
+    "compile": "plan validate check show config dry_run",
+    "resume": "continue restart",
+    "status": "ls list ps runs jobs",
+    "collect": "table plot aggregate summarize",
+    "compare": "diff",
+    "studio": "ui web view dashboard report",
+    "rm": "delete remove archive",
+    "export": "convert save push",
+    "eval": "evaluate test lm_eval",
+    "generate": "infer inference predict sample complete",
+    "prepare": "tokenize tokenise preprocess download data",
+    "tune": "autotune",
+    "doctor": "info env check_env",
+}
+OTHER_NAMES = {other: name for name, others in _SAME.items() for other in others.split()}
+"""Names that other tools give their commands, and what they are called here."""
