@@ -52,7 +52,7 @@ def test_page_links_and_commands_exist(page: Path) -> None:
     # Pages under reference/ are made when the site is built; tests/integration/test_site.py checks links to them.
     links = [link for link in LINK.findall(text) if "://" not in link and "reference/" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
-    unknown = set(COMMAND.findall(text)) - set(COMMANDS) - {"review", "research"}
+    unknown = set(COMMAND.findall(text)) - set(COMMANDS)
     assert not unknown
 
 
