@@ -3,7 +3,7 @@
 Usage: python scripts/newcomer_tasks.py [PAGE]...   (all pages, or those whose name is given)
 
 Commands that train for minutes run in the short variant that the comments of a page name, as the tests of the pages
-run them. The notebook runs as its page says, pip and jupyter included, in an environment of its own; its executed copy
+run them. The notebook runs as its page describes, pip and jupyter included, in an environment of its own; its executed copy
 is written to docs/.
 """
 
@@ -47,6 +47,8 @@ QUICK = "tutorials/quickstart.md"
 class NotebookReader(Reader):
     """Runs what the page of the notebook has a reader type, in an environment that also sees this one."""
 
+    longest_s = 600
+
     def __init__(self, folder: Path, cache: Path) -> None:
         super().__init__(folder, cache)
         venv.create(folder / "venv", with_pip=True)
@@ -78,8 +80,8 @@ def main(names: Sequence[str]) -> int:
             if starts_from_quickstart(page):
                 shutil.copytree(Path(folder) / "quickstart/runs", place / "runs", symlinks=True)
             rows[page] = follow_page(DOCS / page, place, cache)
+            write_tables(rows)
             print(f"{page}: {rows[page]:.1f} s", flush=True)
-    write_tables(rows)
     return 0
 
 

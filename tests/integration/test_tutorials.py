@@ -37,7 +37,9 @@ TINY = " ".join((*SMALL, *SMALL_TEACHER))
 
 
 class Reader:
-    """Follows one page in a folder."""
+    """Follows one page in a folder. No command may take longer than `longest_s`."""
+
+    longest_s = 200
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self.cache = folder, cache
@@ -92,7 +94,7 @@ class Reader:
             capture_output=True,
             text=True,
             check=False,
-            timeout=200,
+            timeout=self.longest_s,
         )
 
     def start(self, words: list[str]) -> None:
