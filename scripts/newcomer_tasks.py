@@ -3,8 +3,8 @@
 Usage: python scripts/newcomer_tasks.py [PAGE]...   (all pages, or those whose name is given)
 
 Commands that train for minutes run in the short variant that the comments of a page name, as the tests of the pages
-run them. The notebook runs as its page describes, pip and jupyter included, in an environment of its own; its executed copy
-is written to docs/.
+run them. The notebook runs as its page describes, pip and jupyter included, in an environment of its own, and its
+executed copy is written to docs/.
 """
 
 from __future__ import annotations
