@@ -12,7 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ceilings import lower_ceilings, read_ceilings
@@ -48,41 +48,12 @@ def find_circles(imports: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Return the groups of modules that import each other, directly or through others.
 
     `imports` maps a module to those that it imports anywhere, inside functions included. These are the strongly
-    connected components of more than one module (Tarjan's algorithm, without recursion).
+    connected components of more than one module.
     """
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    path: list[str] = []
-    on_path: set[str] = set()
-    circles: list[list[str]] = []
-    for root in imports:
-        if root in order:
-            continue
-        work: list[tuple[str, Iterator[str]]] = [(root, iter(imports[root]))]
-        order[root] = low[root] = len(order)
-        path.append(root)
-        on_path.add(root)
-        while work:
-            module, rest = work[-1]
-            target = next(rest, None)
-            if target is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[module])
-                if low[module] == order[module]:
-                    cut = path.index(module)
-                    group, path[cut:] = path[cut:], []
-                    on_path.difference_update(group)
-                    if len(group) > 1:
-                        circles.append(sorted(group))
-            elif target not in order:
-                order[target] = low[target] = len(order)
-                path.append(target)
-                on_path.add(target)
-                work.append((target, iter(imports.get(target, ()))))
-            elif target in on_path:
-                low[module] = min(low[module], order[target])
-    return sorted(circles)
+    import networkx
+
+    graph = networkx.DiGraph([(module, target) for module, targets in imports.items() for target in targets])
+    return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
 
 def read_imports() -> dict[str, set[str]]:

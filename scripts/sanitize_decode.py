@@ -16,12 +16,42 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 MISSING, FOUND_ERRORS = 3, 9
+LATENT = {"heads": (32, 1), "dims": (128, 64, 128)}
+MIXED: dict[str, Any] = {"kinds": ("q4_0", "q8_0"), "lengths": (330, 270), "packed": 256, **LATENT}
+HEADS: dict[str, Any] = {
+    "kinds": ("q4_0", "q8_0", "q4_0"),
+    "lengths": (330, 300),
+    "heads": (32, 8),
+    "packed": 256,
+}
+HEADS |= {"queries": 1, "window": 100, "null": True}
+TILES = {"block_rows": 32, "block_tokens": 64, "n_splits": 3}
+TEAM = {"block_rows": 32, "block_tokens": 32, "n_splits": 3, "n_warps": 4, "n_heads": 1, "n_stages": 1}
+TEAM |= {"in_cuda": 1, "variant": 1}
+PER_HEAD = {"block_rows": 8, "block_tokens": 32, "n_splits": 3, "n_heads": 2, "n_stages": 2, "in_cuda": 1}
+CASES: dict[str, tuple[dict[str, Any], dict[str, int] | None]] = {
+    "heads in CUDA": (HEADS, PER_HEAD),
+    "latent in CUDA": (MIXED, TEAM),
+    "latent by teams": (MIXED, TEAM | {"n_warps": 12}),
+    "latent by words": (MIXED, {"block_rows": 32, "n_splits": 2, "n_heads": 1}),
+    "heads together": (HEADS, {"n_splits": 2, "n_heads": 4}),
+    "latent q8_0": (MIXED | {"kinds": ("q8_0", "q8_0")}, TILES),
+    "latent mixed": (MIXED, TILES),
+    "per head mixed": (HEADS | {"queries": 3}, None),
+    "latent": ({"kinds": ("bf16", "bf16"), "lengths": (130, 70), **LATENT}, None),
+    "per head": ({"kinds": ("bf16",) * 3, "lengths": (105, 0), "heads": (32, 8)}, None),
+}
+"""The fields of a case, and those of a choice that the table may make otherwise."""
+OF_PARTS = ("latent by teams",)
+"""Cases that racecheck leaves out: it reports hazards across barriers of a part of a block, as of three teams. The same
+code with one team, whose barriers are its block's, is "latent in CUDA"; between barriers of the block teams share no
+memory."""
 
 
 def check_case(name: str) -> None:
@@ -33,29 +63,15 @@ def check_case(name: str) -> None:
     from caramba import kernels
     from caramba.ops.dba_decode import dba_decode
 
-    cases = {
-        "latent": Case(("bf16", "bf16"), (130, 70), heads=(32, 1), dims=(128, 64, 128)),
-        "latent q8_0": Case(("q8_0", "q8_0"), (330, 270), heads=(32, 1), dims=(128, 64, 128), packed=256),
-        "latent mixed": Case(("q4_0", "q8_0"), (330, 270), heads=(32, 1), dims=(128, 64, 128), packed=256),
-        "per head": Case(("bf16",) * 3, (105, 0), heads=(32, 8)),
-        "per head mixed": Case(
-            ("q4_0", "q8_0", "q4_0"), (330, 300), heads=(32, 8), packed=256, queries=3, window=100, null=True
-        ),
-    }
-    cases["latent by words"] = cases["latent mixed"]
-    cases["heads together"] = replace(cases["per head mixed"], queries=1)
-    cases["heads in CUDA"] = cases["heads together"]
-    cases["latent in CUDA"] = cases["latent by teams"] = cases["latent mixed"]
-    if not torch.cuda.is_available():
-        raise SystemExit("sanitize: no CUDA device here")
     if kernels.load("cuda")["dba_decode"] != "triton":
         raise SystemExit("sanitize: the Triton kernel did not load; see the message above")
-    if name in WAYS:
+    fields, choice = CASES[name]
+    if choice is not None:
         from caramba.kernels.triton import dba_decode as launcher
         from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
-        launcher.choose = lambda shape, n_processors: DecodeConfig(**WAYS[name])
-    case = replace(cases[name], capacity=384)
+        launcher.choose = lambda shape, n_processors: DecodeConfig(**choice)
+    case = Case(**fields, capacity=384)
     args, options = arguments(case, torch.bfloat16, "cuda")
     out, _ = dba_decode(*args, **options)
     wanted, _ = expected(case, args, options)
@@ -70,50 +86,6 @@ def check_case(name: str) -> None:
     print(f"{name}: error {error:.1e}", flush=True)
 
 
-WAYS = {
-    "latent by words": {"block_rows": 32, "n_splits": 2, "n_heads": 1},
-    "heads together": {"n_splits": 2, "n_heads": 4},
-    "heads in CUDA": {
-        "block_rows": 8,
-        "block_tokens": 32,
-        "n_splits": 3,
-        "n_heads": 2,
-        "n_stages": 2,
-        "in_cuda": 1,
-    },
-    "latent in CUDA": {
-        "block_rows": 32,
-        "block_tokens": 32,
-        "n_splits": 3,
-        "n_warps": 4,
-        "n_heads": 1,
-        "n_stages": 1,
-        "in_cuda": 1,
-        "variant": 1,
-    },
-    "latent mixed": {"block_rows": 32, "block_tokens": 64, "n_splits": 3},
-    "latent q8_0": {"block_rows": 32, "block_tokens": 64, "n_splits": 3},
-}
-WAYS["latent by teams"] = WAYS["latent in CUDA"] | {"n_warps": 12}
-"""Cases that the table may run otherwise: fields of a choice."""
-OF_PARTS = ("latent by teams",)
-"""Cases that racecheck leaves out: it reports hazards across barriers of a part of a block, as of three teams. The same
-code with one team, whose barriers are its block's, is "latent in CUDA"; between barriers of the block teams share no
-memory."""
-NAMES = (
-    "heads in CUDA",
-    "latent in CUDA",
-    "latent by teams",
-    "latent by words",
-    "heads together",
-    "latent q8_0",
-    "latent mixed",
-    "per head mixed",
-    "latent",
-    "per head",
-)
-
-
 def find_tool() -> str | None:
     """Return the path of compute-sanitizer, if the machine has one."""
     return shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *PLACES)))
@@ -121,13 +93,9 @@ def find_tool() -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Decode attention under compute-sanitizer")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="limit of all cases together; skipped cases are listed"
-    )
-    parser.add_argument(
-        "--tool", default="memcheck,racecheck", help="tools of compute-sanitizer, with commas"
-    )
-    parser.add_argument("--case", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of all cases together")
+    parser.add_argument("--tool", default="memcheck,racecheck", help="tools of compute-sanitizer")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         check_case(options.case)
@@ -144,8 +112,8 @@ def main() -> int:
     script = [sys.executable, __file__, "--case"]
     # Inside the tool every allocation is one of the driver's, or a read past a tensor would meet its neighbour.
     bare = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    with ThreadPoolExecutor(len(NAMES)) as pool:
-        compiled = list(pool.map(lambda name: subprocess.run([*script, name]).returncode, NAMES))
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        compiled = list(pool.map(lambda name: subprocess.run([*script, name]).returncode, CASES))
     if any(compiled):
         return 1
 
@@ -164,9 +132,9 @@ def main() -> int:
         return False, "\n".join((f"{kind}, {name}: FAILED, status {done.returncode}", *tail))
 
     tools = options.tool.split(",")
-    jobs = [(kind, name) for kind in tools for name in NAMES if kind != "racecheck" or name not in OF_PARTS]
+    jobs = [(kind, name) for kind in tools for name in CASES if kind != "racecheck" or name not in OF_PARTS]
     is_clean = True
-    with ThreadPoolExecutor(len(NAMES)) as pool:
+    with ThreadPoolExecutor(len(CASES)) as pool:
         for clean, report in pool.map(check, jobs):
             is_clean &= clean
             print(report, flush=True)

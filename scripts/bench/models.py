@@ -10,10 +10,14 @@ from caramba.config.estimate import model_cost
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.metrics import model_bytes
-from caramba.model import Model, build_model
+from caramba.model import Model, build_with_random_weights
 
-# d_model, blocks, heads, key/value heads, d_ff, vocabulary: the second is Llama 3.2 1B's.
-SIZES = {"tiny": (64, 2, 4, 2, 128, 128), "1b": (2048, 16, 32, 8, 8192, 128256)}
+# d_model, blocks, heads, key/value heads, d_ff, vocabulary: the others are Llama 3.2 1B's and Llama 3.1 8B's.
+SIZES = {
+    "1b": (2048, 16, 32, 8, 8192, 128256),
+    "8b": (4096, 32, 32, 8, 14336, 128256),
+    "tiny": (64, 2, 4, 2, 128, 128),
+}
 SCALING = {
     "type": "llama3",
     "factor": 32.0,
@@ -39,8 +43,8 @@ SAME = {"latent": "llama32_dba_384b"}
 """Names of layouts in files of before."""
 
 
-def model_of(size: str, layout: str, device: torch.device) -> Model:
-    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on the text."""
+def spec_of(size: str, layout: str = "gqa") -> dict[str, Any]:
+    """Return the model key of a manifest."""
     d_model, n_blocks, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
     norm = {"type": "RMSNormLayer", "d_model": d_model}
     rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
@@ -55,20 +59,30 @@ def model_of(size: str, layout: str, device: torch.device) -> Model:
     mlp = {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff}
     block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
     nested = {"type": "NestedTopology", "layers": block, "repeat": n_blocks}
-    spec = ModelSpec.model_validate(
-        {
-            "embedder": {"vocab_size": vocab, "d_model": d_model},
-            "topology": {"type": "StackedTopology", "layers": [nested, norm]},
-            "head": {"tied": True},
-        }
-    )
-    # Sampled on the device: 1.2 billion normal numbers take the host half a minute.
-    model = build_model(spec, device="meta").to_empty(device=device)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.fill_(1.0) if weight.dim() == 1 and "bias" not in name else weight.normal_(std=0.02)
+    return {
+        "type": "TransformerModel",
+        "embedder": {"vocab_size": vocab, "d_model": d_model},
+        "topology": {"type": "StackedTopology", "layers": [nested, norm]},
+        "head": {"tied": size != "8b"},
+    }
+
+
+def model_of(size: str, layout: str, device: torch.device) -> Model:
+    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on the text."""
+    spec = ModelSpec.model_validate(spec_of(size, layout))
+    model = build_with_random_weights(spec, device)
     return model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+
+
+def prompts_of(model: Model, batch: int, length: int) -> list[list[int]]:
+    """Return the same random prompts at every call."""
+    source = torch.Generator().manual_seed(0)
+    return torch.randint(model.spec.embedder.vocab_size, (batch, length), generator=source).tolist()
+
+
+def cache_kind(device: torch.device) -> KVCacheKind:
+    """Return the 16-bit kind of a GPU, fp32 elsewhere."""
+    return KVCacheKind.BF16 if device.type == "cuda" else KVCacheKind.FP32
 
 
 def bytes_of_step(model: Model, batch: int, context: int, kind: KVCacheKind) -> float:

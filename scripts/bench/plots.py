@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
 from typing import Any
 
-import matplotlib as mpl
 from verdicts import memory_bound, read_bandwidth_of, settings_of, share_of_linear, sitting_of
 
 from caramba.artifacts.style import label_ticks, new_figure, short_number, styled, to_png, whole_number
@@ -25,59 +24,58 @@ MARKERS = "osD^v"
 """By settings, in turn."""
 
 
-def draw_decode(data: dict[str, Any], file: Path) -> None:
-    """Draw bytes per second over bytes read, a colour a format and a marker a layout, under the roof."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    layouts = list(dict.fromkeys(row["layout"] for row in data["rows"]))
-    formats = list(dict.fromkeys(row["format"] for row in data["rows"]))
-    for i, layout in enumerate(layouts):
-        for j, form in enumerate(formats):
+def draw_decode(data: dict[str, Any]) -> bytes:
+    """Return bytes per second over bytes read as PNG: a colour a format, a marker a layout, the roof."""
+    with styled():
+        figure = new_figure(7.0, 4.5)
+        axes = figure.subplots(1, 1)
+        layouts = list(dict.fromkeys(row["layout"] for row in data["rows"]))
+        formats = list(dict.fromkeys(row["format"] for row in data["rows"]))
+        for (i, layout), (j, form) in itertools.product(enumerate(layouts), enumerate(formats)):
             rows = [row for row in data["rows"] if (row["layout"], row["format"]) == (layout, form)]
-            axes.scatter(
-                [row["useful_bytes"] / 1e6 for row in rows],
-                [row["useful_bytes"] / row["median_us"] / 1e6 for row in rows],
-                marker="os^D"[i % 4],
-                color=f"C{j}",
-                label=f"{layout}, {form}",
-            )
-    if data["read_roof_bytes_per_s"]:
-        axes.axhline(read_bandwidth_of(data) / 1e12, color="black", linestyle="--", label="read roof")
-    axes.set(xscale="log", yscale="log", xlabel="MB read", ylabel="TB/s")
-    low, high = axes.get_ylim()
-    axes.set_yticks([x for x in TICKS if low <= x <= high])
-    axes.yaxis.set_minor_formatter("")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-    axes.legend(fontsize=6, ncols=2)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+            xs = [row["useful_bytes"] / 1e6 for row in rows]
+            ys = [row["useful_bytes"] / row["median_us"] / 1e6 for row in rows]
+            axes.scatter(xs, ys, marker="os^D"[i % 4], color=f"C{j}", label=f"{layout}, {form}")
+        if data["read_roof_bytes_per_s"]:
+            axes.axhline(read_bandwidth_of(data) / 1e12, color="black", linestyle="--", label="read roof")
+        axes.set(xscale="log", yscale="log", xlabel="MB read", ylabel="TB/s")
+        low, high = axes.get_ylim()
+        axes.set_yticks([x for x in TICKS if low <= x <= high])
+        axes.yaxis.set_minor_formatter("")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        axes.legend(fontsize=6, ncols=2)
+        return to_png(figure, {})
 
 
-def draw_inference(data: dict[str, Any], file: Path) -> None:
-    """Draw tokens per second over context for teacher and student, with the memory bound of each."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for side, colour in (("teacher", "#0072B2"), ("student", "#D55E00")):
-        rows = sorted(
+def draw_inference(data: dict[str, Any]) -> bytes | None:
+    """Return tokens per second over context as PNG, of teacher and student with the memory bound of each."""
+    rows_of = {
+        side: sorted(
             (row for row in data["rows"] if row["part"] == "context" and row["side"] == side),
             key=lambda row: row["context"],
         )
-        xs, ys = [row["context"] for row in rows], [row["tok_s"] for row in rows]
-        errors = [[row["tok_s"] - row["p20"] for row in rows], [row["p80"] - row["tok_s"] for row in rows]]
-        axes.errorbar(xs, ys, yerr=errors, marker="o", color=colour, capsize=3, label=side)
-        limits = [memory_bound(row, data["read_bytes_per_s"]) for row in rows]
-        axes.plot(xs, limits, color=colour, linestyle="--", linewidth=1, label=f"{side}, memory bound")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens of context", ylabel="tokens/s, batch 1")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+        for side in ("teacher", "student")
+    }
+    if not any(rows_of.values()):
+        return None
+    with styled():
+        figure = new_figure(7.0, 4.5)
+        axes = figure.subplots(1, 1)
+        for (side, rows), colour in zip(rows_of.items(), ("#0072B2", "#D55E00"), strict=True):
+            xs, ys = [row["context"] for row in rows], [row["tok_s"] for row in rows]
+            errors = [
+                [row["tok_s"] - row["p20"] for row in rows],
+                [row["p80"] - row["tok_s"] for row in rows],
+            ]
+            axes.errorbar(xs, ys, yerr=errors, marker="o", color=colour, capsize=3, label=side)
+            limits = [memory_bound(row, data["read_bytes_per_s"]) for row in rows]
+            axes.plot(xs, limits, color=colour, linestyle="--", linewidth=1, label=f"{side}, memory bound")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="tokens of context", ylabel="tokens/s, batch 1")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8)
+        return to_png(figure, {})
 
 
 def draw_training(data: dict[str, Any]) -> bytes | None:
@@ -193,3 +191,28 @@ def draw_scaling(data: dict[str, Any]) -> bytes | None:
 def _alone(data: dict[str, Any], sitting: str) -> dict[int, tuple[float, float]]:
     rows = [row for row in data["rows"] if row["strategy"] == "single" and sitting_of(row) == sitting]
     return {1: (rows[0]["tokens_per_s"], 1.0)}
+
+
+def draw_kernels(data: dict[str, Any]) -> bytes:
+    """Return each row's share of a copy's bandwidth by side as PNG, with what it must reach."""
+    rows = data["rows"]
+    with styled():
+        figure = new_figure(8.0, 0.42 * len(rows) + 1.4)
+        axes = figure.subplots(1, 1)
+        colours = {"ours": "#0072b2", "eager": "#999999", "compiled": "#e69f00"}
+        for at, (side, colour) in enumerate(colours.items()):
+            shown = [
+                (y + 0.27 * (at - 1), 100 * row["sides"][side]["of_copy"])
+                for y, row in enumerate(rows)
+                if side in row["sides"]
+            ]
+            if shown:
+                axes.barh(*zip(*shown, strict=True), height=0.25, color=colour, label=side)
+        for y, row in enumerate(rows):
+            axes.plot([100 * row["must"]] * 2, [y - 0.42, y + 0.42], color="black", linewidth=1)
+        axes.axvline(100, color="#d55e00", linestyle="--", linewidth=1, label="roof: a copy")
+        axes.set_yticks(range(len(rows)), [f"{row['name']}, {row['pass']}" for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel(f"useful bytes a second, % of a copy's, on {data['machine']['device']} (black: must)")
+        figure.legend(loc="outside lower center", ncols=4)
+        return to_png(figure, {})

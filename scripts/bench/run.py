@@ -6,11 +6,13 @@ Several devices: torchrun --nproc-per-node N scripts/bench/run.py CASE [options]
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from record import Record
 from registry import UsageError, case_names, load_case
+
+from caramba.errors import ConfigError
+from caramba.runtime import choose_device
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,17 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    parser = argparse.ArgumentParser(
-        prog=f"run.py {case.name}",
-        description=case.module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    case.module.add_options(parser)
-    case.add_out(parser)
+    parser = case.parser()
     options = parser.parse_args(words[1:])
     try:
-        return case.module.run(options, Record(case.name, options.out, words)) or 0
-    except UsageError as error:
+        record = Record(case.name, options.out, words, choose_device(options.device))
+        return case.module.run(options, record) or 0
+    except (UsageError, ConfigError) as error:
         parser.error(str(error))
 
 

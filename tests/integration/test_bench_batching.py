@@ -1,63 +1,13 @@
-"""The bench of batching runs through on any machine and its section renders."""
+"""What the section on batching says of the sides that are within the bound of time between tokens."""
 
 from __future__ import annotations
 
 import importlib
-import json
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 
-def test_a_tiny_bench_measures_both_ways_of_batching(
-    tmp_path: Path, bench: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "batching.json"
-    words = [
-        *("batching", "--device", "cpu", "--model", "tiny", "--slots", "4", "--requests", "6"),
-        *("--prompt", "4,12", "--new", "2,16", "--batch-prompt", "4", "--batch-new", "8", "--chunks", "16"),
-        *("--ahead", "0,2", "--itl-ms", "60000", "--rate", "1000", "--repeats", "1", "--out", str(out)),
-    ]
-    assert bench.main([*words, "--seconds", "0.001"]) == 0
-    assert "5 sides left" in capsys.readouterr().out
-    assert bench.main(words) == 0
-    data = json.loads(out.read_text())
-    assert [row["way"] for row in data["arrivals"]] == [
-        "static",
-        "continuous, 16 prompt tokens a step",
-        "continuous, 16 prompt tokens a step, 2 prompts ahead",
-    ]
-    assert all(
-        0 < row["itl_p50_ms"] <= row["itl_p99_ms"] and row["ttft_p50_ms"] > 0 for row in data["arrivals"]
-    )
-    assert [row["at_once"] for row in data["batch"]] == [1, 4]
-    assert min(data["over_static"], data["over_one_at_a_time"]) > 0
-    static, *ways = data["arrivals"]
-    continuous = max(ways, key=lambda row: row["tokens_per_s"])
-    *others, widest = data["at_equal_p99"]
-    assert widest == {
-        "itl_p99_within_ms": 60000,
-        "way": continuous["way"],
-        "static_is_within": True,
-        "over_static": data["over_static"],
-    }
-    assert data["over_static"] == continuous["tokens_per_s"] / static["tokens_per_s"]
-    assert data["is_within_bound"] is True
-    (strict,) = [row for row in others if row["itl_p99_within_ms"] == static["itl_p99_ms"]]
-    assert (strict["over_static"] is None) == all(row["itl_p99_ms"] > static["itl_p99_ms"] for row in ways)
-    page = importlib.import_module("report").section("batching", data)
-    assert "| static | eager | 0.00 |" in page
-    assert f"| {data['over_static']:.2f}x |" in page
-    assert "At other bounds of that time:" in page
-    assert f"**{data['over_static']:.2f}x** the throughput" in page
-    # With nothing left to measure the same call writes what it read.
-    capsys.readouterr()
-    assert bench.main(words) == 0
-    assert "0 sides left" in capsys.readouterr().out
-    assert json.loads(out.read_text()) == data
-
-
+@pytest.mark.usefixtures("bench")
 @pytest.mark.parametrize(
     ("static", "continuous", "over", "said"),
     [
@@ -77,7 +27,6 @@ def test_the_page_says_which_way_of_batching_is_later_than_the_bound(
     continuous: tuple[tuple[float, float], ...],
     over: float,
     said: str,
-    bench: ModuleType,
 ) -> None:
     batching, report = (importlib.import_module(name) for name in ("cases.batching", "report"))
     sides = {"static": static, **{f"chunks {n}": side for n, side in enumerate(continuous)}}

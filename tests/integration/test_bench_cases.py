@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
@@ -18,15 +21,24 @@ try:
     registry = importlib.import_module("registry")
 finally:
     sys.path.remove(str(BENCH))
+SMOKE = [
+    name
+    for name in registry.case_names()
+    if "\nSMOKE_OPTIONS" in (registry.CASES / f"{name}.py").read_text(encoding="utf-8")
+]
 
 
-@pytest.mark.parametrize("name", registry.case_names())
+@pytest.mark.parametrize("name", SMOKE)
 def test_case_smoke_options_write_a_renderable_file(name: str, bench: ModuleType, tmp_path: Path) -> None:
     case = registry.load_case(name)
-    if case.smoke is None:
-        pytest.skip("needs devices, data or a test of its own")
+    for package in getattr(case.module, "NEEDS", ()):
+        pytest.importorskip(package)
     out = tmp_path / f"{name}.json"
-    assert bench.main([name, *case.smoke, "--out", str(out)]) == 0
+    words = [name, *case.smoke, "--out", str(out)]
+    if getattr(case.module, "OWN_PROCESS", False):
+        subprocess.run([sys.executable, str(BENCH / "run.py"), *words], check=True, timeout=300)
+    else:
+        assert bench.main(words) == 0
     data = json.loads(out.read_text())
     assert data["benchmark"] == name
     assert data["made_by"].startswith(f"python scripts/bench/run.py {name}")
@@ -36,14 +48,75 @@ def test_case_smoke_options_write_a_renderable_file(name: str, bench: ModuleType
         assert report.section(name, data).startswith("## ")
 
 
-@pytest.mark.parametrize("name", registry.case_names())
-def test_case_help_names_its_options(
-    name: str, bench: ModuleType, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("bench")
+def test_help_of_every_case_names_its_options() -> None:
+    for name in registry.case_names():
+        text = registry.load_case(name).parser().format_help()
+        assert "--out" in text
+        assert "--device" in text
+
+
+def test_option_line_gives_flags_lists_choices_and_positionals() -> None:
+    module = SimpleNamespace(
+        __doc__="A case.", OPTIONS="--size=1b|tiny --rows=1,2 --only=* --text= --again rest*"
+    )
+    parser = registry.Case("x", module).parser()
+    found = vars(parser.parse_args([]))
+    assert found == {"size": "1b", "rows": [1, 2], "only": [], "text": None, "again": False, "rest": []} | {
+        "device": "auto",
+        "out": Path("docs/benchmarks/x.json"),
+    }
+    given = parser.parse_args(["a", "--rows", "3", "--only", "b", "c", "--again", "--size", "tiny"])
+    assert (given.rest, given.rows, given.only, given.again, given.size) == (
+        ["a"],
+        [3],
+        ["b", "c"],
+        True,
+        "tiny",
+    )
+
+
+def test_a_wrong_name_of_an_option_ends_with_two(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench.main([name, "--help"])
-    assert ended.value.code == 0
-    assert "--out" in capsys.readouterr().out
+    for words, said in (
+        (["kernels", "--size", "tiny", "--only", "flash"], "--only flash: expected some of add_layer_norm"),
+        (["inference", "--parts", "shrot,"], "--parts shrot: expected some of batch"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            bench.main([*words, "--device", "cpu"])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("bench")
+def test_record_resumes_rows_of_the_same_machine_commit_and_head_only(tmp_path: Path) -> None:
+    record = importlib.import_module("record")
+    out = tmp_path / "x.json"
+    here = {"device": "a", "torch": "2", "commit": "c"}
+
+    def resumed(machine: dict[str, str], **head: Any) -> list[Any]:
+        again = record.Record("x", out, ["x"], torch.device("cpu"))
+        again.start(machine, resume=("rows",), **head)
+        return again.data["rows"]
+
+    first = record.Record("x", out, ["x"], torch.device("cpu"))
+    first.start(here, size=(1, 2))
+    measured: list[int] = []
+
+    def measure() -> list[dict[str, int]]:
+        measured.append(1)
+        return [{"n": 1}]
+
+    first.measure([("one", measure), ("one again", measure)], seconds=60)
+    first.measure([("one", measure), ("late", measure)], seconds=-1)
+    rows = [{"case": "one", "n": 1}, {"case": "one again", "n": 1}]
+    assert (len(measured), json.loads(out.read_text())["rows"]) == (2, rows)
+    assert json.loads(out.read_text())["left_out"] == ["late: no time left"]
+    assert resumed(here | {"driver": "another"}, size=(1, 2)) == rows
+    assert resumed(here, size=(1, 3)) == []
+    for key in here:
+        assert resumed(here | {key: "another"}, size=(1, 2)) == [], key
 
 
 def test_unknown_case_ends_with_two_and_names_the_nearest(
@@ -53,7 +126,8 @@ def test_unknown_case_ends_with_two_and_names_the_nearest(
     assert "did you mean 'decode'?" in capsys.readouterr().err
 
 
-def test_interleave_turns_and_warm_up_keep_the_order(bench: ModuleType) -> None:
+@pytest.mark.usefixtures("bench")
+def test_interleave_turns_and_warm_up_keep_the_order() -> None:
     timing = importlib.import_module("timing")
     order: list[str] = []
     sides = {name: lambda name=name: float(len(order.append(name) or order)) for name in "ab"}
@@ -61,7 +135,8 @@ def test_interleave_turns_and_warm_up_keep_the_order(bench: ModuleType) -> None:
     assert order == ["a", "b"] * 3
 
 
-def test_spread_of_ten_values_is_median_and_middle_60_percent(bench: ModuleType) -> None:
+@pytest.mark.usefixtures("bench")
+def test_spread_of_ten_values_is_median_and_middle_60_percent() -> None:
     timing = importlib.import_module("timing")
     found = timing.spread([n / 1000 for n in range(10)])
     assert found == pytest.approx({"median_ms": 4.5, "p20_ms": 2.0, "p80_ms": 7.0})

@@ -29,7 +29,7 @@ def test_weights_of_the_kind_before_are_gone(monkeypatch: pytest.MonkeyPatch) ->
         return named
 
     monkeypatch.setattr(bench, "parameters_of", watched)
-    rows = bench.adamw_rows("tiny", torch.device("cpu"), 1, False)
+    rows = bench.adamw_rows("tiny", torch.device("cpu"), 1)
     assert alive == [0] * 5
     assert sum(row["name"].endswith("ours") for row in rows) == 7
     # Files of before have neither shares nor peaks.

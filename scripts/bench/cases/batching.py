@@ -30,28 +30,28 @@ the file has the ratios at the p99 of every side, and those at `BOUNDS_MS`.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from models import SIZES, model_of
-from record import Record, is_same_machine, machine_facts
+from record import Record, Row
 
 from caramba import kernels
 from caramba.infer.engine import Engine, Event
-from caramba.infer.engine.slots import Slots
 from caramba.model import Model
 
 MUST = {"throughput": 2.5, "batch": 20.0}
 BOUNDS_MS = (5.0, 10.0, 20.0, 50.0)
-PARTS = ("arrivals", "batch")
+OPTIONS = """--model=1b|tiny --layout=gqa|latent --slots=64 --requests=6144 --rate=400.0 --prompt=32,512 --new=16,512
+    --batch-prompt=64 --batch-new=128 --chunks=512, --ahead=0,4 --itl-ms=10.0 --temperature=1.0
+    --compiled=graph|false|true --repeats=2 --seconds=420.0 --before="""
+SMOKE_OPTIONS = """--device cpu --model tiny --slots 2 --requests 3 --prompt 4,12 --new 2,8 --batch-prompt 4
+    --batch-new 4 --chunks 16, --ahead 0, --itl-ms 60000 --rate 1000 --repeats 1"""
 
 
 @dataclass
@@ -156,68 +156,59 @@ def latencies_of(asked: list[Request], began: float) -> dict[str, float]:
     }
 
 
-def captures_of(slots: Slots) -> int:
+def captures_of(engine: Engine) -> int:
     """Return how many graphs of prompts have been made."""
-    return 0 if slots.prompts is None else slots.prompts.captures
+    prompts = engine.batch.slots.prompts
+    return 0 if prompts is None else prompts.captures
 
 
-def middle(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+Way = Callable[[Engine, list[Request], argparse.Namespace], float]
 
 
 def arrivals(
-    model: Model, words: argparse.Namespace, rate: float, known: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Measure the sides that are missing at one rate of arrivals."""
+    model: Model, words: argparse.Namespace, name: str, chunk: int, n_ahead: int, way: Way
+) -> list[Row]:
+    """Measure one side at one rate of arrivals."""
+    engine = engine_of(model, words, words.slots, chunk, n_ahead)
+    n_captured = captures_of(engine)
+    runs = []
+    for seed in range(words.repeats):
+        asked = requests_of(words, words.rate, seed)
+        runs.append(latencies_of(asked, way(engine, asked, words)))
+    stats = engine.stats()
+    captures = {"prompt_graphs": n_captured, "captured_while_measured": captures_of(engine) - n_captured}
+    engine.close()
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    facts = {"ran": stats.decode, **captures, "cache_bytes": stats.cache_bytes}
+    return [{"way": name, **facts, **medians, "all": runs}]
+
+
+def batch(model: Model, words: argparse.Namespace, n_slots: int) -> list[Row]:
+    """Measure equal requests, one at a time or all at once."""
+    n = words.slots if n_slots > 1 else max(2, words.slots // 16)
+    engine = engine_of(model, words, n_slots, words.slots * words.batch_prompt)
+    speeds = []
+    for _ in range(words.repeats):
+        asked = [Request(0.0, [1 + index] * words.batch_prompt, words.batch_new) for index in range(n)]
+        speeds.append(latencies_of(asked, continuous(engine, asked, words))["tokens_per_s"])
+    stats = engine.stats()
+    engine.close()
+    speed = statistics.median(speeds)
+    return [{"at_once": n_slots, "ran": stats.decode, "tokens_per_s": speed, "all": speeds}]
+
+
+def sides_of(model: Model, words: argparse.Namespace) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    """Yield the name of each side of the arrivals and what measures it."""
     whole = words.slots * words.prompt[1]  # all prompts of a batch before its first step
-    sides = [("static", whole, 0, static)]
+    sides: list[tuple[str, int, int, Way]] = [("static", whole, 0, static)]
     for n_ahead in words.ahead:
-        said = f", {n_ahead} prompts ahead" if n_ahead else ""
+        ahead = f", {n_ahead} prompts ahead" if n_ahead else ""
         sides += [
-            (f"continuous, {chunk} prompt tokens a step{said}", chunk, n_ahead, continuous)
+            (f"continuous, {chunk} prompt tokens a step{ahead}", chunk, n_ahead, continuous)
             for chunk in words.chunks
         ]
-    for name, chunk, n_ahead, way in sides:
-        if any(row["way"] == name for row in known):
-            continue
-        engine = engine_of(model, words, words.slots, chunk, n_ahead)
-        slots = engine.batch.slots
-        n_captured = captures_of(slots)
-        runs = []
-        for seed in range(words.repeats):
-            asked = requests_of(words, rate, seed)
-            runs.append(latencies_of(asked, way(engine, asked, words)))
-        stats = engine.stats()
-        n_later = captures_of(slots) - n_captured
-        engine.close()
-        del engine, slots
-        print(
-            f"{name} ({stats.decode}): "
-            + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items()),
-            flush=True,
-        )
-        captures = {"prompt_graphs": n_captured, "captured_while_measured": n_later}
-        facts = {"ran": stats.decode, **captures, "cache_bytes": stats.cache_bytes}
-        yield {"way": name, **facts, **middle(runs), "all": runs}
-
-
-def batch(model: Model, words: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Measure equal requests one at a time and all at once, where that is not known yet."""
-    for n_slots in (1, words.slots):
-        if any(row["at_once"] == n_slots for row in known):
-            continue
-        n = words.slots if n_slots > 1 else max(2, words.slots // 16)
-        engine = engine_of(model, words, n_slots, words.slots * words.batch_prompt)
-        speeds = []
-        for _ in range(words.repeats):
-            asked = [Request(0.0, [1 + index] * words.batch_prompt, words.batch_new) for index in range(n)]
-            speeds.append(latencies_of(asked, continuous(engine, asked, words))["tokens_per_s"])
-        stats = engine.stats()
-        engine.close()
-        del engine
-        speed = statistics.median(speeds)
-        print(f"{n_slots} at once ({stats.decode}): {speed:.1f} tokens/s", flush=True)
-        yield {"at_once": n_slots, "ran": stats.decode, "tokens_per_s": speed, "all": speeds}
+    for side in sides:
+        yield side[0], lambda side=side: arrivals(model, words, *side)
 
 
 def ratios(data: dict[str, Any]) -> dict[str, Any]:
@@ -253,82 +244,20 @@ def within(bound: float, base: dict[str, Any], others: list[dict[str, Any]]) -> 
     ratio = None
     if static is not None and continuous is not None:
         ratio = continuous["tokens_per_s"] / static["tokens_per_s"]
-    return {
-        "itl_p99_within_ms": bound,
-        "way": None if continuous is None else continuous["way"],
-        "static_is_within": static is not None,
-        "over_static": ratio,
-    }
+    way = None if continuous is None else continuous["way"]
+    bounds = {"itl_p99_within_ms": bound, "way": way, "static_is_within": static is not None}
+    return bounds | {"over_static": ratio}
 
 
-def kept(file: Path, settings: dict[str, Any], here: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return what an earlier call with the same settings measured on this machine at this commit."""
-    if file.is_file():
-        before = json.loads(file.read_text())
-        is_same = is_same_machine(before.get("machine", {}), here)
-        if is_same and before["settings"] == json.loads(json.dumps(settings)):
-            return {part: before[part] for part in PARTS}
-    return {part: [] for part in PARTS}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    def pair(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in text.split(","))
-
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", default="1b", choices=tuple(SIZES))
-    parser.add_argument("--layout", default="gqa", choices=("gqa", "latent"))
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=6144)
-    parser.add_argument("--rate", type=float, default=400.0, help="requests a second")
-    parser.add_argument("--prompt", type=pair, default=(32, 512))
-    parser.add_argument("--new", type=pair, default=(16, 512))
-    parser.add_argument("--batch-prompt", type=int, default=64)
-    parser.add_argument("--batch-new", type=int, default=128)
-    parser.add_argument("--chunks", type=pair, default=(512,))
-    parser.add_argument(
-        "--ahead", type=pair, default=(0, 4), help="rows for prompts that run before a slot is free"
-    )
-    parser.add_argument(
-        "--itl-ms", type=float, default=10.0, help="bound of the p99 between tokens that the must is at"
-    )
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--compiled", default="graph", choices=("false", "graph", "true"))
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=420.0, help="no side begins later than this")
-    parser.add_argument("--before", type=Path, help="the file to continue (default: --out)")
-
-
-def run(words: argparse.Namespace, record: Record) -> int | None:
-    began, device = time.monotonic(), torch.device(words.device)
-    kernels.load(device)
-    model = model_of(words.model, words.layout, device)
-    here = machine_facts(device)
+def run(words: argparse.Namespace, record: Record) -> None:
+    kernels.load(record.device)
+    model = model_of(words.model, words.layout, record.device)
     unsaid = ("out", "device", "before", "seconds")
     settings = {key: value for key, value in vars(words).items() if key not in unsaid}
-    data: dict[str, Any] = {
-        **record.head(here),
-        "settings": settings,
-        **kept(words.before or words.out, settings, here),
-        "must": MUST,
-    }
-    measure = {"arrivals": arrivals(model, words, words.rate, data["arrivals"])}
-    measure["batch"] = batch(model, words, data["batch"])
-    for part, rows in measure.items():
-        while time.monotonic() - began <= words.seconds and (row := next(rows, None)) is not None:
-            data[part].append(row)
-            record.write_data(data | ratios(data))
-    data |= ratios(data)  # also where nothing was left to measure
-    record.write_data(data)
-    if "over_static" in data:
-        for row in data["at_equal_p99"]:
-            said = "none" if row["over_static"] is None else f"{row['over_static']:.2f}x"
-            print(
-                f"continuous over static, p99 between tokens within {row['itl_p99_within_ms']:.2f} ms: {said}"
-            )
-        print(f"continuous over static {data['over_static']:.2f}x")
-    if "over_one_at_a_time" in data:
-        print(f"batch over one {data['over_one_at_a_time']:.1f}x")
-    n_missing = 1 + len(words.chunks) * len(words.ahead) + 2 - len(data["arrivals"]) - len(data["batch"])
-    print(f"{n_missing} sides left; the same call again measures them")
-    return 0
+    record.start(resume=("arrivals", "batch"), before=words.before, settings=settings, must=MUST)
+    record.measure(sides_of(model, words), words.seconds, "arrivals")
+    equal = [(f"{n} at once", lambda n=n: batch(model, words, n)) for n in (1, words.slots)]
+    record.measure(equal, words.seconds, "batch")
+    found = ratios(record.data)
+    record.save(**found)
+    print({key: value for key, value in found.items() if key.startswith("over")})

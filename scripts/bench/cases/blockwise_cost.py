@@ -7,7 +7,6 @@ all, and each repeat's ratio is taken to the headless forward of the same repeat
 included. Kernels are attached as in a run; `plain queries` leaves out the one of latent queries, `--kernels queries`
 has that one alone, so that the teacher runs as without any. The split of a step is timed between marks, by device
 events on a GPU.
-Prints a table; with --out also writes JSON.
 
 Usage: python scripts/bench/run.py blockwise_cost [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
     [--compile] [--kernels auto|queries|reference] [--only NAME ...] [--out FILE] [OVERRIDE ...]
@@ -21,12 +20,14 @@ import importlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from record import Record, machine_facts
+from record import Record
+from registry import check_names
+from timing import wall_seconds
 
 from caramba import kernels
 from caramba.distill import BlockSchedule, BlockwiseObjective, capture_attention_io, relative_l1
@@ -36,13 +37,17 @@ from caramba.model import Model, Trace, build_model
 from caramba.ops import has_kernel
 from caramba.ops.backend import attach, without_kernels
 from caramba.optim import clip_gradients
-from caramba.runtime import choose_device, synchronize
+from caramba.runtime import synchronize
 from caramba.surgery import pair_attention
 
 WARM_UP = 2
 QUERIES = ("latent_queries", "latent_queries_backward")
 PLAIN = "plain queries"
 PARTS: tuple[str, ...] = ("teacher", "student forward", "backward", "optimiser")
+OUT = None
+OPTIONS = """--model=tiny_dba --batch=8 --block=128 --repeats=10 --amp --compile --kernels=auto|queries|reference
+    --only=* overrides*"""
+SMOKE_OPTIONS = "--repeats 1 --batch 1 --block 16 --device cpu"
 
 
 class Bench:
@@ -208,13 +213,14 @@ def attach_kernels(device: torch.device, which: str) -> None:
             attach(op, device.type, "triton", getattr(module, op))
 
 
-def measure(
-    bench: Bench, repeats: int, only: Sequence[str]
-) -> tuple[dict[str, list[float]], dict[str, int], dict[str, Any]]:
-    """Return the milliseconds and peak bytes of every variant, and the parts of a step, by objective."""
+def measure(bench: Bench, words: argparse.Namespace, record: Record) -> None:
+    """Put the milliseconds and peak bytes of every variant, and the parts of a step by objective, into the record."""
     variants, is_cuda = bench.variants(), bench.device.type == "cuda"
+    check_names("--only", words.only, variants)
     first = next(iter(variants))
-    variants = {name: run for name, run in variants.items() if not only or name == first or name in only}
+    variants = {
+        name: call for name, call in variants.items() if name in (words.only or variants) or name == first
+    }
     times: dict[str, list[float]] = {name: [] for name in variants}
     peaks: dict[str, int] = {}
     parts: dict[str, dict[str, list[float]]] = {
@@ -222,76 +228,42 @@ def measure(
         for name in bench.objectives
         if name != "drift" and f"concurrent, {name}" in variants
     }
-    for repeat in range(repeats + WARM_UP):
-        for name, run in variants.items():
+    for repeat in range(words.repeats + WARM_UP):
+        is_warm = repeat >= WARM_UP
+        for name, call in variants.items():
             bench.train_only(bench.objectives.get(name.removeprefix("concurrent, "), bench.objectives["all"]))
-            synchronize(bench.device)
             if is_cuda:
                 torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
-            run()
-            synchronize(bench.device)
-            if repeat >= WARM_UP:
-                times[name].append(1000 * (time.perf_counter() - began))
-                if is_cuda:
-                    peaks[name] = torch.cuda.max_memory_allocated()
+            seconds = wall_seconds(call, bench.device)
+            if is_warm:
+                times[name].append(1000 * seconds)
+                peaks |= {name: torch.cuda.max_memory_allocated()} if is_cuda else {}
         for name, spent in parts.items():
             bench.train_only(bench.objectives[name])
             with bench.taken(name):
                 split = bench.split(bench.objectives[name])
-            for part, value in split.items():
-                if repeat >= WARM_UP:
-                    spent[part].append(value)
-    return times, peaks, parts
+            for part, value in split.items() if is_warm else ():
+                spent[part].append(value)
+    record.save(ms=times, parts_ms=parts, peak_memory_bytes=peaks)
 
 
-OUT = None
-SMOKE_OPTIONS = ("--repeats", "1", "--batch", "1", "--block", "32")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="tiny_dba")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--amp", action="store_true")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--kernels", choices=("auto", "queries", "reference"), default="auto")
-    parser.add_argument("--only", action="append", default=[], help="a variant to time; all if left out")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("overrides", nargs="*", help="of the composition, as for a launch")
-
-
-def run(args: argparse.Namespace, record: Record) -> int | None:
-    device = choose_device(args.device)
-    attach_kernels(device, args.kernels)
-    bench = Bench(args, device)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
-        times, peaks, parts = measure(bench, args.repeats, args.only)
+def run(words: argparse.Namespace, record: Record) -> None:
+    device = record.device
+    attach_kernels(device, words.kernels)
+    bench = Bench(words, device)
+    names = ("model", "batch", "block", "amp", "kernels")
+    record.start(**{key: getattr(words, key) for key in names}, compiled=words.compile)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=words.amp), attention_backends(device):
+        measure(bench, words, record)
+    times, parts, peaks = (record.data[key] for key in ("ms", "parts_ms", "peak_memory_bytes"))
     base = times["headless teacher forward"]
-    step = statistics.median(times.get("concurrent, all", base))
-    print(f"{'':34s} {'median ms':>9s} {'min':>9s} {'max':>9s}   x headless (min to max)   x concurrent, all")
     for name, values in times.items():
-        ratios = [value / other for value, other in zip(values, base, strict=True)]
+        over = [value / other for value, other in zip(values, base, strict=True)]
         print(
-            f"{name:34s} {statistics.median(values):9.2f} {min(values):9.2f} {max(values):9.2f}"
-            f"   {statistics.median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-            f"   {statistics.median(values) / step:8.2f}"
-            + (f"   peak {peaks[name] / 1e9:.2f} GB" if peaks else "")
+            f"{name:34s} {statistics.median(values):9.2f} ms ({min(values):.2f} to {max(values):.2f}), headless "
+            f"{statistics.median(over):.3f}x ({min(over):.3f} to {max(over):.3f}), peak "
+            f"{peaks.get(name, 0) / 1e9:.2f} GB"
         )
     for name, spent in parts.items():
         cells = ", ".join(f"{part} {statistics.median(values):.2f}" for part, values in spent.items())
         print(f"parts of a step, {name}, ms: {cells}")
-    record.write(
-        machine_facts(device),
-        model=args.model,
-        batch=args.batch,
-        block=args.block,
-        amp=args.amp,
-        compiled=args.compile,
-        kernels=args.kernels,
-        ms=times,
-        parts_ms=parts,
-        peak_memory_bytes=peaks,
-    )
-    return 0

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from record import Record, machine_facts
+from models import prompts_of
+from record import Record
 from torch import Tensor
 
 from caramba import kernels
@@ -28,63 +29,54 @@ from caramba.launch.compose import compose
 from caramba.model import Model, build_model
 
 MUST, MUST_MODEL = 10.0, "tiny"
+OPTIONS = "--models=tiny,tiny_dba --new=512 --prompt=1 --repeats=9 --compiled"
+SMOKE_OPTIONS = "--models tiny --new 8 --repeats 2"
 
 
-def model_of(preset: str, device: torch.device) -> Model:
+def model_of(preset: str) -> Model:
     """Return a preset's network with random weights: speed does not depend on the text."""
     tree = compose([f"model={preset}", "train=none", "benchmark=none", "verify=none"]).tree["model"]
     spec = ModelSpec.model_validate({key: tree[key] for key in ("embedder", "topology", "head")})
-    return build_model(spec, seed=0, device=device).eval()
+    return build_model(spec, seed=0).eval()
 
 
 @torch.inference_mode()
-def uncached(model: Model, tokens: Tensor, new: int, *, all_logits: bool) -> Tensor:
+def uncached(model: Model, prompt: list[list[int]], new: int, *, all_logits: bool) -> list[int]:
     """Extend a text by its likeliest tokens, each from a forward over all before it."""
+    tokens: Tensor = torch.tensor(prompt)
     for _ in range(new):
         hidden = model.hidden(tokens)
         logits = model.logits(hidden if all_logits else hidden[:, -1:])
         tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), dim=1)
-    return tokens
+    return tokens[0, len(prompt[0]) :].tolist()
 
 
-def measure_preset(preset: str, words: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure_preset(preset: str, words: argparse.Namespace) -> list[dict[str, Any]]:
     """Return seconds of every side, and how many times as fast as those without a cache the cached ones are."""
-    model, new, prompt = model_of(preset, device), words.new, words.prompt
-    source = torch.Generator().manual_seed(0)
-    given = torch.randint(model.spec.embedder.vocab_size, (1, prompt), generator=source)
-    options: dict[str, Any] = {"max_new_tokens": new, "temperature": 0.0}
-    cached = {"cached": Generator(model, None, compiled=False, **options)}
-    if words.compiled:
-        cached["cached, compiled"] = Generator(model, None, compiled=True, **options)
-    sides: dict[str, Callable[[], list[int]]] = {
-        name: lambda generator=generator: list(generator.generate(given.tolist())[0].tokens)
-        for name, generator in cached.items()
-    }
+    model, new = model_of(preset), words.new
+    prompt = prompts_of(model, 1, words.prompt)
+    sides: dict[str, Callable[[], list[int]]] = {}
+    for name, compiled in {"cached": False, **({"cached, compiled": True} if words.compiled else {})}.items():
+        generator = Generator(model, None, compiled=compiled, max_new_tokens=new, temperature=0.0)
+        sides[name] = lambda generator=generator: list(generator.generate(prompt)[0].tokens)
+        sides[name]()  # warms up, and compiles
     for name, all_logits in (("uncached", False), ("uncached, all logits", True)):
-        sides[name] = lambda all_logits=all_logits: uncached(
-            model, given.to(device), new, all_logits=all_logits
-        )[0, prompt:].tolist()
-    for name in cached:  # warms up, and compiles
-        sides[name]()
+        sides[name] = lambda all_logits=all_logits: uncached(model, prompt, new, all_logits=all_logits)
     times: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     texts: dict[str, list[int]] = {}
     for _ in range(words.repeats):
-        for name, run in sides.items():
+        for name, call in sides.items():
             began, began_cpu = time.perf_counter(), time.process_time()
-            texts[name] = run()
+            texts[name] = call()
             times[name].append(time.perf_counter() - began)
             cpu[name].append(time.process_time() - began_cpu)
     rows = []
     for name, seconds in times.items():
-        row = {"model": preset, "side": name, "new_tokens": new, "prompt": prompt}
-        row |= {
-            "tok_s": new / statistics.median(seconds),
-            "tok_cpu_s": new / statistics.median(cpu[name]),
-            "seconds": seconds,
-            "cpu_seconds": cpu[name],
-            "text_is_that_of_uncached": texts[name] == texts["uncached"],
-        }
+        row: dict[str, Any] = {"model": preset, "side": name, "new_tokens": new, "prompt": words.prompt}
+        row |= {"tok_s": new / statistics.median(seconds), "tok_cpu_s": new / statistics.median(cpu[name])}
+        row |= {"seconds": seconds, "cpu_seconds": cpu[name]}
+        row["text_is_that_of_uncached"] = texts[name] == texts["uncached"]
         for other in ("uncached", "uncached, all logits"):
             turns = [theirs / own for theirs, own in zip(cpu[other], cpu[name], strict=True)]
             row[f"over_{other}"] = statistics.median(turns)
@@ -93,45 +85,16 @@ def measure_preset(preset: str, words: argparse.Namespace, device: torch.device)
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default="tiny,tiny_dba")
-    parser.add_argument("--new", type=int, default=512)
-    parser.add_argument("--prompt", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--compiled", action="store_true", help="compiled steps too")
-
-
-def run(words: argparse.Namespace, record: Record) -> int | None:
-    load = os.getloadavg()[0]
+def run(words: argparse.Namespace, record: Record) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    kernels.load(device)
-    rows = []
-    for preset in words.models.split(","):
-        for row in measure_preset(preset, words, device):
-            rows.append(row)
-            low, high = row["range_over_uncached"]
-            print(
-                f"{preset}, {row['side']}: {row['tok_s']:.0f} tokens/s, {row['tok_cpu_s']:.0f} a CPU second, "
-                f"{row['over_uncached']:.1f}x uncached ({low:.1f} to {high:.1f}), "
-                f"{row['over_uncached, all logits']:.1f}x uncached with all logits, "
-                f"same text: {row['text_is_that_of_uncached']}",
-                flush=True,
-            )
-    machine = machine_facts(device)
-    data = {
-        **record.head(machine),
-    }
-    musts = [
-        {
-            "model": row["model"],
-            "reached": row["over_uncached"],
-            "must": MUST,
-            "met": row["over_uncached"] >= MUST,
-        }
-        for row in rows
-        if row["model"] == MUST_MODEL and row["side"] == "cached"
-    ]
-    loads = {"load_before": load, "load_after": os.getloadavg()[0]}
-    record.write_data(data | loads | {"rows": rows, "musts": musts})
-    return 0
+    record.device = torch.device("cpu")
+    kernels.load(record.device)
+    record.start(load_before=os.getloadavg()[0], musts=[])
+    for preset in words.models:
+        for row in measure_preset(preset, words):
+            record.add(row)
+            if (row["model"], row["side"]) == (MUST_MODEL, "cached"):
+                reached = row["over_uncached"]
+                must = {"model": MUST_MODEL, "reached": reached, "must": MUST, "met": reached >= MUST}
+                record.data["musts"].append(must)
+    record.save(load_after=os.getloadavg()[0])

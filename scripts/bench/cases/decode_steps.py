@@ -10,59 +10,35 @@ import argparse
 import statistics
 from typing import Any
 
-import torch
-from models import SIZES, model_of
-from record import Record, machine_facts
+from models import model_of, prompts_of
+from record import Record
 from timing import interleave
 
 from caramba import kernels
 from caramba.infer import Generator
 
 FORMS: dict[str, Any] = {"false": False, "graph": "graph", "true": True}
-LAYOUTS = ("gqa", "latent")
+OPTIONS = "--size=1b|tiny --forms=false,graph,true --batch=1 --prompt=512 --new=256 --repeats=5"
+SMOKE_OPTIONS = "--size tiny --forms false --new 4 --prompt 8 --repeats 1"
 
 
-def time_steps(generator: Generator, prompts: list[list[int]]) -> float:
-    """Return steps per second of the decode alone, the capture of its graph included."""
-    generator.generate(prompts)
-    return generator.stats.steps / generator.stats.decode_s
+def run(words: argparse.Namespace, record: Record) -> None:
+    kernels.load(record.device)
+    record.start(size=words.size, batch=words.batch, prompt=words.prompt, new=words.new)
+    for layout in ("gqa", "latent"):
+        model = model_of(words.size, layout, record.device)
+        prompts = prompts_of(model, words.batch, words.prompt)
+        keys: dict[str, Any] = {"max_new_tokens": words.new, "temperature": 0.0, "read_every": 64}
+        generators = {name: Generator(model, None, compiled=FORMS[name], **keys) for name in words.forms}
 
+        def steps_per_second(name: str) -> float:
+            """Of the decode alone, the capture of its graph included."""
+            generator = generators[name]  # noqa: B023 - called in this turn of the loop
+            generator.generate(prompts)  # noqa: B023
+            return generator.stats.steps / generator.stats.decode_s
 
-SMOKE_OPTIONS = ("--size", "tiny", "--forms", "false", "--new", "4", "--prompt", "8", "--repeats", "1")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="1b", choices=tuple(SIZES))
-    parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-
-
-def run(words: argparse.Namespace, record: Record) -> int | None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kernels.load(device)
-    rows: list[dict[str, Any]] = []
-    for layout in LAYOUTS:
-        model = model_of(words.size, layout, device)
-        vocab = SIZES[words.size][-1]
-        prompts = torch.randint(vocab, (words.batch, words.prompt)).tolist()
-        options: dict[str, Any] = {"max_new_tokens": words.new, "temperature": 0.0, "read_every": 64}
-        ways = {
-            name: Generator(model, None, compiled=FORMS[name], **options) for name in words.forms.split(",")
-        }
-        sides = {
-            name: lambda generator=generator, prompts=prompts: time_steps(generator, prompts)
-            for name, generator in ways.items()
-        }
-        speeds = interleave(sides, repeats=words.repeats, warm=1)
-        for name, generator in ways.items():
-            stats = generator.stats
+        sides = {name: lambda name=name: steps_per_second(name) for name in generators}
+        for name, speeds in interleave(sides, repeats=words.repeats, warm=1).items():
+            stats = generators[name].stats
             row = {"layout": layout, "compiled": name, "ran": stats.decode, "why_not": stats.not_compiled}
-            row |= {"steps_per_s": statistics.median(speeds[name]), "all": speeds[name]}
-            rows.append(row)
-            print(f"{layout} compiled={name} ({stats.decode}): {row['steps_per_s']:.1f} steps/s")
-    shape = {"size": words.size, "batch": words.batch, "prompt": words.prompt, "new": words.new}
-    record.write(machine_facts(device), **shape, rows=rows)
-    return 0
+            record.add(row | {"steps_per_s": statistics.median(speeds), "all": speeds})

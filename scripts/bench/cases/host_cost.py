@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from cases import decode_cases
-from cases.kernels import HOST_MUST_US, cases, outputs
+from cases.kernels import HOST_MUST_US, cases, host_calls
 from record import Record, machine_facts
-from registry import UsageError
+from registry import check_names
 from timing import host_seconds
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -32,31 +32,18 @@ from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import dba_decode
 
 
-class _Utilities:
-    """What a compiled kernel asks of CUDA when it is loaded."""
+class _Driver:
+    """An H200 that does nothing: it answers what Triton asks of a driver, its utilities and its launcher."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.launcher_cls = lambda src, metadata: lambda *args: None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 232448, "multiprocessor_count": 132}
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return object(), 1, 32, 0, 1024
-
-
-class _Launcher:
-    """Takes what CUDA's launcher takes."""
-
-    def __init__(self, src: Any, metadata: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any) -> None:
-        pass
-
-
-class _Driver:
-    """An H200 that does nothing."""
-
-    launcher_cls = _Launcher
-    utils = _Utilities()
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -71,11 +58,6 @@ class _Driver:
         return "cpu"
 
 
-def launch_nothing() -> None:
-    """Make it the driver of this process."""
-    driver.set_active(_Driver())  # pyright: ignore[reportArgumentType]
-
-
 ROWS, TOKENS, RUN = 4, 512, 10
 FORWARD = "forward"  # without gradients
 Call = Callable[[], Any]
@@ -86,7 +68,7 @@ def attach_here(device: torch.device) -> None:
     if device.type == "cuda":
         kernels.load(device, "require")
         return
-    launch_nothing()
+    driver.set_active(_Driver())  # pyright: ignore[reportArgumentType]
     kernels.BACKENDS["cpu"] = "triton"
     kernels.load(device)
 
@@ -95,23 +77,10 @@ def calls_of_elementwise(device: torch.device, only: set[str]) -> dict[str, dict
     """Return each op's eager calls: without gradients, with them, and the backward."""
     found: dict[str, dict[str, Call]] = {}
     for case in cases(device, torch.bfloat16):
-        if case.name.endswith("8192") or (only and case.op not in only):
-            continue
-        tensors = case.make(min(case.rows, ROWS))
-        if case.host is not None:
-            found[case.name] = {FORWARD: case.host(tensors)}
-            continue
-        results = [y for y in outputs(case.ours(*tensors)) if y.requires_grad]
-        wanted = [x for x in tensors if x.requires_grad]
-        grads = [torch.randn_like(y) for y in results]
-
-        def call(case: Any = case, tensors: Any = tensors) -> None:
-            case.ours(*tensors)
-
-        def backward(results: Any = results, wanted: Any = wanted, grads: Any = grads) -> None:
-            torch.autograd.grad(results, wanted, grads, retain_graph=True)
-
-        found[case.name] = {FORWARD: call, "forward with gradients": call, "backward": backward}
+        if not case.name.endswith("8192") and (not only or case.op in only):
+            calls = host_calls(case, ROWS)
+            with_gradients = {"forward with gradients": calls[FORWARD]} if len(calls) > 1 else {}
+            found[case.name] = calls | with_gradients
     return found
 
 
@@ -172,23 +141,19 @@ def calls_of_autograd(device: torch.device) -> dict[str, dict[str, Call]]:
     return {"nothing": {"backward": lambda: torch.autograd.grad(y, x, grad, retain_graph=True)}}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="names of ops, with commas")
-    parser.add_argument("--calls", type=int, default=400, help="of each op and kind")
-    parser.add_argument("--profile", action="store_true", help="print where the time of each call goes")
+OPTIONS = "--only=* --calls=400 --profile"
+SMOKE_OPTIONS = "--only swiglu --calls 5 --device cpu"
+OWN_PROCESS = True  # whose driver launches nothing
 
 
-def run(options: argparse.Namespace, record: Record) -> int | None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def run(options: argparse.Namespace, record: Record) -> None:
+    device, only = record.device, set(options.only)
+    check_names("--only", options.only, all_ops())
     attach_here(device)
-    only = {name for name in options.only.split(",") if name}
-    found = calls_of_elementwise(device, only) | calls_of_decode(device, only)
-    found |= calls_of_append(device, only)
-    if not found:
-        raise UsageError(f"--only {options.only}: no such op; expected any of {', '.join(all_ops())}")
-    found |= calls_of_autograd(device)
-    rows = []
-    for name, kinds in found.items():
+    found = calls_of_elementwise(device, only) | calls_of_decode(device, only) | calls_of_append(device, only)
+    launches = {"launches": "on the device" if device.type == "cuda" else "nothing"}
+    record.start(machine_facts(device) | launches)
+    for name, kinds in (found | calls_of_autograd(device)).items():
         us = {}
         for kind, call in kinds.items():
             # Around all calls: to turn gradients off takes a microsecond or two, once for a whole step.
@@ -199,14 +164,4 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
                     profile = cProfile.Profile()
                     profile.runcall(lambda call=call: [call() for _ in range(options.calls)])
                     pstats.Stats(profile).sort_stats("tottime").print_stats(18)
-        rows.append({"name": name, "us": us, "must_us": HOST_MUST_US})
-        print(f"{name:44s}" + ", ".join(f"{kind} {cost:.1f} us" for kind, cost in us.items()), flush=True)
-    record.write_data(
-        {
-            **record.head(
-                machine_facts(device) | {"launches": "on the device" if device.type == "cuda" else "nothing"}
-            ),
-            "rows": rows,
-        },
-    )
-    return 0
+        record.add({"name": name, "us": us, "must_us": HOST_MUST_US})

@@ -13,13 +13,13 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import Record, machine_facts
-from registry import UsageError
+from plots import draw_kernels
+from record import Record
+from registry import UsageError, check_names
 from timing import device_seconds, host_seconds, interleave, spread, wall_seconds
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -45,9 +45,8 @@ class Case:
     """`ours` and `peer` take what `make(rows)` returns; what requires a gradient there is differentiated.
 
     `bytes_per_row` and `backward_bytes_per_row` are what must move at least; a backward of 0 is not measured. `must`
-    and `backward_must` are shares of the copy roof. `flops_per_row` is for work bound by arithmetic. `exact` is what
-    ours should give where the peer draws random numbers of its own. `host` prepares the call whose host time counts,
-    where `ours` does more than call the op.
+    and `backward_must` are shares of the copy roof. `exact` is what ours should give where the peer draws random
+    numbers of its own. `host` prepares the call whose host time counts, where `ours` does more than call the op.
     """
 
     name: str
@@ -61,7 +60,6 @@ class Case:
     backward_bytes_per_row: int = 0
     must: float = 0.88
     backward_must: float = 0.70
-    flops_per_row: int = 0
     exact: Call | None = None
     host: Callable[[tuple[Tensor, ...]], Callable[[], Any]] | None = None
 
@@ -81,9 +79,8 @@ class Side:
 
     def __init__(self, call: Call, sets: list[tuple[Tensor, ...]], is_backward: bool) -> None:
         self.call, self.sets, self.is_backward = call, sets, is_backward
-        self.kept: list[
-            Any
-        ] = []  # results of every set stay, so that none is written into another's cache lines
+        # Results of every set stay, so that none is written into another's cache lines.
+        self.kept: list[Any] = []
         self.graph: torch.cuda.CUDAGraph | None = None
         self.forwards: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
         if not sets[0][0].is_cuda:
@@ -128,48 +125,43 @@ class Side:
 
 def error_of(case: Case, call: Call, is_backward: bool, rows: int) -> float:
     """The largest |got - want| / |want|, in norms, over results, or over gradients, of float64."""
-    want_of = case.exact or case.peer
-    tensors = case.make(rows)
     # Work in place must not see another side's result.
-    tensors = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in tensors)
+    tensors = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in case.make(rows))
     wide = tuple(x.detach().double().requires_grad_(x.requires_grad) for x in tensors)
-    if not is_backward:
-        with torch.no_grad():
-            got, want = outputs(call(*tensors)), outputs(want_of(*wide))
-    else:
-        results = [
-            [y for y in outputs(f(*inputs)) if y.requires_grad]
-            for f, inputs in ((call, tensors), (want_of, wide))
-        ]
+    with torch.set_grad_enabled(is_backward):
+        found = [outputs(call(*tensors)), outputs((case.exact or case.peer)(*wide))]
+    if is_backward:
+        results = [[y for y in ys if y.requires_grad] for ys in found]
         grads = [torch.randn_like(y) for y in results[0]]
-        got, want = (
-            torch.autograd.grad(
-                ys, [x for x in inputs if x.requires_grad], [g.to(ys[0].dtype) for g in grads]
+        found = [
+            list(
+                torch.autograd.grad(
+                    ys, [x for x in xs if x.requires_grad], [g.to(ys[0].dtype) for g in grads]
+                )
             )
-            for ys, inputs in zip(results, (tensors, wide), strict=True)
-        )
-    return max(
-        float((x.double() - y.double()).norm() / y.double().norm()) for x, y in zip(got, want, strict=True)
-    )
+            for ys, xs in zip(results, (tensors, wide), strict=True)
+        ]
+    pairs = ((x.double(), y.double()) for x, y in zip(*found, strict=True))
+    return max(float((x - y).norm() / y.norm()) for x, y in pairs)
+
+
+def host_calls(case: Case, rows: int) -> dict[str, Callable[[], Any]]:
+    """Return the calls whose host time counts: an eager one and, where there is a gradient, a backward."""
+    tensors = case.make(min(case.rows, rows))
+    if case.host is not None:
+        return {"forward": case.host(tensors)}
+    results = [y for y in outputs(case.ours(*tensors)) if y.requires_grad]
+    wanted = [x for x in tensors if x.requires_grad]
+    grads = [torch.randn_like(y) for y in results]
+    return {
+        "forward": lambda: case.ours(*tensors),
+        "backward": lambda: torch.autograd.grad(results, wanted, grads, retain_graph=True),
+    }
 
 
 def host_us(case: Case, is_backward: bool, device: torch.device) -> float:
     """Microseconds that the host spends, on few rows, on an eager call without gradients, or on a backward."""
-    tensors = case.make(min(case.rows, 8))
-    if is_backward:
-        results = [y for y in outputs(case.ours(*tensors)) if y.requires_grad]
-        wanted = [x for x in tensors if x.requires_grad]
-        grads = [torch.randn_like(y) for y in results]
-
-        def call() -> Any:
-            return torch.autograd.grad(results, wanted, grads, retain_graph=True)
-    elif case.host is not None:
-        call = case.host(tensors)
-    else:
-
-        def call() -> Any:
-            return case.ours(*tensors)
-
+    call = host_calls(case, 8)["backward" if is_backward else "forward"]
     # Without a device the call is the work itself, of which twice is enough.
     repeats, calls = (6, 50) if device.type == "cuda" else (1, 2)
     with torch.no_grad():
@@ -217,9 +209,10 @@ def measure(
         "implementation": implementation(case.backward_op if is_backward else case.op, device),
         "must": case.backward_must if is_backward else case.must,
         "copy_tb_s": roof / 1e12,
+        "host_us": host_us(case, is_backward, device),
+        "host_must_us": HOST_MUST_US,
         "sides": {},
     }
-    row |= {"host_us": host_us(case, is_backward, device), "host_must_us": HOST_MUST_US}
     for name in calls:
         median = statistics.median(times[name])
         row["sides"][name] = {
@@ -227,8 +220,6 @@ def measure(
             "of_copy": n_bytes / median / roof,
             "error": errors.get(name),
         }
-        if case.flops_per_row:
-            row["sides"][name]["tflop_s"] = rows * case.flops_per_row / median / 1e12
     return row
 
 
@@ -285,44 +276,24 @@ def norms(device: torch.device, dtype: torch.dtype, width: int) -> list[Case]:
     def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.layer_norm(x, (width,), w, b, EPS)
 
-    made = {
-        "rms_norm": (lambda n: (draw(n, width), draw(width)), lambda x, w: rms_norm(x, w, EPS), rms, 2, 3),
-        "add_rms_norm": (
-            lambda n: (draw(n, width), draw(n, width), draw(width)),
-            lambda x, r, w: add_rms_norm(x, r, w, EPS),
-            plain_sum(rms),
-            4,
-            4,
-        ),
-        "layer_norm": (
-            lambda n: (draw(n, width), draw(width), draw(width)),
-            lambda x, w, b: layer_norm(x, w, b, EPS),
-            layer,
-            2,
-            3,
-        ),
-        "add_layer_norm": (
-            lambda n: (draw(n, width), draw(n, width), draw(width), draw(width)),
-            lambda x, r, w, b: add_layer_norm(x, r, w, b, EPS),
-            plain_sum(layer),
-            4,
-            4,
-        ),
-    }
-    return [
-        Case(
-            name=f"{op} {width}",
-            op=op,
-            rows=rows,
-            shape=f"{{rows}} x {width}",
-            make=make,
-            ours=ours,
-            peer=peer,
-            bytes_per_row=forward * size,
-            backward_bytes_per_row=backward * size,
-        )
-        for op, (make, ours, peer, forward, backward) in made.items()
-    ]
+    def vectors(n: int) -> list[Tensor]:
+        return [draw(width) for _ in range(n)]
+
+    made: tuple[tuple[str, int, int, Call, Call], ...] = (
+        ("rms_norm", 1, 1, lambda x, w: rms_norm(x, w, EPS), rms),
+        ("add_rms_norm", 2, 1, lambda x, r, w: add_rms_norm(x, r, w, EPS), plain_sum(rms)),
+        ("layer_norm", 1, 2, lambda x, w, b: layer_norm(x, w, b, EPS), layer),
+        ("add_layer_norm", 2, 2, lambda x, r, w, b: add_layer_norm(x, r, w, b, EPS), plain_sum(layer)),
+    )
+    found = []
+    for op, n_wide, n_vectors, ours, peer in made:
+
+        def make(n: int, n_wide: int = n_wide, n_vectors: int = n_vectors) -> tuple[Tensor, ...]:
+            return (*(draw(n, width) for _ in range(n_wide)), *vectors(n_vectors))
+
+        moved = (2 * n_wide * size, (2 + n_wide if n_wide > 1 else 3) * size)
+        found.append(Case(f"{op} {width}", op, rows, f"{{rows}} x {width}", make, ours, peer, *moved))
+    return found
 
 
 def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
@@ -346,63 +317,38 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
         return tuple(draw(n, 1024, 1024).detach() for _ in range(3))
 
     size = dtype.itemsize
+    turned = 2 * heads * width * size
+    gated = (3 * d_ff * size, 5 * d_ff * size)
+    norm_drop = {"activation": "gelu", "eps": EPS, "p": P, "seed": SEED}
+    rope_shape = f"1 x {heads} x {{rows}} x {width}, heads inner"
+    must: dict[str, Any] = {"backward_must": 0.88}
     return [
+        Case("rope", "rope", 32768, rope_shape, heads_of, rope, rotate, turned, turned, **must),
         Case(
-            "rope",
-            "rope",
-            32768,
-            f"1 x {heads} x {{rows}} x {width}, heads inner",
-            heads_of,
-            rope,
-            rotate,
-            2 * heads * width * size,
-            2 * heads * width * size,
-            backward_must=0.88,
+            *("swiglu", "swiglu", 8192, f"{{rows}} x {d_ff}", lambda n: (draw(n, d_ff), draw(n, d_ff))),
+            *(swiglu, lambda gate, up: F.silu(gate) * up, *gated),
+            **must,
         ),
         Case(
-            "swiglu",
-            "swiglu",
-            8192,
-            f"{{rows}} x {d_ff}",
-            lambda n: (draw(n, d_ff), draw(n, d_ff)),
-            swiglu,
-            lambda gate, up: F.silu(gate) * up,
-            3 * d_ff * size,
-            5 * d_ff * size,
-            backward_must=0.88,
+            *(
+                "swiglu packed",
+                "swiglu_packed",
+                8192,
+                f"{{rows}} x 2 x {d_ff}",
+                lambda n: (draw(n, 2 * d_ff),),
+            ),
+            *(swiglu, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], *gated),
+            **must,
         ),
         Case(
-            "swiglu packed",
-            "swiglu_packed",
-            8192,
-            f"{{rows}} x 2 x {d_ff}",
-            lambda n: (draw(n, 2 * d_ff),),
-            swiglu,
-            lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-            3 * d_ff * size,
-            5 * d_ff * size,
-            backward_must=0.88,
-        ),
-        Case(
-            "norm, dropout, gelu",
-            "norm_dropout_activation",
-            32768,
-            f"{{rows}} x {model}",
+            *("norm, dropout, gelu", "norm_dropout_activation", 32768, f"{{rows}} x {model}"),
             lambda n: (draw(n, model), draw(model), draw(model)),
-            lambda x, w, b: norm_dropout_activation(x, w, b, activation="gelu", eps=EPS, p=P, seed=SEED),
-            drop,
-            2 * model * size,
-            3 * model * size,
+            lambda x, w, b: norm_dropout_activation(x, w, b, **norm_drop),
+            *(drop, 2 * model * size, 3 * model * size),
             exact=drop_exact,
         ),
         Case(
-            "lion",
-            "lion_step",
-            64,
-            "{rows} tensors of 1024 x 1024",
-            tensors_of,
-            our_lion,
-            lion,
+            *("lion", "lion_step", 64, "{rows} tensors of 1024 x 1024", tensors_of, our_lion, lion),
             5 * 1024 * 1024 * size,
             host=lion_of,
         ),
@@ -415,64 +361,12 @@ def cases(device: torch.device, dtype: torch.dtype) -> list[Case]:
 
 
 TINY_ROWS = 32
-COLOURS = {"ours": "#0072b2", "eager": "#999999", "compiled": "#e69f00"}
+OPTIONS = "--size=full|tiny --seconds=240.0 --only=* --no-compile"
+SMOKE_OPTIONS = "--size tiny --seconds 0.1 --no-compile --device cpu --only rope swiglu lion_step"
 
 
-def told(row: dict[str, Any]) -> str:
-    sides = ", ".join(
-        f"{name} {side['median_us']:.1f} us {100 * side['of_copy']:.0f}%"
-        + ("" if side["error"] is None else f" (error {side['error']:.1e})")
-        for name, side in row["sides"].items()
-    )
-    verdict = "ok  " if row["sides"]["ours"]["of_copy"] >= row["must"] else "MISS"
-    late = "" if row["host_us"] <= row["host_must_us"] else " MISS"
-    host = f", host {row['host_us']:.1f} us of {row['host_must_us']:.0f}{late}"
-    return (
-        f"{verdict} {row['name']:22s} {row['pass']:8s} [{row['implementation']}] copy {row['copy_tb_s']:.2f} TB/s; "
-        f"{sides}{host}"
-    )
-
-
-def plot(rows: list[dict[str, Any]], path: Path, device: str) -> None:
-    """Draw each row's bandwidth by side below the roof of a copy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.42 * len(rows) + 1.4), layout="constrained")
-    names = [f"{row['name']}, {row['pass']}" for row in rows]
-    for at, (side, colour) in enumerate(COLOURS.items()):
-        shown = [(y, row) for y, row in enumerate(rows) if side in row["sides"]]
-        if not shown:
-            continue
-        axes.barh(
-            [y + 0.27 * (at - 1) for y, _ in shown],
-            [100 * row["sides"][side]["of_copy"] for _, row in shown],
-            height=0.25,
-            color=colour,
-            label=side,
-        )
-    for y, row in enumerate(rows):
-        axes.plot([100 * row["must"]] * 2, [y - 0.42, y + 0.42], color="black", linewidth=1)
-    axes.axvline(100, color="#d55e00", linestyle="--", linewidth=1, label="roof: a copy")
-    axes.set_yticks(range(len(rows)), names)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel(f"useful bytes a second, % of a copy's, on {device} (black: must)")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="full", choices=("full", "tiny"))
-    parser.add_argument("--seconds", type=float, default=240.0, help="of timing, over all rows")
-    parser.add_argument("--only", help="names of ops, with commas")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-
-
-def run(options: argparse.Namespace, record: Record) -> int | None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def run(options: argparse.Namespace, record: Record) -> None:
+    device = record.device
     if options.size == "full" and device.type == "cpu":
         raise UsageError("--size full needs a CUDA device; use --size tiny here")
     kernels.load(device)
@@ -480,30 +374,14 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
     functorch_config.donated_buffer = False
     torch.manual_seed(0)
     chosen = cases(device, torch.bfloat16)
-    if options.only is not None:
-        wanted = options.only.split(",")
-        if unknown := set(wanted) - {case.op for case in chosen}:
-            raise UsageError(
-                f"--only: {', '.join(sorted(unknown))} unknown; expected {', '.join({c.op for c in chosen})}"
-            )
-        chosen = [case for case in chosen if case.op in wanted]
+    check_names("--only", options.only, {case.op for case in chosen})
+    chosen = [case for case in chosen if not options.only or case.op in options.only]
     work = [
         (case, back) for case in chosen for back in (False, True) if not back or case.backward_bytes_per_row
     ]
-    rows = []
+    record.start(size=options.size)
     for case, is_backward in work:
         n_rows = case.rows if options.size == "full" else min(case.rows, TINY_ROWS if case.rows > 64 else 1)
-        rows.append(
-            measure(case, n_rows, is_backward, not options.no_compile, options.seconds / len(work), device)
-        )
-        print(told(rows[-1]), flush=True)
-    facts = machine_facts(device)
-    record.write_data(
-        {
-            **record.head(facts),
-            "size": options.size,
-            "rows": rows,
-        },
-    )
-    plot(rows, options.out.with_suffix(".png"), facts["device"])
-    return 0
+        seconds = options.seconds / len(work)
+        record.add(measure(case, n_rows, is_backward, not options.no_compile, seconds, device))
+    record.write_plot(draw_kernels(record.data))

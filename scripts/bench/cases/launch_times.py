@@ -73,36 +73,20 @@ def shown(command: list[str]) -> str:
     return words[3:] if words.startswith("-m caramba ") else f"python {words}"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=5)
+OPTIONS = "--repeats=5"
 
 
-def run(options: argparse.Namespace, record: Record) -> int | None:
+def run(options: argparse.Namespace, record: Record) -> None:
+    record.start(machine_facts())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["CARAMBA_HOME"] = str(folder / "cache")
         until_first_step(STEP, folder)  # builds the token cache, and warms the file system's
-        commands = []
         for command, what, limit in CASES:
             measure = until_first_step if what == FIRST_STEP else until_its_end
             measure(command, folder)
             times = [measure(command, folder) for _ in range(options.repeats)]
             wall, cpu = [item.wall_s for item in times], [item.cpu_s for item in times]
-            commands.append(
-                {
-                    "command": shown(command),
-                    "what": what,
-                    "limit_s": limit,
-                    "median_s": statistics.median(wall),
-                    "all_s": wall,
-                    "median_cpu_s": statistics.median(cpu),
-                    "all_cpu_s": cpu,
-                }
-            )
-            print(f"{statistics.median(wall):6.2f} s  {statistics.median(cpu):6.2f} s CPU  {shown(command)}")
-    record.write_data(
-        {
-            **record.head(machine_facts()),
-            "commands": commands,
-        },
-    )
+            row = {"command": shown(command), "what": what, "limit_s": limit}
+            row |= {"median_s": statistics.median(wall), "all_s": wall}
+            record.add(row | {"median_cpu_s": statistics.median(cpu), "all_cpu_s": cpu}, "commands")

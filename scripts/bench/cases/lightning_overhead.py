@@ -17,9 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from record import Record
+from record import Record, shown
 
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
@@ -122,25 +123,17 @@ def time_monitors() -> Callable[[], float]:
     return lambda: total[0]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=20, help="steps left out at the start of each repeat")
+OPTIONS = "--steps=120 --repeats=5 --warmup=20"  # the first steps of a repeat are left out
 
 
-def run(options: argparse.Namespace, record: Record) -> int | None:
-    manifest = freeze(
-        ["model=tiny", "train=pretrain", f"train.steps={options.steps}", "settings.instrument=none"]
-    ).manifest
+def run(options: argparse.Namespace, record: Record) -> None:
+    words = ["model=tiny", "train=pretrain", f"train.steps={options.steps}", "settings.instrument=none"]
+    manifest = freeze(words).manifest
     phase = manifest.groups[0].runs[0].train
     assert phase is not None
     corpus = open_corpus(manifest.groups[0].data)
-    data = PhaseData(
-        TokenDataset(corpus.train, phase.block_size),
-        TokenDataset(corpus.val, phase.block_size),
-        manifest.seed,
-        0,
-    )
+    windows = (TokenDataset(split, phase.block_size) for split in (corpus.train, corpus.val))
+    data = PhaseData(*windows, manifest.seed, 0)
     sides = {"bare": bare_loop, "lightning": through_lightning}
     medians: dict[str, list[float]] = {name: [] for name in sides}
     averages: dict[str, list[float]] = {name: [] for name in sides}
@@ -152,31 +145,22 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
             averages[name].append(1000 * statistics.fmean(seconds[options.warmup :]))
     if losses["bare"] != losses["lightning"]:
         raise SystemExit(f"the two sides do different work: last losses {losses}")
-    ratio = [b / a for a, b in zip(medians["bare"], medians["lightning"], strict=True)]
-    means = [b / a for a, b in zip(averages["bare"], averages["lightning"], strict=True)]
-    result = {
-        **record.head(
-            {
-                "platform": platform.platform(),
-                "torch": torch.__version__,
-                "threads": torch.get_num_threads(),
-            }
-        ),
-        "model": "tiny",
-        "tokens_per_step": phase.tokens // phase.steps,
-        "step_ms": {
-            name: {"median": statistics.median(values), "all": values} for name, values in medians.items()
-        },
-        "overhead": {"median": statistics.median(ratio) - 1, "all": [value - 1 for value in ratio]},
-        "mean_overhead": {"median": statistics.median(means) - 1, "all": [value - 1 for value in means]},
-        "monitors_share": {"median": statistics.median(MONITORS), "all": MONITORS},
-        "last_loss": losses,
-    }
-    record.write_data(result)
-    print(
-        f"bare {result['step_ms']['bare']['median']:.2f} ms,"
-        f" lightning {result['step_ms']['lightning']['median']:.2f} ms,"
-        f" overhead {100 * result['overhead']['median']:.2f}% (of the mean step"
-        f" {100 * result['mean_overhead']['median']:.2f}%),"
-        f" in the monitors {100 * result['monitors_share']['median']:.2f}%"
+
+    def overhead(times: dict[str, list[float]]) -> list[float]:
+        return [b / a - 1 for a, b in zip(times["bare"], times["lightning"], strict=True)]
+
+    def both(values: list[float]) -> dict[str, Any]:
+        return {"median": statistics.median(values), "all": values}
+
+    threads = torch.get_num_threads()
+    record.start({"platform": platform.platform(), "torch": torch.__version__, "threads": threads})
+    record.save(
+        model="tiny",
+        tokens_per_step=phase.tokens // phase.steps,
+        step_ms={name: both(values) for name, values in medians.items()},
+        overhead=both(overhead(medians)),
+        mean_overhead=both(overhead(averages)),
+        monitors_share=both(MONITORS),
+        last_loss=losses,
     )
+    print(shown(record.data))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from record import Record, machine_facts
+from record import Record, shown
 from timing import interleave, spread, wall_seconds
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,7 +49,7 @@ def sides(device: torch.device, chunks: list[int]) -> dict[str, Loss]:
         **{f"caramba, chunk {rows}": partial(linear_cross_entropy, chunk=rows) for rows in chunks},
         "caramba, reference softmax": reference_by_chunks,
         "torch, all logits": dense,
-        "torch.compile, all logits": torch.compile(dense),
+        **({"torch.compile, all logits": torch.compile(dense)} if device.type == "cuda" else {}),
     }
 
 
@@ -65,14 +65,12 @@ def measure(
         except torch.cuda.OutOfMemoryError as error:
             found[name] = {"refused": str(error).splitlines()[0]}
             torch.cuda.empty_cache()
-    runs = {
-        name: lambda loss=losses[name]: wall_seconds(
-            lambda: backward(loss, hidden, weight, targets), hidden.device
-        )
-        for name, row in found.items()
-        if "refused" not in row
-    }
     (n, m), v = hidden.shape, len(weight)
+
+    def run(name: str) -> float:
+        return wall_seconds(lambda: backward(losses[name], hidden, weight, targets), hidden.device)
+
+    runs = {name: partial(run, name) for name, row in found.items() if "refused" not in row}
     for name, series in interleave(runs, repeats=ROUNDS).items():
         found[name] |= spread(series) | {"tflops": 6 * n * m * v / statistics.median(series) / 1e12}
     return found
@@ -98,11 +96,8 @@ def memory(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[
     peak = torch.cuda.max_memory_allocated() - before
     gradients = sum(x.numel() * x.element_size() for x in (hidden, weight))
     weight_gradient = weight.numel() * weight.element_size()
-    return {
-        "peak_bytes": peak,
-        "extra_bytes": peak - gradients,
-        "beside_dweight_bytes": peak - weight_gradient,
-    }
+    sizes = {"peak_bytes": peak, "extra_bytes": peak - gradients}
+    return sizes | {"beside_dweight_bytes": peak - weight_gradient}
 
 
 def errors(
@@ -127,18 +122,12 @@ def errors(
     return out
 
 
-SMOKE_OPTIONS = ("--tokens", "32", "--width", "32", "--vocabulary", "64", "--chunks", "16")
+OPTIONS = "--tokens=16384 --width=2048 --vocabulary=128256 --chunks=1024,1536,4096"
+SMOKE_OPTIONS = "--tokens 32 --width 32 --vocabulary 64 --chunks 16,"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=8 * 2048)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--chunks", type=int, nargs="*", default=[1024, 1536, 4096])
-
-
-def run(options: argparse.Namespace, record: Record) -> int | None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def run(options: argparse.Namespace, record: Record) -> None:
+    device = record.device
     kernels.load(device)
     n, m, v = options.tokens, options.width, options.vocabulary
     torch.manual_seed(0)
@@ -151,24 +140,14 @@ def run(options: argparse.Namespace, record: Record) -> int | None:
     runs = {name: loss for name, loss in losses.items() if "refused" not in rows[name]}
     for name, wrong in errors(runs, hidden, weight, targets).items():
         rows[name]["error"] = wrong
-    for name, row in rows.items():
-        print(f"{name:28s} " + "  ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
     master = weight.detach().float().requires_grad_()
     rows["caramba, fp32 weight gradient"] = measure({"": linear_cross_entropy}, hidden, master, targets)[""]
-    print("caramba, fp32 weight gradient", rows["caramba, fp32 weight gradient"], flush=True)
-    record.write_data(
-        {
-            **record.head(machine_facts(device)),
-            "sizes": {"tokens": n, "width": m, "vocabulary": v, "dtype": str(dtype)},
-            "operations": 6 * n * m * v,
-            "chunk": rows_per_chunk(hidden, v),
-            "implementation": implementation("cross_entropy_rows", device),
-            "rows": rows,
-        },
+    for name, row in rows.items():
+        print(f"{name:28s} {shown(row)}")
+    record.start(sizes={"tokens": n, "width": m, "vocabulary": v, "dtype": str(dtype)})
+    record.save(
+        operations=6 * n * m * v,
+        chunk=rows_per_chunk(hidden, v),
+        implementation=implementation("cross_entropy_rows", device),
+        rows=rows,
     )
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} {shown(item)}" for key, item in value.items()) + "}"
-    return f"{value:.4g}" if isinstance(value, float | int) else str(value)

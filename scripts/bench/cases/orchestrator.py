@@ -17,7 +17,6 @@ import random
 import statistics
 import sysconfig
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from record import Record, machine_facts
+from record import Record, shown
 
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
@@ -39,7 +38,6 @@ from caramba.train.module import CarambaModule
 from caramba.train.orchestration.build import build_orchestration
 from caramba.train.orchestration.trials import TrialData, Trials
 
-SMOKE_OPTIONS = ("--seeds", "1", "--clean", "1", "--spikes", "1", "--steps", "40")
 WIDTH, VOCAB, BLOCK, BATCH = 32, 256, 32, 8
 KINDS = ("bad batch", "rate x 30", "corrupt moments")
 
@@ -57,20 +55,12 @@ def read_bytes(n: int) -> np.ndarray:
 
 def model_spec() -> ModelSpec:
     norm = {"type": "RMSNormLayer", "d_model": WIDTH}
-    block = [
-        {
-            "type": "ResidualTopology",
-            "layers": [norm, {"type": "AttentionLayer", "d_model": WIDTH, "n_heads": 2}],
-        },
-        {"type": "ResidualTopology", "layers": [norm, {"type": "SwiGLULayer", "d_model": WIDTH, "d_ff": 64}]},
-    ]
-    return ModelSpec.model_validate(
-        {
-            "type": "TransformerModel",
-            "embedder": {"type": "token", "vocab_size": VOCAB, "d_model": WIDTH},
-            "topology": {"type": "StackedTopology", "layers": [*block, norm]},
-        }
-    )
+    attention = {"type": "AttentionLayer", "d_model": WIDTH, "n_heads": 2}
+    mlp = {"type": "SwiGLULayer", "d_model": WIDTH, "d_ff": 64}
+    block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
+    embedder = {"type": "token", "vocab_size": VOCAB, "d_model": WIDTH}
+    topology = {"type": "StackedTopology", "layers": [*block, norm]}
+    return ModelSpec.model_validate({"type": "TransformerModel", "embedder": embedder, "topology": topology})
 
 
 class Damage(pl.Callback):
@@ -95,46 +85,33 @@ class Damage(pl.Callback):
             module._learning_rate = lambda step, steps: rate(step, steps) * (30 if step == self.step else 1)
 
 
-def train(
-    dataset: Any, phase: PhaseConfig, seed: int, callbacks: list[pl.Callback] | None = None
-) -> dict[str, Any]:
+def train(dataset: Any, phase: PhaseConfig, seed: int, *callbacks: pl.Callback) -> dict[str, Any]:
     """Train once and return the held-out loss and the decisions."""
     objective = LanguageModelObjective(build_model(model_spec(), seed=seed))
+    data = SimpleNamespace(train=dataset, seed=seed, start=0)
+    places: dict[str, Any] = {"per_step": BATCH, "share": (0, 1)}
+    own: list[Any] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         module = CarambaModule(objective, phase, NonFiniteWatch(phase, folder, "pretrain", lambda _: ()))
-        data = SimpleNamespace(train=dataset, seed=seed, start=0)
-        places: dict[str, Any] = {"per_step": BATCH, "share": (0, 1)}
-        own: list[Any] = []
         if phase.orchestrator_enabled:
-            device = torch.device("cpu")
-            own.append(
-                build_orchestration(
-                    phase, "pretrain", data, objective, run_dir=folder, device=device, **places
-                )
-            )
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_steps=phase.steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[*(callbacks or []), *own],
-        )
-        began = time.perf_counter()
-        trainer.fit(module, train_loader(dataset, phase, seed=seed, start=0, pin=False))
-        seconds = time.perf_counter() - began
+            where = {"run_dir": folder, "device": torch.device("cpu"), **places}
+            own.append(build_orchestration(phase, "pretrain", data, objective, **where))
+        names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        quiet: dict[str, Any] = dict.fromkeys(names, False)
+        keys = {"accelerator": "cpu", "max_steps": phase.steps, "callbacks": [*callbacks, *own]}
+        pl.Trainer(**keys, **quiet).fit(module, train_loader(dataset, phase, seed=seed, start=0, pin=False))
         file = folder / "decisions.jsonl"
         lines = file.read_text().splitlines() if file.is_file() else []
     scored = phase if phase.orchestrator_enabled else phase_of(phase.steps)
     windows = TrialData(dataset, scored, seed=seed, start=0, **places).scoring(None)
     with torch.no_grad():
         losses = [float(objective.evaluate(batch)["loss"]) for batch in windows]
+    decisions = [json.loads(line) for line in lines]
     return {
         "loss": statistics.fmean(losses),
-        "seconds": seconds,
-        "decisions": [json.loads(line) for line in lines],
+        "decisions": decisions,
+        "answers": [one["safety"] for one in decisions if "safety" in one],
         "trial_steps": own[0].orchestrator.trial_steps if own else 0,
     }
 
@@ -162,13 +139,8 @@ def measure_null(dataset: Any, seeds: int, steps: int) -> dict[str, Any]:
     """Train with four equal candidates, their trials on the same batches and on batches of their own."""
     adamw = {"optimizer": "adamw", "rate": 1.0}
     strategies = {"conservative_adamw": None, "b": adamw, "c": adamw, "d": adamw}
-    plain = PhaseConfig.model_validate(
-        {
-            key: value
-            for key, value in phase_of(steps).model_dump().items()
-            if not key.startswith("orchestrator_")
-        }
-    )
+    keys = phase_of(steps).model_dump()
+    plain = PhaseConfig(**{key: keys[key] for key in keys if not key.startswith("orchestrator_")})
     phase = phase_of(steps, orchestrator_strategies=strategies)
     found: dict[str, Any] = {}
     original = Trials._train
@@ -185,15 +157,10 @@ def measure_null(dataset: Any, seeds: int, steps: int) -> dict[str, Any]:
             Trials._train = original  # type: ignore[method-assign]
             bare = train(dataset, plain, seed)
             decided = [one for one in ours["decisions"] if one.get("interval")]
-            rows.append(
-                {
-                    "seed": seed,
-                    "decisions": len(decided),
-                    "switches": sum(one["choice"] != one["strategy"] for one in decided),
-                    "trial_steps": ours["trial_steps"],
-                    "loss_minus_adamw": ours["loss"] - bare["loss"],
-                }
-            )
+            switches = sum(one["choice"] != one["strategy"] for one in decided)
+            row = {"seed": seed, "decisions": len(decided), "switches": switches}
+            lost = {"loss_minus_adamw": ours["loss"] - bare["loss"]}
+            rows.append(row | {"trial_steps": ours["trial_steps"]} | lost)
         decisions, switches = sum(row["decisions"] for row in rows), sum(row["switches"] for row in rows)
         found[name] = {
             "seeds": seeds,
@@ -203,7 +170,7 @@ def measure_null(dataset: Any, seeds: int, steps: int) -> dict[str, Any]:
             "largest_loss_difference": max(abs(row["loss_minus_adamw"]) for row in rows),
             "rows": rows,
         }
-        print(f"null, {name}: {switches} switches in {decisions} decisions of {seeds} seeds", flush=True)
+        print(f"null, {name}: {shown(found[name])}", flush=True)
     return found
 
 
@@ -216,75 +183,44 @@ def measure_spikes(dataset: Any, n: int, clean: int, steps: int) -> dict[str, An
     }
     # Decisions would differ between a run and its clean twin: the last step alone has one.
     phase = phase_of(steps, **keys)
-    clean_runs = []
-    for seed in range(max(n, clean)):
-        ours = train(dataset, phase, seed)
-        kinds = [one["safety"] for one in ours["decisions"] if "safety" in one]
-        clean_runs.append({"seed": seed, "loss": ours["loss"], "answers": kinds})
-    alarms = sum(kind in ("undo", "rollback") for run in clean_runs[:clean] for kind in run["answers"])
-    others = sum(kind in ("clip", "skip") for run in clean_runs[:clean] for kind in run["answers"])
-    print(f"clean: {alarms} rollbacks, {others} clips and skips in {clean} runs", flush=True)
+    runs = [train(dataset, phase, seed) for seed in range(max(n, clean))]
+    clean_runs = [
+        {"seed": seed, "loss": run["loss"], "answers": run["answers"]} for seed, run in enumerate(runs)
+    ]
+    answers = [kind for run in clean_runs[:clean] for kind in run["answers"]]
+    monitored = phase_of(steps, **keys | {"orchestrator_mode": "monitor"})
     rows = []
     for seed in range(n):
         kind, at = KINDS[seed % len(KINDS)], random.Random(seed).randrange(steps // 3, steps - steps // 5)
-        ours = train(dataset, phase, seed, [Damage(kind, at, seed)])
-        bare = train(
-            dataset,
-            phase_of(steps, **keys | {"orchestrator_mode": "monitor"}),
-            seed,
-            [Damage(kind, at, seed)],
-        )
+        ours = train(dataset, phase, seed, Damage(kind, at, seed))
+        bare = train(dataset, monitored, seed, Damage(kind, at, seed))
         base = clean_runs[seed]["loss"]
-        rows.append(
-            {
-                "seed": seed,
-                "kind": kind,
-                "step": at,
-                "clean_loss": base,
-                "loss": ours["loss"],
-                "loss_without_guard": bare["loss"],
-                "within_1_percent": ours["loss"] <= 1.01 * base,
-                "without_guard_within_1_percent": bare["loss"] <= 1.01 * base,
-                "answers": [one["safety"] for one in ours["decisions"] if "safety" in one],
-            }
-        )
-        print(
-            f"{kind:16s} step {at}: {ours['loss']:.4f} clean {base:.4f} bare {bare['loss']:.4f}", flush=True
-        )
-    good = sum(row["within_1_percent"] for row in rows)
-    bare_good = sum(row["without_guard_within_1_percent"] for row in rows)
-    print(f"spikes: {good} of {n} within 1%, {bare_good} without the guard", flush=True)
-    return {
+        row = {"seed": seed, "kind": kind, "step": at, "clean_loss": base, "loss": ours["loss"]}
+        row |= {"loss_without_guard": bare["loss"], "within_1_percent": ours["loss"] <= 1.01 * base}
+        row |= {"without_guard_within_1_percent": bare["loss"] <= 1.01 * base, "answers": ours["answers"]}
+        rows.append(row)
+        print(shown(row), flush=True)
+    within = ("within_1_percent", "without_guard_within_1_percent")
+    found = {
         "clean_runs": clean,
-        "false_rollbacks": alarms,
-        "clips_and_skips": others,
+        "false_rollbacks": sum(kind in ("undo", "rollback") for kind in answers),
+        "clips_and_skips": sum(kind in ("clip", "skip") for kind in answers),
         "spikes": n,
-        "within_1_percent": good,
-        "without_guard_within_1_percent": bare_good,
-        "rows": rows,
-        "clean": clean_runs,
+        **{key: sum(row[key] for row in rows) for key in within},
     }
+    print(shown(found), flush=True)
+    return found | {"rows": rows, "clean": clean_runs}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=50, help="seeds of the null test")
-    parser.add_argument("--clean", type=int, default=30, help="clean runs")
-    parser.add_argument("--spikes", type=int, default=20, help="damaged runs")
-    parser.add_argument("--steps", type=int, default=150, help="steps of a run")
+OPTIONS = "--seeds=50 --clean=30 --spikes=20 --steps=150"
+SMOKE_OPTIONS = "--seeds 1 --clean 1 --spikes 1 --steps 40"
 
 
-def run(options: argparse.Namespace, record: Record) -> int | None:
+def run(options: argparse.Namespace, record: Record) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+    record.device = torch.device("cpu")
     dataset = TokenDataset(read_bytes(600_000), BLOCK)
-    null = measure_null(dataset, options.seeds, min(options.steps, 100))
-    spikes = measure_spikes(dataset, options.spikes, options.clean, options.steps)
-    record.write_data(
-        {
-            **record.head(machine_facts(torch.device("cpu"))),
-            "steps": options.steps,
-            "null": null,
-            "spikes": spikes,
-        }
-    )
-    return None
+    record.start(steps=options.steps)
+    record.save(null=measure_null(dataset, options.seeds, min(options.steps, 100)))
+    record.save(spikes=measure_spikes(dataset, options.spikes, options.clean, options.steps))

@@ -7,17 +7,17 @@ The file is written after every case. `--size tiny --device cpu --tokens 96 --ch
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import models
 import torch
-from record import Record, machine_facts
-from registry import UsageError
+from models import prompts_of
+from record import Record, Row
+from registry import UsageError, check_names
 from timing import device_seconds, interleave
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,7 +25,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from caramba import kernels
-from caramba.config.kvcache import KVCacheKind
 from caramba.infer import Generator, prefill
 from caramba.model import Model
 from caramba.ops import implementation
@@ -37,7 +36,7 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-OURS = "decoupled_attention"
+OP = "decoupled_attention"
 Call = Callable[..., Tensor]
 
 
@@ -121,7 +120,7 @@ def sides(shape: Shape, inputs: list[Tensor]) -> Iterator[tuple[str, Call, list[
 
     Joining and widening are not timed. CPUs have flash alone, which takes no lower-right bias.
     """
-    yield OURS, decoupled_attention, inputs
+    yield OP, decoupled_attention, inputs
     for name, backend in BACKENDS.items():
         if inputs[0].is_cuda or (name == "flash" and shape.n_queries == shape.n_keys):
             for is_padded in (False, True):
@@ -163,11 +162,11 @@ def error_of(shape: Shape, name: str, device: torch.device, dtype: torch.dtype) 
     _, call, operands = next(side for side in sides(small, inputs) if side[0] == name)
     width = small.widths[2]
     grad = gradient_of(decoupled_attention, inputs, small)
-    given = grad if grad is None or name == OURS else grad.transpose(1, 2)
+    given = grad if grad is None or name == OP else grad.transpose(1, 2)
     if name.endswith("padded") and given is not None:
         given = F.pad(given, (0, operands[2].shape[-1] - width))
     got = once(call, operands, given)[:2]
-    if name != OURS:
+    if name != OP:
         got = [got[0][..., :width].transpose(1, 2), *(x.transpose(1, 2) for x in got[1:])]
     wide = [x.detach().double().requires_grad_(small.trains) for x in inputs]
     want = once(decoupled_attention, wide, None if grad is None else grad.double())[:2]
@@ -177,157 +176,96 @@ def error_of(shape: Shape, name: str, device: torch.device, dtype: torch.dtype) 
     )
 
 
-def measure(shape: Shape, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+def measure(shape: Shape, device: torch.device, repeats: int) -> list[Row]:
     """Return a row a side: median and range of milliseconds in turns, TFLOP/s and the error, or why it does not run."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    inputs, rows, runs = shape.inputs(device, dtype), [], {}
+    inputs, rows = shape.inputs(device, dtype), []
+    runs: dict[str, Callable[[], float]] = {}
     facts = {"shape": shape.name, "widths": list(shape.widths), "heads": shape.heads, "flops": shape.flops}
     for name, call, operands in sides(shape, inputs):
         try:
-            grad = gradient_of(call, operands, shape)
-            once(call, operands, grad)
+            run = functools.partial(once, call, operands, gradient_of(call, operands, shape))
+            run()
             error = error_of(shape, name, device, dtype)
         except RuntimeError as refusal:
-            if name == OURS or isinstance(refusal, (torch.OutOfMemoryError, torch.AcceleratorError)):
+            if name == OP or isinstance(refusal, (torch.OutOfMemoryError, torch.AcceleratorError)):
                 raise
             rows.append(facts | {"side": name, "refused": str(refusal).splitlines()[0]})
             continue
-        runs[name] = lambda call=call, operands=operands, grad=grad: once(call, operands, grad)
+        runs[name] = lambda run=run: 1e3 * device_seconds(run, device)
         rows.append(facts | {"side": name, "error": error})
-    timed = {name: lambda run=run: 1e3 * device_seconds(run, device) for name, run in runs.items()}
-    times = interleave(timed, repeats=repeats, warm=1)
+    times = interleave(runs, repeats=repeats, warm=1)
     for row in rows:
-        if row["side"] in times:
-            found = times[row["side"]]
-            middle = statistics.median(found)
-            row |= {"ms": middle, "all_ms": found, "tflop_s": shape.flops / middle / 1e9}
+        if found := times.get(row["side"]):
+            ms = statistics.median(found)
+            row |= {"ms": ms, "all_ms": found, "tflop_s": shape.flops / ms / 1e9}
     return rows
 
 
-PARTS = ("model", "op")
-OP = "decoupled_attention"
-PLAIN = "gqa"
-"""The layout whose keys have one part."""
+@torch.inference_mode()
+def difference(model: Model, n_tokens: int, chunk: int) -> float:
+    """Return how far the last logits with the kernel are from those without it, relative, in norms."""
+    device = model.embedder.token.weight.device
+    tokens = torch.tensor(prompts_of(model, 1, n_tokens), device=device)
+
+    def logits() -> Tensor:
+        ctx = model.new_context(1, n_tokens, models.cache_kind(device), static=True)
+        return prefill(model, tokens, ctx, chunk).float()
+
+    with without_kernels(OP):
+        plain = logits()
+    return float((logits() - plain).norm() / plain.norm())
 
 
-def prompt_of(model: Model, n_tokens: int) -> torch.Tensor:
-    source = torch.Generator().manual_seed(0)
-    return torch.randint(model.spec.embedder.vocab_size, (1, n_tokens), generator=source)
+def whole_models(words: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Yield a row a layout, those of two parts with the kernel and without: seconds and tokens per second, in turns."""
+    sides: dict[str, Callable[[], float]] = {}
+    facts: dict[str, Row] = {}
 
-
-def prefilling(model: Model, n_tokens: int, chunk: int, kind: KVCacheKind) -> Callable[[], float]:
-    """Return what runs a prompt through a model as our Generator does, and returns the seconds."""
-    given = {"max_new_tokens": 1, "temperature": 0.0, "prefill_chunk": chunk, "max_seq_len": n_tokens + 1}
-    generator = Generator(model, None, **given, cache_kind=kind, compiled=False)
-    prompt = prompt_of(model, n_tokens).tolist()
-
-    def run() -> float:
+    def seconds(generator: Generator, prompt: list[list[int]]) -> float:
+        """Run a prompt as our Generator does."""
         generator.generate(prompt)
         return generator.stats.prefill_s
 
-    return run
-
-
-def without(run: Callable[[], float]) -> Callable[[], float]:
-    def plain_prefill() -> float:
+    def plain_seconds(*given: Any) -> float:
         with without_kernels(OP):
-            return run()
+            return seconds(*given)
 
-    return plain_prefill
-
-
-@torch.inference_mode()
-def difference(model: Model, n_tokens: int, chunk: int, kind: KVCacheKind) -> float:
-    """Return how far the last logits with the kernel are from those without it, relative, in norms."""
-    tokens = prompt_of(model, n_tokens).to(model.embedder.token.weight.device)
-    ours = prefill(model, tokens, model.new_context(1, n_tokens, kind, static=True), chunk).float()
-    with without_kernels(OP):
-        plain = prefill(model, tokens, model.new_context(1, n_tokens, kind, static=True), chunk).float()
-    return float((ours - plain).norm() / plain.norm())
-
-
-def whole_models(words: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield a row a layout, those of two parts with the kernel and without: seconds and tokens per second, in turns."""
-    kind = KVCacheKind.BF16 if device.type == "cuda" else KVCacheKind.FP32
-    sizes = (words.tokens, words.chunk, kind)
-    sides: dict[str, tuple[str, Callable[[], float]]] = {}
-    facts: dict[str, dict[str, Any]] = {}
     for layout in models.LAYOUTS:
         model = models.model_of(words.size, layout, device)
-        sides[layout] = layout, prefilling(model, *sizes)
-        if layout != PLAIN:
-            facts[layout] = {
-                "attends_by": implementation(OP, device),
-                "difference": difference(model, *sizes),
-            }
-            sides[f"{layout}, joined keys"] = layout, without(sides[layout][1])
-    times = interleave({name: run for name, (_, run) in sides.items()}, repeats=words.repeats, warm=1)
-    for name, (layout, _) in sides.items():
-        middle = statistics.median(times[name])
-        row = {"side": name, "layout": layout, "tokens": words.tokens, "chunk": words.chunk, "s": middle}
-        yield row | {"all_s": times[name], "tok_s": words.tokens / middle} | facts.get(name, {})
+        keys = {"max_new_tokens": 1, "temperature": 0.0, "prefill_chunk": words.chunk, "compiled": False}
+        keys |= {"max_seq_len": words.tokens + 1, "cache_kind": models.cache_kind(device)}
+        given = Generator(model, None, **keys), prompts_of(model, 1, words.tokens)
+        sides[layout] = functools.partial(seconds, *given)
+        facts[layout] = {"layout": layout}
+        if layout != "gqa":  # whose keys have one part
+            joined = f"{layout}, joined keys"
+            sides[joined], facts[joined] = functools.partial(plain_seconds, *given), {"layout": layout}
+            facts[layout]["attends_by"] = implementation(OP, device)
+            facts[layout]["difference"] = difference(model, words.tokens, words.chunk)
+    for name, times in interleave(sides, repeats=words.repeats, warm=1).items():
+        middle = statistics.median(times)
+        row = {"side": name, "tokens": words.tokens, "chunk": words.chunk, "s": middle}
+        yield row | {"all_s": times, "tok_s": words.tokens / middle} | facts[name]
 
 
-def said(row: dict[str, Any]) -> str:
-    if "refused" in row:
-        return f"{row['side']} refuses: {row['refused']}"
-    if "ms" in row:
-        return f"{row['side']} {row['ms']:.3f} ms, {row['tflop_s']:.0f} TFLOP/s, error {row['error']:.1e}"
-    more = (
-        f", by {row['attends_by']}, logits differ by {row['difference']:.1e}" if "difference" in row else ""
-    )
-    return f"{row['side']} {row['s']:.3f} s, {row['tok_s']:,.0f} tokens/s{more}"
+PARTS = ("model", "op")
+OPTIONS = "--size=1b|tiny --parts=model,op --tokens=32768 --chunk=2048 --repeats=5 --seconds=420.0"
+SMOKE_OPTIONS = "--size tiny --device cpu --tokens 96 --chunk 32 --repeats 1"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="1b", choices=tuple(models.SIZES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=420.0, help="no case begins later than this")
-
-
-def run(words: argparse.Namespace, record: Record) -> int | None:
-    parts = words.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        raise UsageError(f"--parts {','.join(sorted(unknown))}: expected some of {','.join(PARTS)}")
+def run(words: argparse.Namespace, record: Record) -> None:
+    check_names("--parts", words.parts, PARTS)
     if not 0 < words.chunk < words.tokens:
         raise UsageError(f"--chunk {words.chunk}: expected less than --tokens {words.tokens}")
-    began, device = time.monotonic(), torch.device(words.device)
-    kernels.load(device)
-    data: dict[str, Any] = {
-        **record.head(machine_facts(device)),
-        "size": words.size,
-        "models": [],
-        "ops": [],
-        "left_out": [],
-    }
-    cases: list[tuple[str, str, Callable[[], list[dict[str, Any]]]]] = []
-    if "op" in parts:
-        for shape in shapes(words.size, words.tokens, words.chunk):
-            run = lambda shape=shape: measure(shape, device, 4 * words.repeats)  # noqa: E731
-            cases.append((f"attention, {shape.name}", "ops", run))
-    if "model" in parts:
-        cases.append(
-            (f"prompt of {words.tokens} tokens", "models", lambda: list(whole_models(words, device)))
-        )
-    for name, kind, run in cases:
-        if time.monotonic() - began > words.seconds:
-            data["left_out"].append(f"{name}: no time left")
-            continue
-        try:
-            rows = run()
-        except torch.OutOfMemoryError as error:
-            data["left_out"].append(f"{name}: {str(error).splitlines()[0]}")
-            rows = []
-        data[kind] += rows
-        for row in rows:
-            print(name, said(row), sep=": ", flush=True)
-        record.write_data(data)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    record.write_data(data)
-    return 0
+    kernels.load(record.device)
+    record.start(size=words.size, models=[], ops=[])
+    if "op" in words.parts:
+        cases = [
+            (f"attention, {shape.name}", lambda shape=shape: measure(shape, record.device, 4 * words.repeats))
+            for shape in shapes(words.size, words.tokens, words.chunk)
+        ]
+        record.measure(cases, words.seconds, "ops")
+    if "model" in words.parts:
+        name = f"prompt of {words.tokens} tokens"
+        record.measure([(name, lambda: whole_models(words, record.device))], words.seconds, "models")

@@ -1,10 +1,10 @@
 """Products of a decode step's few rows against torch's: microseconds and share of the read roof. Writes JSON.
 
-Usage on a GPU: python scripts/bench/run.py row_linear [--codes [8|4]] [--tune] [--compiled] [--rows 1,2,4,8]
+Usage on a GPU: python scripts/bench/run.py row_linear [--codes 8|4] [--tune] [--compiled] [--rows 1,2,4,8]
     [--out FILE]
 Weights are of a model of a billion weights; every side runs as a CUDA graph over as many weights as exceed the cache.
 `--tune` first times tiles of one row and writes the fastest next to the kernel, where later processes find them.
-`--compiled` adds products as reductions that Inductor makes. `--codes`: weights are codes of 8 bits with a scale of
+`--compiled` adds products as reductions that Inductor makes. `--codes 8`: weights are codes of 8 bits with a scale of
 each row, or of 4 with one and a zero of each group of inputs (`--codes 4`), against the same weights in 16 bits by ours
 (`numbers`). `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases.kernels import COLD_BYTES, Side
-from record import Record, machine_facts
+from record import Record
 from timing import interleave, read_rate
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from caramba.ops.packed_int4 import WORDS, dequantize_int4
 from caramba.ops.small_batch_linear import small_batch_linear
 from caramba.runs.files import write_json
 
+KERNEL = importlib.import_module("caramba.kernels.triton.small_batch_linear")
 NAMES = {16: "", 8: "_codes", 4: "_codes4"}
 """Of files, by the bits of a number of the weight."""
 MUST = 0.85
@@ -73,7 +75,9 @@ Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
 """x, weight, its scale if it is codes, residual and norm."""
 
 
-def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, bits: int = 16) -> Given:
+def make_tensors(
+    shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, bits: int = 16
+) -> Given:
     """Return what a product is of: a weight of the dtype, or its codes of 8 bits or 4."""
 
     def random_tensor(*size: int) -> Tensor:
@@ -87,28 +91,21 @@ def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, b
     elif bits == 8:
         scale = weight.float().abs().amax(1) / 127
         weight = (weight / scale[:, None]).round().to(torch.int8)
-    return (
-        random_tensor(rows, shape.width),
-        weight,
-        scale,
-        random_tensor(rows, shape.n_out),
-        random_tensor(shape.width),
-    )
+    x, residual = random_tensor(rows, shape.width), random_tensor(rows, shape.n_out)
+    return x, weight, scale, residual, random_tensor(shape.width)
 
 
 def numbers_of(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight that codes stand for."""
     if scale is not None and weight.dtype == WORDS:
         return dequantize_int4(weight, scale, dtype)
-    return (
-        weight
-        if scale is None
-        else (weight * scale[:, None].to(torch.promote_types(dtype, scale.dtype))).to(dtype)
-    )
+    if scale is None:
+        return weight
+    return (weight * scale[:, None].to(torch.promote_types(dtype, scale.dtype))).to(dtype)
 
 
 def ours(shape: Shape) -> Callable[..., Tensor]:
-    """Return the op on what `made` returns."""
+    """Return the op on what `make_tensors` returns."""
 
     def call(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
         return small_batch_linear(
@@ -156,20 +153,17 @@ def n_sets(n_bytes: int, device: torch.device) -> int:
 
 def time_products(sides: dict[str, Side], seconds: float) -> dict[str, float]:
     """Return the median microseconds of every side, which take turns."""
-    times = interleave(
-        {name: side.seconds for name, side in sides.items()}, repeats=3, warm=2, seconds=seconds
-    )
+    calls = {name: side.seconds for name, side in sides.items()}
+    times = interleave(calls, repeats=3, warm=2, seconds=seconds)
     return {name: 1e6 * statistics.median(values) for name, values in times.items()}
 
 
 def bytes_of(shape: Shape, dtype: torch.dtype, bits: int) -> int:
     """Return the bytes of a weight, with scales and zeros of groups."""
     n = shape.n_rows * shape.width
-    return (
-        n // 2 + 4 * n // (group_of(shape.width) or n)
-        if bits == 4
-        else n * (dtype.itemsize if bits == 16 else 1)
-    )
+    if bits == 4:
+        return n // 2 + 4 * n // (group_of(shape.width) or n)
+    return n * (dtype.itemsize if bits == 16 else 1)
 
 
 def tiles(shape: Shape, itemsize: int) -> list[tuple[int, int]]:
@@ -185,30 +179,23 @@ def tiles(shape: Shape, itemsize: int) -> list[tuple[int, int]]:
 
 
 def tune(
-    shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, bits: int
+    shapes: tuple[Shape, ...], dtype: torch.dtype, device: torch.device, *, bits: int
 ) -> list[list[list[Any]]]:
-    """Return the fastest tile of each product, in the form of the kernel's table."""
-    module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
+    """Return the fastest tile of each product of one row, in the form of the kernel's table."""
     entries = []
     for shape in shapes:
-        for n_rows in rows:
-            itemsize = dtype.itemsize if bits == 16 else 1
-            product = [shape.n_out, shape.width, n_rows, itemsize, shape.is_gated]
-            some = [
-                made(shape, n_rows, dtype, device, bits=bits)
-                for _ in range(n_sets(bytes_of(shape, dtype, bits), device))
-            ]
-            found = {}
-            for tile in tiles(shape, itemsize):
-                module.load_tuned([(product, list(tile))])
-                found[tile] = time_products({"ours": Side(ours(shape), some, False)}, 0.05)["ours"]
-            best = min(found, key=lambda tile: found[tile])
-            module.load_tuned([(product, list(best))])
-            entries.append([product, list(best)])
-            said = ", ".join(
-                f"{tile}: {us:.2f}" for tile, us in sorted(found.items(), key=lambda one: one[1])
-            )
-            print(f"{shape.name}, {n_rows} rows: {said}", flush=True)
+        itemsize = dtype.itemsize if bits == 16 else 1
+        product = [shape.n_out, shape.width, 1, itemsize, shape.is_gated]
+        n = n_sets(bytes_of(shape, dtype, bits), device)
+        some = [make_tensors(shape, 1, dtype, device, bits=bits) for _ in range(n)]
+        found = {}
+        for tile in tiles(shape, itemsize):
+            KERNEL.load_tuned([(product, list(tile))])
+            found[tile] = time_products({"ours": Side(ours(shape), some, False)}, 0.05)["ours"]
+        best = min(found, key=lambda tile: found[tile])
+        KERNEL.load_tuned([(product, list(best))])
+        entries.append([product, list(best)])
+        print(f"{shape.name}: {sorted(found.items(), key=lambda one: one[1])}", flush=True)
     return entries
 
 
@@ -232,7 +219,7 @@ def measure_products(
 ) -> dict[str, Any]:
     """Return a row of the table: microseconds, share of the read roof and errors against float64."""
     n_bytes = bytes_of(shape, dtype, bits)
-    some = [made(shape, n_rows, dtype, device, bits=bits) for _ in range(n_sets(n_bytes, device))]
+    some = [make_tensors(shape, n_rows, dtype, device, bits=bits) for _ in range(n_sets(n_bytes, device))]
     calls: dict[str, Callable[..., Tensor]] = {
         "ours": ours(shape),
         "torch": by_torch(shape),
@@ -269,47 +256,24 @@ def measure_products(
 
 
 OUT = None  # a file a number of bits
+OPTIONS = "--size=1b|tiny --rows=1,2,4,8,16,32,64 --codes=16|8|4 --tune --compiled"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="1b", choices=tuple(SHAPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
-    parser.add_argument("--codes", type=int, nargs="?", choices=(8, 4), const=8, default=16)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--compiled", action="store_true")
-
-
-def run(words: argparse.Namespace, record: Record) -> int | None:
-    record.default(f"row_linear{NAMES[words.codes]}.json")
-    device = torch.device(words.device)
+def run(words: argparse.Namespace, record: Record) -> None:
+    device, bits = record.device, int(words.codes)
+    record.default(f"row_linear{NAMES[bits]}.json")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels.load(device)
-    module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
     if device.type == "cpu":
-        backend.attach("small_batch_linear", "cpu", "triton", module.small_batch_linear)
+        backend.attach("small_batch_linear", "cpu", "triton", KERNEL.small_batch_linear)
     shapes = SHAPES[words.size]
-    data: dict[str, Any] = {
-        **record.head(machine_facts(device)),
-        "codes": words.codes < 16,
-        "bits": words.codes,
-        "rows": [],
-    }
-    if words.tune and words.codes > 4:
-        data["tiles"] = tune(shapes, [1], dtype, device, bits=words.codes)
+    record.start(codes=bits < 16, bits=bits)
+    if words.tune and bits > 4:
+        record.data["tiles"] = tune(shapes, dtype, device, bits=bits)
         if device.type == "cuda":
-            keep_tiles(module.TABLE, data["tiles"])
+            keep_tiles(KERNEL.TABLE, record.data["tiles"])
     roof = read_rate(device)
-    data["read_bytes_per_s"] = roof
-    for n_rows in (int(n) for n in words.rows.split(",")):
-        for shape in shapes:
-            row = measure_products(
-                shape, n_rows, dtype, device, roof, is_compiled=words.compiled, bits=words.codes
-            )
-            data["rows"].append(row)
-            said = ", ".join(
-                f"{name} {us:.2f} us ({row['of_roof'][name]:.0%})" for name, us in row["us"].items()
-            )
-            print(f"{shape.name}, {n_rows} rows: {said}; error {row['error']['ours']:.1e}", flush=True)
-            record.write_data(data)
-    return 0
+    record.save(read_bytes_per_s=roof)
+    for n_rows, shape in itertools.product(words.rows, shapes):
+        options = {"is_compiled": words.compiled, "bits": bits}
+        record.add(measure_products(shape, n_rows, dtype, device, roof, **options))

@@ -11,9 +11,7 @@ that their losses agree: a merge exits with 1 when they do not.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -23,8 +21,9 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from merge_runs import merge_sittings
+from models import spec_of
 from plots import draw_scaling
-from record import Record, commit_here
+from record import Record, machine_facts
 from verdicts import losses_apart, scaling_verdicts
 
 from caramba import kernels
@@ -36,17 +35,22 @@ from caramba.experiment.planning.trial import RandomWindows
 from caramba.layer import attention_backends
 from caramba.model import build_model, build_with_random_weights
 from caramba.model.sharding import fill_sharded, shard_model, sharding_of
-from caramba.runtime import choose_attention, choose_device, get_world_size, join_ranks, plan
+from caramba.runtime import (
+    choose_attention,
+    get_world_size,
+    is_main_process,
+    join_ranks,
+    plan,
+    release_memory,
+)
 from caramba.train import SHARDED, PhaseData, fit, strategy_for
 
-# d_model, layers, heads, key/value heads, d_ff, vocabulary: the others are Llama 3.2 1B's and Llama 3.1 8B's.
-SIZES = {
-    "tiny": (64, 2, 4, 2, 128, 256),
-    "1b": (2048, 16, 32, 8, 8192, 128256),
-    "8b": (4096, 32, 32, 8, 14336, 128256),
-}
 MUST = {"ddp": 0.93, "fsdp2": 0.90, "losses_within": 5e-3}
 """Shares of linear scaling, and how far losses of equal steps may differ: products of autocast are in bfloat16."""
+OPTIONS = (
+    """--size=1b|8b|tiny --strategies= --batch=8 --block=2048 --steps=40 --no-compile --sitting= --merge=*"""
+)
+SMOKE_OPTIONS = """--size tiny --device cpu --steps 2 --batch 1 --block 16 --no-compile --strategies single"""
 
 
 class Losses(pl.Callback):
@@ -59,22 +63,6 @@ class Losses(pl.Callback):
         self.kept.append(outputs["loss"].detach().clone())
 
 
-def spec_of_size(size: str) -> dict[str, Any]:
-    d_model, n_layers, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
-    norm = {"type": "RMSNormLayer", "d_model": d_model}
-    heads = {"mode": "gqa", "n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    attention = {"type": "AttentionLayer", "d_model": d_model, **heads}
-    mlp = {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff}
-    layers = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
-    nested = {"type": "NestedTopology", "layers": layers, "repeat": n_layers}
-    return {
-        "type": "TransformerModel",
-        "embedder": {"vocab_size": vocab, "d_model": d_model},
-        "topology": {"type": "StackedTopology", "layers": [nested, norm]},
-        "head": {"tied": size != "8b"},
-    }
-
-
 def strategy_of(word: str) -> tuple[str, dict[str, Any]]:
     """Return a strategy and its settings, as of `ddp+bucket_cap_mb=100`."""
     strategy, *settings = word.split("+")
@@ -82,32 +70,23 @@ def strategy_of(word: str) -> tuple[str, dict[str, Any]]:
     return strategy, {key: yaml.safe_load(value) for key, value in pairs}
 
 
-def manifest_of(words: argparse.Namespace, strategy: str, settings: dict[str, Any], device: str) -> Manifest:
-    phase = {
-        "phase": "pretrain",
-        "trains": "student",
-        "steps": words.steps,
-        "batch_size": words.batch,
-        "block_size": words.block,
-        "lr": 3e-4,
-        "scheduler": "constant",
-        "compile_model": words.compile,
-    }
-    group = {
-        "name": "main",
-        "data": {"type": "tokens", "path": "random.npy"},
-        "runs": [{"id": "pretrain", "train": phase}],
-    }
-    spec = spec_of_size(words.size)
+def manifest_of(words: argparse.Namespace, strategy: str, settings: dict[str, Any]) -> Manifest:
+    sizes = {"steps": words.steps, "batch_size": words.batch, "block_size": words.block}
+    phase = {"phase": "pretrain", "trains": "student", "lr": 3e-4, "scheduler": "constant", **sizes}
+    phase["compile_model"] = not words.no_compile
+    data = {"type": "tokens", "path": "random.npy"}
+    group = {"name": "main", "data": data, "runs": [{"id": "pretrain", "train": phase}]}
+    parallel = {"strategy": strategy, **settings}
+    quiet = {"settings": {"instrument": "none"}, "logger": {"tensorboard": False}}
+    model = spec_of(words.size)
     return parse_manifest(
         {
             "name": "scaling",
-            "device": device,
-            "model": spec,
+            "device": words.device,
+            "model": model,
             "groups": [group],
-            "parallel": {"strategy": strategy, **settings},
-            "settings": {"instrument": "none"},
-            "logger": {"tensorboard": False},
+            "parallel": parallel,
+            **quiet,
         }
     )
 
@@ -119,15 +98,8 @@ def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
     ops = kernels.load(device)
     ranks = get_world_size() if manifest.parallel.strategy != "single" else 1
     attention = choose_attention(device)
-    decided = plan(
-        phase,
-        device=manifest.device,
-        kernels="auto",
-        ops=ops,
-        name="scaling",
-        attention=attention,
-        ranks=ranks,
-    )
+    about = {"device": manifest.device, "ops": ops, "attention": attention, "ranks": ranks}
+    decided = plan(phase, kernels="auto", name="scaling", **about)
     whole = build_with_random_weights(manifest.model, device)
     shard = None
     trained = whole
@@ -162,51 +134,29 @@ def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"device": platform.machine(), "torch": torch.__version__}
-    if device.type == "cuda":
-        found |= {
-            "device": torch.cuda.get_device_name(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    found["python"] = platform.python_version()
-    return found | commit_here()
+    """Return what sittings that are merged must have in common, and the commit."""
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
+    known = machine_facts(device)
+    return {key: known[key] for key in ("device", "torch", "python", "commit") if key in known} | nccl
 
 
 def measure(words: argparse.Namespace, record: Record) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = choose_device(words.device)
-    rows = []
-    strategies = (
-        words.strategies.split(",")
-        if words.strategies
-        else (["single"] if world == 1 else []) + ["ddp", "fsdp2"]
-    )
-    for word in strategies:
+    shape = {"size": words.size, "batch": words.batch, "block": words.block, "steps": words.steps}
+    sitting = {"sitting": words.sitting} if words.sitting else {}
+    record.start(facts(record.device) | sitting, **shape, must=MUST)
+    every = "single,fsdp2" if world == 1 else "ddp,fsdp2"  # ddp of one device is a single process
+    for word in (words.strategies or every).split(","):
         strategy, settings = strategy_of(word)
-        if strategy == "ddp" and world == 1:
-            continue  # which is a single process
-        manifest = manifest_of(words, strategy, settings, words.device)
+        manifest = manifest_of(words, strategy, settings)
         with join_ranks(manifest.parallel, words.device):
-            measured = train(manifest, device)
-        rows.append({"strategy": strategy, "devices": world, "settings": settings, **measured})
-        if int(os.environ.get("RANK", "0")) == 0:
-            shown = {key: value for key, value in rows[-1].items() if key != "losses"}
-            print(
-                json.dumps(shown),
-                f"loss {measured['losses'][0]:.6f} -> {measured['losses'][-1]:.6f}",
-                flush=True,
-            )
+            measured = train(manifest, record.device)
+            if is_main_process():
+                record.add({"strategy": strategy, "devices": world, "settings": settings, **measured})
         torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if int(os.environ.get("RANK", "0")) == 0:
-        shape = {"size": words.size, "batch": words.batch, "block": words.block, "steps": words.steps}
-        head = {
-            **record.head(facts(device) | ({"sitting": words.sitting} if words.sitting else {})),
-        }
-        data = {**head, **shape, "must": MUST, "rows": rows}
-        record.write_data(data)
-        print("\n".join(scaling_verdicts(data)), flush=True)
+        release_memory()
+    if record.data.get("rows"):
+        print("\n".join(scaling_verdicts(record.data)), flush=True)
     return 0
 
 
@@ -217,34 +167,16 @@ def merge(files: list[str], record: Record) -> int:
     be, whichever sitting they are of: seeds and samples are the same.
     """
     try:
-        data = {**merge_sittings(files), "must": MUST}
+        record.data = {**merge_sittings(files), "must": MUST}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    if (image := draw_scaling(data)) is not None:
-        data["plot"] = record.write_plot(image)
-    record.write_data(data)
-    print("\n".join(scaling_verdicts(data)))
-    return 0 if losses_apart(data) <= MUST["losses_within"] else 1
+    if plot := record.write_plot(draw_scaling(record.data)):
+        record.data["plot"] = plot
+    record.save()
+    print("\n".join(scaling_verdicts(record.data)))
+    return 0 if losses_apart(record.data) <= MUST["losses_within"] else 1
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="1b", choices=tuple(SIZES))
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument(
-        "--strategies", help="some of single,ddp,fsdp2, with settings as ddp+bucket_cap_mb=100; else all"
-    )
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--block", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument(
-        "--sitting", help="what rows are compared within, where one commit has several sittings"
-    )
-    parser.add_argument(
-        "--merge", nargs="+", metavar="FILE[:STRATEGY,...]", help="of one sitting or of several"
-    )
-
-
-def run(words: argparse.Namespace, record: Record) -> int | None:
+def run(words: argparse.Namespace, record: Record) -> int:
     return merge(words.merge, record) if words.merge else measure(words, record)

@@ -9,19 +9,21 @@ Random weights say nothing here: how many drafts are accepted is the model's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import Record, machine_facts
+from cases.decode_steps import FORMS
+from record import Record
+from registry import UsageError
+from timing import interleave
 
 from caramba.infer import Generator, SpeculativeGenerator, load_model
 from caramba.infer.model_bundle import need_tokenizer
 from caramba.infer.verification import SpeculativeStats
-
-FORMS: dict[str, Any] = {"false": False, "graph": "graph", "true": True}
 
 
 def prompts_of(texts: list[str], encode: Any, n: int, length: int) -> list[list[int]]:
@@ -30,7 +32,7 @@ def prompts_of(texts: list[str], encode: Any, n: int, length: int) -> list[list[
     step = max(1, (len(ids) - length) // n)
     found = [ids[at : at + length] for at in range(0, n * step, step)]
     if any(len(prompt) < length for prompt in found):
-        raise SystemExit(
+        raise UsageError(
             f"the texts have {len(ids)} tokens, {n} prompts of {length} need more; give longer ones"
         )
     return found
@@ -74,75 +76,47 @@ class Decoded:
         return 1e3 * self.seconds / self.steps
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run")
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--methods", default="lookup,early_exit")
-    parser.add_argument("--spec-k", type=int, default=7)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=3)
+OPTIONS = """run --text=* --batches=1,8 --forms=false,graph,true --methods=lookup,early_exit --spec-k=7 --prompts=8
+    --prompt=512 --new=256 --temperature=0.0 --repeats=3"""
 
 
-def run(words: argparse.Namespace, record: Record) -> int | None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    opened = load_model(words.run, device=device)
-    model = opened.model.to(torch.bfloat16) if device.type == "cuda" else opened.model
-    texts = [file.read_text(encoding="utf-8") for file in words.text]
+def run(words: argparse.Namespace, record: Record) -> None:
+    opened = load_model(words.run, device=record.device)
+    model = opened.model.to(torch.bfloat16) if record.device.type == "cuda" else opened.model
+    texts = [Path(file).read_text(encoding="utf-8") for file in words.text]
     encode = need_tokenizer(opened, "bench").encode
     options: dict[str, Any] = {"max_new_tokens": words.new, "temperature": words.temperature}
-    ways: dict[str, Generator] = {
+    generators: dict[str, Generator] = {
         f"plain, compiled={form}": Generator(model, None, compiled=FORMS[form], **options)
-        for form in words.forms.split(",")
+        for form in words.forms
     }
-    given = options | {"spec_k": words.spec_k}
-    for method in words.methods.split(","):
-        for form in words.forms.split(","):
-            ways[f"{method}, compiled={form}"] = SpeculativeGenerator(
-                model, None, spec_method=method, compiled=FORMS[form], **given
-            )
-    rows: list[dict[str, Any]] = []
+    options |= {"spec_k": words.spec_k}
+    for method, form in itertools.product(words.methods, words.forms):
+        generators[f"{method}, compiled={form}"] = SpeculativeGenerator(
+            model, None, spec_method=method, compiled=FORMS[form], **options
+        )
     prompts = prompts_of(texts, encode, words.prompts, words.prompt)
-    for batch in (int(word) for word in words.batches.split(",")):
+    names = ("run", "prompts", "prompt", "new", "temperature", "spec_k")
+    record.start(settings={key: getattr(words, key) for key in names})
+    for batch in words.batches:
         if len(prompts) % batch:
-            raise SystemExit(f"{len(prompts)} prompts make no whole batches of {batch}; set --prompts")
-        runs: dict[str, list[Decoded]] = {name: [] for name in ways}
-        for repetition in range(words.repeats + 1):  # the first captures, compiles and warms up
-            for name, generator in ways.items():
-                decoded = Decoded.of(generator, prompts, batch)
-                if repetition:
-                    runs[name].append(decoded)
+            raise UsageError(f"{len(prompts)} prompts make no whole batches of {batch}; set --prompts")
+        sides: dict[str, Any] = {
+            name: lambda one=one: Decoded.of(one, prompts, batch)  # noqa: B023 - called in this turn
+            for name, one in generators.items()
+        }
+        runs: dict[str, list[Any]] = interleave(sides, repeats=words.repeats, warm=1)  # captures and compiles
         speeds = {name: statistics.median(one.tok_s for one in found) for name, found in runs.items()}
-        best = max((name for name in ways if name.startswith("plain")), key=lambda name: speeds[name])
         step_ms = {name: statistics.median(one.step_ms for one in found) for name, found in runs.items()}
-        for name, generator in ways.items():
+        best = max((name for name in speeds if name.startswith("plain")), key=lambda name: speeds[name])
+        for name, generator in generators.items():
             row: dict[str, Any] = {"batch": batch, "way": name, "tok_s": speeds[name]}
-            row |= {
-                "against_best_plain": speeds[name] / speeds[best],
-                "step_ms": step_ms[name],
-                "step_against_best_plain": step_ms[name] / step_ms[best],
-                "all": [one.tok_s for one in runs[name]],
-                "ran": generator.stats.decode,
-            }
+            row |= {"against_best_plain": speeds[name] / speeds[best], "step_ms": step_ms[name]}
+            row |= {"step_against_best_plain": step_ms[name] / step_ms[best]}
+            row |= {"all": [one.tok_s for one in runs[name]], "ran": generator.stats.decode}
             if isinstance(generator, SpeculativeGenerator):
                 last = runs[name][-1]
-                row |= {
-                    "acceptance_rate": last.accepted / last.drafted if last.drafted else 0.0,
-                    "tokens_per_step": last.tokens / last.row_steps,
-                    "drafted_per_step": last.drafted / last.row_steps,
-                }
-            rows.append(row)
-            print({key: value for key, value in row.items() if key != "all"})
-    shape = {key: getattr(words, key) for key in ("run", "prompts", "prompt", "new", "temperature", "spec_k")}
-    record.write_data(
-        {
-            **record.head(machine_facts(device)),
-            "settings": shape,
-            "rows": rows,
-        },
-    )
-    return 0
+                row["acceptance_rate"] = last.accepted / last.drafted if last.drafted else 0.0
+                row["tokens_per_step"] = last.tokens / last.row_steps
+                row["drafted_per_step"] = last.drafted / last.row_steps
+            record.add(row)

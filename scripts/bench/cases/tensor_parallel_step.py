@@ -10,7 +10,6 @@ come in order of worth, and none is begun that would not end within --budget-s i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -18,8 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases.scaling import SIZES, facts, spec_of_size
+from cases.scaling import facts
 from merge_runs import merge_sittings
+from models import spec_of
 from record import Record
 from torch._dynamo import config as dynamo_config
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +35,6 @@ from caramba.optim import build_optimizer, clip_gradients
 from caramba.parallel import apply_tensor_parallel
 from caramba.runtime import (
     choose_attention,
-    choose_device,
     get_world_size,
     is_main_process,
     is_out_of_memory,
@@ -55,7 +54,7 @@ class Step:
     """A training step at a shape: forward, backward, clipping and AdamW, all weights and states in bfloat16."""
 
     def __init__(self, words: argparse.Namespace, device: torch.device, row: dict[str, Any]) -> None:
-        spec = ModelSpec.model_validate(spec_of_size(words.size))
+        spec = ModelSpec.model_validate(spec_of(words.size))
         model = build_with_random_weights(spec, device).bfloat16()
         release_memory()
         if row["devices"] > 1:
@@ -101,19 +100,10 @@ def measure(words: argparse.Namespace, device: torch.device, row: dict[str, Any]
         synchronize(device)
         seconds.append(time.perf_counter() - at)
     peak = {"peak_allocated_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}
-    median = statistics.median(seconds)
-    tokens = words.batch * words.block
+    step_s, tokens = statistics.median(seconds), words.batch * words.block
     losses, norms = zip(*taken, strict=True)
-    return {
-        **row,
-        "step_s": median,
-        "all_s": seconds,
-        "tokens_per_s": tokens / median,
-        "ready_s": ready,
-        "losses": losses,
-        "grad_norms": norms,
-        **peak,
-    }
+    times = {"step_s": step_s, "all_s": seconds, "tokens_per_s": tokens / step_s, "ready_s": ready}
+    return {**row, **times, "losses": losses, "grad_norms": norms, **peak}
 
 
 def on_one(words: argparse.Namespace, device: torch.device, row: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +119,7 @@ def on_one(words: argparse.Namespace, device: torch.device, row: dict[str, Any])
     raise SystemExit("one device does not hold this step; use a smaller --block or --size")
 
 
-def told(value: int) -> int:
+def broadcast_int(value: int) -> int:
     """Return rank 0's number on every rank, which waits for it as long as it takes."""
     said = torch.tensor(value)
     dist.broadcast(said, src=0)
@@ -138,69 +128,52 @@ def told(value: int) -> int:
 
 def rows_of(words: argparse.Namespace) -> list[dict[str, Any]]:
     """Return what to measure: one device and all in every form, and then what else all can do."""
-    world, forms = get_world_size(), words.forms.split(",")
+    world, forms = get_world_size(), words.forms
     shapes = [(form, devices, False) for form in forms for devices in (1, world)]
     shapes += [(form, world, True) for form in reversed(forms)]
     if words.rows is not None:
-        shapes = [shapes[int(index)] for index in words.rows.split(",")]
+        shapes = [shapes[int(index)] for index in str(words.rows).split(",")]
     names = ("form", "devices", "sequence_parallel")
     return [dict(zip(names, shape, strict=True), checkpointing="none") for shape in shapes]
 
 
-def measure_rows(words: argparse.Namespace, device: torch.device, record: Record) -> None:
-    head = {
-        **record.head(facts(device)),
-        **{key: getattr(words, key) for key in ("size", "batch", "block", "steps")},
-    }
-    began, found, left_out, mode = time.monotonic(), [], [], 0
-    longest: dict[str, float] = {}
+def measure_rows(words: argparse.Namespace, record: Record) -> None:
+    head = {key: getattr(words, key) for key in ("size", "batch", "block", "steps")}
+    record.start(facts(record.device), **head, rows=[], left_out=[])
+    mode, longest = 0, {"eager": 0.0, "compiled": COMPILING_S}
     for row in rows_of(words):
         at = time.monotonic()
-        needs = longest.get(row["form"], COMPILING_S if row["form"] == "compiled" else 0.0)
-        if not told(int(at - began + needs < words.budget_s)):
-            left_out.append(row)
+        if not broadcast_int(int(at - record.began + longest[row["form"]] < words.budget_s)):
+            record.data["left_out"].append(row)
             continue
         row["checkpointing"] = CHECKPOINTING[mode]
         made = None
         if row["devices"] > 1:
-            made = measure(words, device, row)
+            made = measure(words, record.device, row)
         elif is_main_process():
-            made = on_one(words, device, row)
-        mode = told(CHECKPOINTING.index(made["checkpointing"]) if made is not None else 0)
+            made = on_one(words, record.device, row)
+        mode = broadcast_int(CHECKPOINTING.index(made["checkpointing"]) if made is not None else 0)
         release_memory()
         torch.compiler.reset()
-        longest[row["form"]] = max(longest.get(row["form"], 0.0), time.monotonic() - at)
+        longest[row["form"]] = max(longest[row["form"]], time.monotonic() - at)
         if is_main_process():
             assert made is not None
-            found.append(made)
-            shown = {key: value for key, value in made.items() if key != "all_s"}
-            print(json.dumps(shown), flush=True)
-            record.write_data({**head, "rows": found, "left_out": left_out})
+            record.add(made)
     if is_main_process():
-        record.write_data({**head, "rows": found, "left_out": left_out})
+        record.save()
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="8b", choices=tuple(SIZES))
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--block", type=int, default=8192)
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--forms", default="eager,compiled")
-    parser.add_argument("--rows", help="some of the rows, by their places from 0, as in 0,3; else all")
-    parser.add_argument("--budget-s", type=float, default=105.0, help="seconds in which rows have to end")
-    parser.add_argument("--merge", nargs="+", metavar="FILE", help="put files of several sittings into --out")
+OPTIONS = """--size=8b|1b|tiny --batch=1 --block=8192 --warm-up=2 --steps=5 --forms=eager,compiled --rows=
+    --budget-s=105.0 --merge=*"""
 
 
-def run(words: argparse.Namespace, record: Record) -> int | None:
+def run(words: argparse.Namespace, record: Record) -> None:
     if words.merge:
-        record.write_data(merge_sittings(words.merge))
-        return 0
-    device = choose_device(words.device)
+        record.data = merge_sittings(words.merge)
+        return record.save()
     parallel = ParallelConfig(strategy="fsdp2_tp", dp=1, tp=int(os.environ.get("WORLD_SIZE", "1")))
     with join_ranks(parallel, words.device):
-        kernels.load(device)
-        with attention_backends(device, choose_attention(device)):
-            measure_rows(words, device, record)
-    return 0
+        kernels.load(record.device)
+        with attention_backends(record.device, choose_attention(record.device)):
+            measure_rows(words, record)
+    return None

@@ -9,10 +9,10 @@ products; and our own compiled model without Lightning, callbacks and monitors (
 Peers read the same batch again and again from the device; our side reads its own data. Nobody clips unless --clip.
 
 Usage on a GPU: python scripts/bench/run.py training [--parts bf16,masters,fp8,long]
-    [--shapes 8x2048,2x8192] [--float8 rowwise] [--recipes rowwise,tensorwise] [--seconds 580] [--again]
+    [--shapes 8x2048,2x8192] [--float8 rowwise] [--recipes rowwise,tensorwise] [--seconds 580]
     [--out docs/benchmarks/training.json]
 The JSON is written after every part. Called again, it measures what is missing: parts of another commit or machine, or
-that failed, are measured again, and all with --again.
+that failed, are measured again.
 `--size tiny --steps 2 --turns 2 --out FILE` shows on a CPU that the script works.
 """
 
@@ -24,7 +24,7 @@ import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from plots import draw_training
-from record import Record, commit_here
+from record import Record, commit_here, shown
+from registry import check_names
+from timing import wall_seconds
 from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn import functional as F
@@ -105,11 +107,8 @@ class BareLlama(nn.Module):
 
     def __init__(self, spec: ModelSpec, keys: dict[str, Any], length: int) -> None:
         super().__init__()
-        d_model, heads, kv_heads = (
-            keys["hidden_size"],
-            keys["num_attention_heads"],
-            keys["num_key_value_heads"],
-        )
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        d_model, heads, kv_heads = (keys[name] for name in names)
         self.eps = keys["rms_norm_eps"]
         self.embed = nn.Embedding(spec.embedder.vocab_size, d_model)
         self.blocks = nn.ModuleList(
@@ -210,13 +209,6 @@ def torchs_own_backends(device: torch.device) -> list[attention.SDPBackend]:
     x = torch.zeros(1, 1, 8, 64, device=device, dtype=torch.bfloat16)
     F.scaled_dot_product_attention(x, x, x, is_causal=True)
     return attention._cur_sdpa_kernel_backends(with_priority=True)
-
-
-def as_it_comes(
-    own: list[attention.SDPBackend],
-) -> Callable[[], AbstractContextManager[Any]]:
-    """Surroundings in which torch picks the backend as it does in a process of its own."""
-    return lambda: attention.sdpa_kernel(own, set_priority=True)
 
 
 @contextlib.contextmanager
@@ -363,35 +355,24 @@ class Turns(pl.Callback):
         self.is_warm = True
 
     def _run(self, name: str, side: Side) -> None:
-        if not self.is_warm:
-            began = time.perf_counter()
-            for _ in range(WARM_UP):
-                side.step()
-            synchronize(self.device)
-            print(f"  {name}: warm after {time.perf_counter() - began:.0f} s", flush=True)
-            return
+        n_steps = self.steps if self.is_warm else WARM_UP
         self._reset_peak()
-        synchronize(self.device)
-        before, began = self._allocated(), time.perf_counter()
-        for _ in range(self.steps):
-            side.step()
-        synchronize(self.device)
-        self.seconds[name].append((time.perf_counter() - began) / self.steps)
-        self._note_peak(name, before - side.held_bytes())
+        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        seconds = wall_seconds(lambda: [side.step() for _ in range(n_steps)], self.device)
+        if self.is_warm:
+            self.seconds[name].append(seconds / n_steps)
+            self._note_peak(name, before - side.held_bytes())
+        else:
+            print(f"  {name}: warm after {seconds:.0f} s", flush=True)
 
     def _say(self) -> None:
         done = len(self.seconds["caramba"])
         if done and self.tokens:
-            rates = ", ".join(
-                f"{name} {self.tokens / taken[-1]:,.0f}" for name, taken in self.seconds.items()
-            )
-            print(f"  turn {done} of {self.turns}, tokens/s: {rates}", flush=True)
+            rates = (f"{name} {self.tokens / taken[-1]:,.0f}" for name, taken in self.seconds.items())
+            print(f"  turn {done} of {self.turns}, tokens/s: {', '.join(rates)}", flush=True)
 
     def _held_by_others(self) -> int:
         return sum(side.held_bytes() for side in self.sides.values())
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
 
     def _reset_peak(self) -> None:
         if self.device.type == "cuda":
@@ -420,33 +401,26 @@ def rows_of(turns: Turns, flops: float, peak: float | None) -> dict[str, dict[st
     return rows
 
 
-def ratios_of(turns: Turns) -> dict[str, float]:
-    """Return other side -> our speed over its own, the median of turns."""
-    return {
-        name: statistics.median(b / a for a, b in zip(turns.seconds["caramba"], theirs, strict=False))
-        for name, theirs in turns.seconds.items()
-        if name != "caramba"
-    }
+def speed_over(ours: list[float], theirs: list[float]) -> float:
+    """Return how many times as fast ours is, the median of turns."""
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=False))
 
 
-RECIPES = "rowwise,tensorwise,rowwise_with_gw_hp"
+RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
 MUST_FP8 = 1.15
-TRAINER = "caramba"
-WITHOUT = {"": (), "apart": ("float8_swiglu",), "torchao": ("float8_cast",)}
+WITHOUT = {"": (), "/apart": ("float8_swiglu",), "/torchao": ("float8_cast",)}
 
 
-def recipes_of(words: str, device: torch.device) -> Iterator[tuple[str, Float8Recipe]]:
-    """Yield name and recipe of each NAME in a list with commas.
+def recipes_of(names: Sequence[str], device: torch.device) -> Iterator[tuple[str, Float8Recipe]]:
+    """Yield name and recipe of each NAME.
 
     NAME/apart separates SwiGLU from its casts, and NAME/torchao casts by torchao.
     """
-    for asked in words.split(","):
-        name, _, casts = asked.partition("/")
-        if name not in RECIPES.split(",") or casts not in WITHOUT:
-            raise SystemExit(
-                f"--recipes: got {asked!r}, expected some of {RECIPES}, each with /apart or /torchao or alone"
-            )
-        with without_kernels(*WITHOUT[casts]) if casts else contextlib.nullcontext():
+    check_names("--recipes", names, [f"{name}{casts}" for name in RECIPES for casts in WITHOUT])
+    for asked in names:
+        name, slash, casts = asked.partition("/")
+        off = WITHOUT[slash + casts]
+        with without_kernels(*off) if off else contextlib.nullcontext():
             recipe = Float8Recipe(name, device)  # pyright: ignore[reportArgumentType] - torchao refuses others
         yield f"float8 {name}, cast by {recipe.casts}", recipe
 
@@ -457,44 +431,26 @@ def float8_of(turns: Turns, sides: dict[str, Side], bf16: str, through_trainer: 
 
     `loss_change` is of the last step of those whose losses are kept, from the same weights on the same batch.
     """
-    over = {
-        name: statistics.median(b / a for a, b in zip(seconds, turns.seconds[bf16], strict=False))
-        for name, seconds in turns.seconds.items()
-        if name != bf16
-    }
+    times = turns.seconds
+    over = {name: speed_over(seconds, times[bf16]) for name, seconds in times.items() if name != bf16}
     losses = {name: [round(float(loss), 5) for loss in side.losses] for name, side in sides.items()}
+    must = {"over": bf16, "limit": MUST_FP8, "got": over["caramba"]}
     return {
         "float8": through_trainer,
         "over_bf16": over,
         "losses": losses,
         "loss_change": {name: row[-1] - losses[bf16][-1] for name, row in losses.items() if row},
-        "musts": [
-            {
-                "over": bf16,
-                "limit": MUST_FP8,
-                "got": over[TRAINER],
-                "by": f"{TRAINER} with float8={through_trainer}",
-            }
-        ],
+        "musts": [must | {"by": f"caramba with float8={through_trainer}"}],
     }
 
 
-SIZES = {"1b": "llama32_1b", "tiny": "tiny"}
-SHAPES = {"1b": "8x2048,2x8192", "tiny": "1x16,1x32"}
-FLOAT8_WIDTH = {"1b": 1024, "tiny": 16}  # of the narrowest layer that takes part
-LONG = {"1b": "65536", "tiny": "64"}
+# Preset, shapes, the narrowest layer that takes part in float8, and the length of `long`.
+SIZES = {"1b": ("llama32_1b", ("8x2048", "2x8192"), 1024, 65536), "tiny": ("tiny", ("1x16", "1x32"), 16, 64)}
 PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 120.0, "long": 40.0}
 """What a part takes at least, compilation included: it is not begun with less left."""
-KEYS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "masters": {"master_weights": True},
-}
-THEIRS, THEIRS_OUR_WAY, BARE, OURS_BARE = (
-    "transformers",
-    "transformers, our attention backend",
-    "bare loop",
-    "our model bare",
-)
+KEYS: dict[str, dict[str, Any]] = {"bf16": {}, "masters": {"master_weights": True}}
+THEIRS, THEIRS_OUR_WAY = "transformers", "transformers, our attention backend"
+BARE, OURS_BARE = "bare loop", "our model bare"
 SIDES = {
     "bf16": (THEIRS, THEIRS_OUR_WAY, BARE, OURS_BARE),
     "masters": (BARE, OURS_BARE),  # whose target is a bare loop with masters
@@ -504,36 +460,39 @@ FLOAT8_TURNS = 4
 MUST = {BARE: 0.98, OURS_BARE: 0.98}
 MUST_THEIRS = {2048: 1.15, 8192: 1.5}
 MUST_SPARE = 0.3
+OPTIONS = """--size=1b|tiny --parts=bf16,masters,fp8,long --shapes= --steps=10 --turns=7 --float8=rowwise
+    --recipes=rowwise,tensorwise,rowwise_with_gw_hp --clip= --seconds=580.0 --compile"""
+NEEDS = ("transformers",)
+SMOKE_OPTIONS = "--size tiny --parts bf16, --shapes 1x16 --steps 1 --turns 1 --device cpu"
 
 
 class Bench:
     """One model on one device: runs phases of it through `fit`."""
 
-    def __init__(self, words: Any) -> None:
-        self.words = words
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.ops = kernels.load(self.device)
-        self.manifest = freeze(
-            [f"model={SIZES[words.size]}", "train=pretrain", "settings.instrument=none"]
-        ).manifest
+    def __init__(self, words: argparse.Namespace, device: torch.device) -> None:
+        self.words, self.device = words, device
+        self.clip = None if words.clip is None else float(words.clip)
+        preset, shapes, self.float8_width, self.long_tokens = SIZES[words.size]
+        self.shapes = words.shapes.split(",") if words.shapes else shapes
+        self.ops = kernels.load(device)
+        self.manifest = freeze([f"model={preset}", "train=pretrain", "settings.instrument=none"]).manifest
         self.spec = self.manifest.model
-        self.compiled = self.device.type == "cuda" or words.compile
-        self.choice = choose_attention(self.device, families_of(attention_configs(self.spec.topology)))
-        self.torchs_own = torchs_own_backends(self.device)
+        self.compiled = device.type == "cuda" or words.compile
+        self.choice = choose_attention(device, families_of(attention_configs(self.spec.topology)))
+        self.torchs_own = torchs_own_backends(device)
 
     def phase(self, batch: int, length: int, **keys: Any) -> PhaseConfig:
         """A phase with weights in bfloat16 that no bench comes to the end of."""
         given = {"batch_size": batch, "block_size": length, "compile_model": self.compiled, **keys}
         base = {"phase": "pretrain", "trains": "student", "steps": 100_000, "lr": 1e-5, "scheduler": "none"}
-        more = {"max_grad_norm": self.words.clip, "float8_min_width": FLOAT8_WIDTH[self.words.size]}
+        more = {"max_grad_norm": self.clip, "float8_min_width": self.float8_width}
         return PhaseConfig.model_validate(base | more | {"dtype": "bfloat16", "use_amp": False} | given)
 
     def train(self, phase: PhaseConfig, callback: pl.Callback) -> Any:
         """Train a fresh model until the callback ends it."""
         made = plan(phase, device="auto", kernels="auto", ops=self.ops, name="bench", attention=self.choice)
-        windows = RandomWindows(
-            64 * int(phase.batch_size), phase.block_size, self.spec.embedder.vocab_size, False
-        )
+        n_windows, vocabulary = 64 * int(phase.batch_size), self.spec.embedder.vocab_size
+        windows = RandomWindows(n_windows, phase.block_size, vocabulary, False)
         flops = estimate_phase(phase, model_cost(self.spec), None).flops_per_token
         with tempfile.TemporaryDirectory() as folder:
             return fit(
@@ -552,8 +511,9 @@ class Bench:
         """The peers of a part; float8 has our own model alone, in bfloat16 and by every recipe."""
         drawn = torch.randint(self.spec.embedder.vocab_size, (batch, length + 1), device=self.device)
         x, y = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-        options: dict[str, Any] = {"has_masters": part == "masters", "clip": self.words.clip}
-        own = as_it_comes(self.torchs_own)
+        options: dict[str, Any] = {"has_masters": part == "masters", "clip": self.clip}
+        # Transformers as it comes has the backend that torch picks in a process of its own.
+        own = functools.partial(attention.sdpa_kernel, self.torchs_own, set_priority=True)
         made: dict[str, Callable[[], Side]] = {
             THEIRS: lambda: transformers_side(self.spec, x, self.compiled, surroundings=own, **options),
             THEIRS_OUR_WAY: lambda: transformers_side(
@@ -563,43 +523,35 @@ class Bench:
             OURS_BARE: lambda: ours_bare(self.spec, x, y, self.compiled, **options),
         }
         sides = {name: made[name]() for name in SIDES[part]}
+        options |= {"least_width": self.float8_width}
         for name, recipe in recipes_of(self.words.recipes, self.device) if part == "fp8" else ():
-            least = FLOAT8_WIDTH[self.words.size]
-            sides[name] = ours_bare(
-                self.spec, x, y, self.compiled, float8=recipe, least_width=least, **options
-            )
+            sides[name] = ours_bare(self.spec, x, y, self.compiled, float8=recipe, **options)
         return sides
 
-    def beside(self, part: str, batch: int, length: int, deadline: float) -> dict[str, Any]:
+    def compare(self, part: str, batch: int, length: int, deadline: float) -> dict[str, Any]:
         """Measure our step and its peers at one shape."""
-        keys = {"float8": self.words.float8} if part == "fp8" else KEYS[part]
-        phase = self.phase(batch, length, **keys)
+        is_float8 = part == "fp8"
+        phase = self.phase(batch, length, **({"float8": self.words.float8} if is_float8 else KEYS[part]))
         choose_precision(phase, self.device)  # refused before anything is made
         sides = self.sides(part, batch, length)
-        turns = Turns(
-            sides,
-            self.device,
-            steps=self.words.steps,
-            turns=min(self.words.turns, FLOAT8_TURNS) if part == "fp8" else self.words.turns,
-            deadline=deadline,
-            tokens=batch * length,
-        )
+        n_turns = min(self.words.turns, FLOAT8_TURNS) if is_float8 else self.words.turns
+        sizes = {"steps": self.words.steps, "turns": n_turns, "tokens": batch * length}
+        turns = Turns(sides, self.device, deadline=deadline, **sizes)
         with attention_backends(self.device, self.choice):
             self.train(phase, turns)
-        peak = device_peak(self.device, "bfloat16", None)
-        ratios = ratios_of(turns)
-        about = float8_of(turns, sides, OURS_BARE, self.words.float8) if part == "fp8" else {}
+        times = turns.seconds
+        ratios = {name: speed_over(times["caramba"], times[name]) for name in sides}
         return {
             "part": part,
             "batch": batch,
             "tokens": length,
             "steps_a_turn": self.words.steps,
-            "rows": rows_of(turns, self.flops_per_token(length), peak),
+            "rows": rows_of(turns, self.flops_per_token(length), device_peak(self.device, "bfloat16", None)),
             "ratios": ratios,
-            "musts": musts_of(part, length, ratios),
+            "musts": musts_of(length, ratios),
             "transformers_attention": [backend.name for backend in self.torchs_own],
             "bare_optimizer": "ours",
-            **about,
+            **(float8_of(turns, sides, OURS_BARE, self.words.float8) if is_float8 else {}),
         }
 
     def flops_per_token(self, length: int) -> float:
@@ -627,11 +579,20 @@ class Bench:
             **found,
         }
 
+    def todo(self, deadline: float) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+        """Yield the name, part and measurement of everything that was asked for, in order."""
+        check_names("--parts", self.words.parts, PART_S)
+        for part in self.words.parts:
+            if part == "long":
+                yield f"long 1x{self.long_tokens}", part, functools.partial(self.long, self.long_tokens)
+                continue
+            for text in self.shapes[:1] if part == "fp8" else self.shapes:
+                batch, length = map(int, text.split("x"))
+                yield f"{part} {text}", part, functools.partial(self.compare, part, batch, length, deadline)
 
-def musts_of(part: str, length: int, ratios: dict[str, float]) -> list[dict[str, Any]]:
+
+def musts_of(length: int, ratios: dict[str, float]) -> list[dict[str, Any]]:
     """Return what the ratios of a part are compared with; float8 has its own, over bfloat16."""
-    if part == "fp8":
-        return []
     limits = MUST | {THEIRS: MUST_THEIRS.get(length)}
     return [
         {"over": name, "limit": limit, "got": ratios[name]}
@@ -640,107 +601,33 @@ def musts_of(part: str, length: int, ratios: dict[str, float]) -> list[dict[str,
     ]
 
 
-def is_measured(
-    known: dict[str, Any] | None, commit: str, machine: dict[str, Any], clip: float | None
-) -> bool:
-    """Whether a part has figures of this commit, machine and clipping."""
-    if known is None or "skipped" in known:
-        return False
-    return (known.get("commit"), known.get("gpu"), known.get("clip")) == (commit, machine["name"], clip)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="1b", choices=tuple(SIZES))
-    parser.add_argument("--parts", default="bf16,masters,fp8,long")
-    parser.add_argument("--shapes", help="BATCHxTOKENS, several with commas")
-    parser.add_argument("--steps", type=int, default=10, help="of a side's turn")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--float8", default="rowwise", help="recipe of `fp8` through the Trainer")
-    parser.add_argument(
-        "--recipes", default=RECIPES, help="of `fp8` bare; NAME/torchao leaves casts to torchao"
-    )
-    parser.add_argument("--clip", type=float, help="clip all sides by this norm")
-    parser.add_argument("--long-tokens", help="lengths of `long`, several with commas")
-    parser.add_argument("--seconds", type=float, default=580.0, help="after which no further part is begun")
-    parser.add_argument("--again", action="store_true", help="measure what is in the file already, too")
-    parser.add_argument("--compile", action="store_true", help="compile on a CPU too")
-
-
-def run(words: argparse.Namespace, record: Record) -> int | None:
-    deadline = time.monotonic() + words.seconds
-    bench, commit = Bench(words), commit_here().get("commit", "")
-    machine = device_facts(bench.device)
-    result: dict[str, Any] = record.read() or {"parts": {}}
-    result |= {
-        **record.head(machine),
-        "model": SIZES[words.size],
-        "commit": commit,
-    }
+def run(words: argparse.Namespace, record: Record) -> int:
+    deadline = record.began + words.seconds
+    bench, machine = Bench(words, record.device), device_facts(record.device)
+    parts = record.read().get("parts", {})
+    about = {"clip": bench.clip, "gpu": machine["name"], **commit_here()}
+    record.start(machine, model=SIZES[words.size][0], **commit_here(), parts=parts)
     failed = 0
-    for name, part, run in todo_of(bench, words, deadline):
-        left, needed = deadline - time.monotonic(), 0.0 if words.size == "tiny" else PART_S[part]
-        if not words.again and is_measured(result["parts"].get(name), commit, machine, words.clip):
+    for name, part, measure in bench.todo(deadline):
+        left, known = deadline - time.monotonic(), parts.get(name, {"skipped": True})
+        if "skipped" not in known and about.items() <= known.items():
             print(f"{name}: measured already", flush=True)
             continue
-        if left < needed:
-            print(f"{name}: not begun, {left:.0f} s are left and it takes {needed:.0f}", flush=True)
+        if left < (0.0 if words.size == "tiny" else PART_S[part]):
+            print(f"{name}: not begun, {left:.0f} s are left", flush=True)
             continue
         print(f"{name}: begun with {left:.0f} s left", flush=True)
         began = time.monotonic()
         try:
-            found: dict[str, Any] = run()
+            found: dict[str, Any] = measure()
         except (CarambaError, RuntimeError) as error:  # memory, a peer, a compiler: the other parts continue
             found, failed = {"skipped": f"{type(error).__name__}: {error}"[:500]}, failed + 1
-        about = {
-            "attention": bench.choice.order,
-            "clip": words.clip,
-            "commit": commit,
-            "gpu": machine["name"],
-        }
-        result["parts"][name] = found | {"seconds": time.monotonic() - began} | about
-        if (image := draw_training(result)) is not None:
-            result["plot"] = record.write_plot(image)
-        record.write_data(result)
+        more = {"seconds": time.monotonic() - began, "attention": bench.choice.order}
+        parts[name] = found | more | about
+        if plot := record.write_plot(draw_training(record.data)):
+            record.data["plot"] = plot
+        record.save()
         torch.compiler.reset()  # whose graphs hold the sides
         release_memory()
-        print(f"{name} ({result['parts'][name]['seconds']:.0f} s): {said(found)}", flush=True)
-    return 1 if failed else 0
-
-
-def todo_of(bench: Bench, words: Any, deadline: float) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
-    """Return the name, part and measurement of everything that was asked for, in order."""
-    shapes = [tuple(map(int, text.split("x"))) for text in (words.shapes or SHAPES[words.size]).split(",")]
-    todo: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
-    for part in words.parts.split(","):
-        if part == "long":
-            lengths = map(int, (words.long_tokens or LONG[words.size]).split(","))
-            todo += [
-                (f"long 1x{length}", part, lambda length=length: bench.long(length)) for length in lengths
-            ]
-        elif part in SIDES:
-            for batch, length in shapes[:1] if part == "fp8" else shapes:
-                run = functools.partial(bench.beside, part, batch, length, deadline)
-                todo.append((f"{part} {batch}x{length}", part, run))
-        else:
-            raise SystemExit(f"--parts: got {part!r}, expected some of {', '.join(PART_S)}")
-    return todo
-
-
-def said(found: dict[str, Any]) -> str:
-    if "rows" not in found:
-        return ", ".join(f"{key} {value}" for key, value in found.items() if key != "musts")
-    lines = []
-    for name, row in found["rows"].items():
-        mfu = "" if row["mfu"] is None else f", {row['mfu']:.1%} MFU"
-        peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
-        ratio = f", ours is {found['ratios'][name]:.3f}x" if name in found["ratios"] else ""
-        over = found.get("over_bf16", {}).get(name)
-        ratio += f", {over:.3f}x bf16" if over else ""
-        change = found.get("loss_change", {}).get(name)
-        ratio += f", loss after {LOSSES} steps {change:+.4f}" if change else ""
-        lines.append(f"\n  {name}: {row['tokens_per_s']:,.0f} tokens/s{mfu}{peak}{ratio}")
-    for must in found["musts"]:
-        verdict = "met" if must["got"] >= must["limit"] else "MISSED"
-        by = f" by {must['by']}" if "by" in must else ""
-        lines.append(f"\n  {must['got']:.3f}x {must['over']}{by}, must {must['limit']}x: {verdict}")
-    return "".join(lines)
+        print(f"{name}: {shown(found)}", flush=True)
+    return int(failed > 0)

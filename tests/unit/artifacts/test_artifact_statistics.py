@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import math
 from pathlib import Path
@@ -120,21 +120,13 @@ def test_compare_items_pairs_equal_texts_only_and_adjusts_over_tasks() -> None:
     assert found["b"].adjusted_p == pytest.approx(min(1.0, 2 * found["b"].test.p_value))
 
 
-def simulation():
-    path = Path(__file__).parents[3] / "scripts" / "paired_tests.py"
-    spec = importlib.util.spec_from_file_location("paired_tests_script", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_simulation_script_reproduces_its_committed_rates_in_a_short_form() -> None:
-    script = simulation()
-    generator = np.random.default_rng(0)
-    equal = script._rates(generator, 100, 500, 0.0)
-    apart = script._rates(generator, 100, 500, 0.03)
+def test_simulation_script_reproduces_its_committed_rates_in_a_short_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts/bench"))
+    script = importlib.import_module("cases.paired_tests")
+    simulation = script.Simulation(np.random.default_rng(0), 100, 500)
+    equal, apart = simulation.rates(0.0), simulation.rates(0.03)
     assert equal["rate"] <= 0.13
     assert apart["rate"] == pytest.approx(apart["printed_power"], abs=0.1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import math
 from pathlib import Path
@@ -68,13 +68,9 @@ def test_budgets_are_compared_as_shares() -> None:
     assert budget_difference(0, 0) == 0.0
 
 
-def test_simulated_loops_keep_the_level_and_find_a_true_improvement() -> None:
-    file = Path(__file__).parents[3] / "scripts" / "research_gate.py"
-    spec = importlib.util.spec_from_file_location("research_gate", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_simulated_loops_keep_the_level_and_find_a_true_improvement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts/bench"))
+    module = importlib.import_module("cases.research_gate")
     rows = module.simulate(1000)["rows"]
     for name, row in rows.items():
         if name.startswith("no effect"):

@@ -1,6 +1,6 @@
 """Measure the gate of research loops by simulation: loops with a false win, and the power of a true improvement.
 
-python scripts/research_gate.py --loops 10000 --out docs/benchmarks/research_gate.json
+python scripts/bench/run.py research_gate --loops 10000
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scipy.stats import beta
 
 from caramba.config.research import GateConfig
 from caramba.paper.research.gate import SHARPNESS, Pair, look
-from caramba.runs.files import write_json
+
+if TYPE_CHECKING:
+    from record import Record
 
 SEED = 20261126
 GATE = GateConfig(metric="loss", direction="less")
@@ -29,16 +30,14 @@ DRAWS: dict[str, Callable[[random.Random], float]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Simulate loops of candidates through the registered test.")
-    parser.add_argument("--loops", type=int, default=10_000, help="simulated loops a row")
-    parser.add_argument("--out", type=Path, help="JSON file; default: print only")
-    words = parser.parse_args()
-    record = simulate(words.loops)
-    for name, row in record["rows"].items():
+OPTIONS = "--loops=10000"
+
+
+def run(options: argparse.Namespace, record: Record) -> None:
+    record.start()
+    record.save(**simulate(options.loops))
+    for name, row in record.data["rows"].items():
         print(f"{name:<60} " + "  ".join(f"{key}={value:.4g}" for key, value in row.items()))
-    if words.out is not None:
-        write_json(words.out, record)
 
 
 def simulate(loops: int) -> dict[str, Any]:
@@ -61,7 +60,6 @@ def simulate(loops: int) -> dict[str, Any]:
             "mean_seeds": sum(seeds for _, seeds in results) / loops,
         }
     return {
-        "script": "scripts/research_gate.py",
         "loops": loops,
         "seed": SEED,
         "gate": {**GATE.model_dump(mode="json"), "threshold": GATE.threshold, "sharpness": SHARPNESS},
@@ -80,7 +78,3 @@ def run_candidate(
         if seen.state != "continue":
             return seen.state == "accepted", seen.n_seeds
     return False, len(pairs)
-
-
-if __name__ == "__main__":
-    main()

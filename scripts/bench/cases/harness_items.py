@@ -1,6 +1,6 @@
 """Item by item, lm-evaluation-harness with its own model against caramba on the same local tasks. Writes JSON.
 
-Usage: python scripts/harness_items.py FOLDER TASKS [--names A,B] [--limit N] [--out FILE]
+Usage: python scripts/bench/run.py harness_items FOLDER TASKS [--names A,B] [--limit N]
 
 FOLDER is a Hugging Face model, TASKS a folder of `caramba eval --eval-data` with choices that begin with a space. The
 harness reads the model by transformers. It is compared with its own tasks on caramba's model (`caramba eval
@@ -21,11 +21,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from record import Record
+
 from caramba.cli import main as caramba
-from caramba.runs.files import write_json
 
 NAMES = "arc_easy,arc_challenge,hellaswag,openbook_qa,piqa"
-METRICS = ("acc", "acc_norm")
 TASK = """\
 task: {name}
 dataset_path: json
@@ -87,49 +87,38 @@ def by_caramba(model: str, folder: Path, names: list[str], option: str) -> dict[
     return json.loads(out.read_text())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("tasks", type=Path)
-    parser.add_argument("--names", default=NAMES)
-    parser.add_argument("--limit", type=int, default=100)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+OPTIONS = f"model tasks --names={NAMES} --limit=100"
+
+
+def run(args: argparse.Namespace, record: Record) -> None:
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    names = args.names.split(",")
-    rows: list[dict[str, Any]] = []
+    record.start(lm_eval=version("lm_eval"), limit=args.limit, model=Path(args.model).name)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
-        write_tasks(args.tasks, folder, names, args.limit)
-        theirs = by_harness(args.model, folder, names)
-        inside = by_caramba(args.model, folder, names, "include-path")["items"]
-        own = by_caramba(args.model, folder, names, "eval-data")["tasks"]
-        for name in names:
-            samples, items = theirs[name], own[name]["items"]
-            assert len(samples) == len(items)
-            logprobs = [[float(answer[0]) for answer in sample["filtered_resps"]] for sample in samples]
-            row: dict[str, Any] = {"task": name, "items": len(items)}
-            for metric in METRICS:
-                scores = [float(sample[metric]) for sample in samples]
-                harness = [float(item[metric]) for item in inside[name][f"{metric},none"]]
-                files = [float(item[metric]) for item in items]
-                row[f"{metric}_differ_harness_tasks"] = sum(
-                    a != b for a, b in zip(scores, harness, strict=True)
-                )
-                row[f"{metric}_differ_local_files"] = sum(a != b for a, b in zip(scores, files, strict=True))
-                row[metric] = sum(scores) / len(scores)
-            row["largest_logprob_difference"] = max(
-                abs(a - b)
-                for ours, other in zip(items, logprobs, strict=True)
-                for a, b in zip(ours["logprobs"], other, strict=True)
-            )
-            rows.append(row)
-            print(row, flush=True)
-    if args.out is not None:
-        made = {"script": "scripts/harness_items.py", "lm_eval": version("lm_eval"), "limit": args.limit}
-        write_json(args.out, made | {"model": Path(args.model).name, "rows": rows})
+        write_tasks(Path(args.tasks), folder, args.names, args.limit)
+        theirs = by_harness(args.model, folder, args.names)
+        inside = by_caramba(args.model, folder, args.names, "include-path")["items"]
+        own = by_caramba(args.model, folder, args.names, "eval-data")["tasks"]
+        for name in args.names:
+            record.add(compare(name, theirs[name], inside[name], own[name]["items"]))
 
 
-if __name__ == "__main__":
-    main()
+def compare(name: str, samples: list[Any], inside: dict[str, list[Any]], items: list[Any]) -> dict[str, Any]:
+    """Return on how many items of a task the three sides differ."""
+    row: dict[str, Any] = {"task": name, "items": len(items)}
+    for metric in ("acc", "acc_norm"):
+        scores = [float(sample[metric]) for sample in samples]
+        sides = {
+            "harness_tasks": [float(item[metric]) for item in inside[f"{metric},none"]],
+            "local_files": [float(item[metric]) for item in items],
+        }
+        for side, found in sides.items():
+            row[f"{metric}_differ_{side}"] = sum(a != b for a, b in zip(scores, found, strict=True))
+        row[metric] = sum(scores) / len(scores)
+    row["largest_logprob_difference"] = max(
+        abs(a - float(b[0]))
+        for item, sample in zip(items, samples, strict=True)
+        for a, b in zip(item["logprobs"], sample["filtered_resps"], strict=True)
+    )
+    return row

@@ -1,6 +1,6 @@
 """Check a run's student of multi-head latent attention in llama.cpp and transformers, and write what they compute.
 
-    python scripts/engines.py RUN --text FILE --llama-perplexity PROGRAM --out docs/benchmarks/engines.json
+    python scripts/bench/run.py engines RUN --text FILE --llama-perplexity PROGRAM
 
 Needs transformers, gguf and llama-cpp-python, and the program llama-perplexity of llama.cpp. The text's documents are
 separated by `<|endoftext|>`. Counts: 196 windows of 512 tokens (100,352), 20 prompts of 48 tokens, 256 new tokens.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import Record
 from torch import Tensor
 
 from caramba.config.topology import attention_configs
@@ -37,7 +38,7 @@ TIE = 0.1
 def read_documents(file: Path, bundle: ModelBundle, n_tokens: int) -> tuple[list[str], str, list[int]]:
     """Return the documents, and enough of them joined for `n_tokens`, with the tokens of that text."""
     documents = [item.strip() for item in file.read_text(encoding="utf-8").split(SEPARATOR) if item.strip()]
-    tokenizer, text = need_tokenizer(bundle, "scripts/engines.py"), ""
+    tokenizer, text = need_tokenizer(bundle, "engines"), ""
     for document in documents:
         text += document + "\n\n"
         if len(text) > 6 * n_tokens:
@@ -160,59 +161,38 @@ def compare_greedy(model: Model, llama: LlamaCpp, prompts: list[list[int]], n_to
     }
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--llama-perplexity", required=True)
-    parser.add_argument("--windows", type=int, default=196)
-    parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+OPTIONS = "run --text= --llama-perplexity= --windows=196 --prompts=20 --new-tokens=256"
+
+
+def run(args: argparse.Namespace, record: Record) -> None:
     start, threads = time.monotonic(), torch.get_num_threads()
     bundle = load_model(args.run)
     model = bundle.model.eval()
-    documents, text, ids = read_documents(args.text, bundle, args.windows * WINDOW)
+    documents, text, ids = read_documents(Path(args.text), bundle, args.windows * WINDOW)
     layers = attention_configs(model.spec.topology)
-    bytes_per_token = sum(2 * layer.dims().cached for layer in layers)
-    result: dict[str, Any] = {"script": "scripts/engines.py", "model": model.spec.name, "layers": len(layers)}
+    record.start(model=model.spec.name, layers=len(layers))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for format in ("gguf", "deepseek"):
             export_model(bundle, folder / format, format=format, role="student")
         (file,) = (folder / "gguf").glob("*.gguf")
         (folder / "text.txt").write_text(text, encoding="utf-8")
-        result["gguf_bytes"] = file.stat().st_size
-        result["transformers"] = compare_logits(
-            model, folder / "deepseek", torch.tensor(ids[:1024]).view(4, 256)
-        )
+        found = compare_logits(model, folder / "deepseek", torch.tensor(ids[:1024]).view(4, 256))
+        record.save(gguf_bytes=file.stat().st_size, transformers=found)
         llama = LlamaCpp(file, CELLS, threads)
-        result["llama_cpp_python"] = llama.version
-        result["cache"] = llama.cache() | {"ours_bytes_per_token": bytes_per_token}
+        cache = llama.cache() | {"ours_bytes_per_token": sum(2 * layer.dims().cached for layer in layers)}
         theirs = llama.engine.tokenize(text.encode(), add_bos=False, special=False)
-        result["tokens"] = {"ours": len(ids), "llama": len(theirs), "equal": theirs == ids}
+        tokens = {"ours": len(ids), "llama": len(theirs), "equal": theirs == ids}
+        record.save(llama_cpp_python=llama.version, cache=cache, tokens=tokens)
         llama.engine.close()
         own = perplexity(model, ids, args.windows)
         tool = llama_perplexity(args.llama_perplexity, file, folder / "text.txt", args.windows, threads)
-        result["perplexity"] = {
-            "ours": own,
-            "llama": tool,
-            "relative": tool["perplexity"] / own["perplexity"] - 1,
-        }
+        relative = tool["perplexity"] / own["perplexity"] - 1
+        record.save(perplexity={"ours": own, "llama": tool, "relative": relative})
         step = max(1, len(documents) // args.prompts)
-        tokenizer = need_tokenizer(bundle, "scripts/engines.py")
+        tokenizer = need_tokenizer(bundle, "engines")
         prompts = [list(tokenizer.encode(item))[:PROMPT] for item in documents[::step][: args.prompts]]
         llama = LlamaCpp(file, PROMPT + args.new_tokens, threads, logits_all=True)
-        result["greedy"] = compare_greedy(model, llama, prompts, args.new_tokens)
-    result["seconds"] = round(time.monotonic() - start, 1)
-    print(json.dumps(result, indent=2))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        record.save(greedy=compare_greedy(model, llama, prompts, args.new_tokens))
+    record.save(seconds=round(time.monotonic() - start, 1))
+    print(json.dumps(record.data, indent=2))

@@ -1,6 +1,6 @@
-"""Measure the host memory of exports of a random 1.06B student of multi-head latent attention.
+"""Host memory of exports of a random 1.06B student of multi-head latent attention. Writes JSON.
 
-    python scripts/export_memory.py FOLDER --tokenizer HF_FOLDER --out docs/benchmarks/export_memory.json
+Usage: python scripts/bench/run.py export_memory FOLDER --tokenizer HF_FOLDER
 
 Writes its weights (4.2 GB in float32) into FOLDER once. Each export runs in a process of its own; its peak is the
 largest resident set of that process, the interpreter and torch included.
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import multiprocessing
 import resource
 import shutil
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+from record import Record, machine_facts
 
 FILE = "model.safetensors"
 CASES = (("gguf", None), ("deepseek", None), ("deepseek", "bf16"))
 D_MODEL, DEPTH, N_TOKENS = 2048, 16, 49152
+OPTIONS = "folder --tokenizer="
 
 
 def write_student(file: Path) -> None:
@@ -28,31 +30,20 @@ def write_student(file: Path) -> None:
     from caramba.config.model import ModelSpec
     from caramba.model import build_model, save_model
 
-    attention = {
-        "type": "AttentionLayer",
-        "d_model": D_MODEL,
-        "n_heads": 32,
-        "n_kv_heads": 8,
-        "head_dim": 64,
-        "mode": "decoupled",
-        "layout": "latent",
-        "mla": True,
-        "sem_dim": 128,
-        "geo_dim": 64,
-    }
+    latent = {"mode": "decoupled", "layout": "latent", "mla": True, "sem_dim": 128, "geo_dim": 64}
+    heads = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 64}
+    attention = {"type": "AttentionLayer", "d_model": D_MODEL, **heads, **latent}
     norm = {"type": "RMSNormLayer", "d_model": D_MODEL}
     feed_forward = {"type": "SwiGLULayer", "d_model": D_MODEL, "d_ff": 8192}
     block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, feed_forward)]
     layers = [{"type": "NestedTopology", "repeat": DEPTH, "layers": block}, norm]
-    spec = ModelSpec.model_validate(
-        {
-            "name": "random_1b",
-            "embedder": {"vocab_size": N_TOKENS, "d_model": D_MODEL},
-            "topology": {"type": "StackedTopology", "layers": layers},
-            "head": {"tied": True},
-        }
+    embedder, topology = (
+        {"vocab_size": N_TOKENS, "d_model": D_MODEL},
+        {"type": "StackedTopology", "layers": layers},
     )
-    save_model(build_model(spec, seed=0), file, role="student", phase="pretrain", labels={})
+    spec = {"name": "random_1b", "embedder": embedder, "topology": topology, "head": {"tied": True}}
+    model = build_model(ModelSpec.model_validate(spec), seed=0)
+    save_model(model, file, role="student", phase="pretrain", labels={})
 
 
 def measure(folder: Path, tokenizer: str, format: str, dtype: str | None) -> dict[str, object]:
@@ -75,38 +66,12 @@ def measure(folder: Path, tokenizer: str, format: str, dtype: str | None) -> dic
     return found | {"peak_over_file": round(peak / size, 3), "seconds": round(time.monotonic() - start, 1)}
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--case", type=int)
-    args = parser.parse_args()
-    if args.case is not None:
-        print(json.dumps(measure(args.folder, args.tokenizer, *CASES[args.case])))
-        return
-    args.folder.mkdir(parents=True, exist_ok=True)
-    if not (args.folder / FILE).is_file():
-        write_student(args.folder / FILE)
-    rows = []
-    for index in range(len(CASES)):
-        words = [
-            sys.executable,
-            __file__,
-            str(args.folder),
-            "--tokenizer",
-            args.tokenizer,
-            "--case",
-            str(index),
-        ]
-        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(rows[-1])
-    result = {"script": "scripts/export_memory.py", "parameters": 1_057_034_240, "rows": rows}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def run(options: argparse.Namespace, record: Record) -> None:
+    folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / FILE).is_file():
+        write_student(folder / FILE)
+    record.start(machine_facts(), parameters=1_057_034_240)
+    for case in CASES:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            record.add(process.submit(measure, folder, options.tokenizer, *case).result())
