@@ -79,12 +79,10 @@ def _machine() -> dict[str, Any]:
 
 def list_installed_packages() -> dict[str, str]:
     """Return every installed distribution with its version, by name."""
-    found = ((item.metadata["Name"], item.version) for item in importlib.metadata.distributions())
-    return dict(
-        sorted(
-            {str(name): version for name, version in found if name}.items(), key=lambda item: item[0].lower()
-        )
-    )
+    # `item.version` would parse the metadata again, which is a third of what a tiny launch takes of the CPU.
+    found = (item.metadata for item in importlib.metadata.distributions())
+    versions = {str(each["Name"]): each["Version"] for each in found if each["Name"]}
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def package_version(name: str) -> str | None:
