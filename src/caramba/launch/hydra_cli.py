@@ -37,15 +37,17 @@ def _complete(args: CommandLine) -> int:
     line = os.environ.get("COMP_LINE", "")
     typed = "" if line.endswith(" ") or not words else words[-1]
     before = words[: len(words) - bool(typed)]
-    found = complete_word(before, typed)
-    if found is not None:
-        print("\n".join(found), end="\n" if found else "")
-        return 0
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        try:
+    # A shell prints errors into the line that is typed, so a failure completes nothing.
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.suppress(SystemExit, Exception),
+    ):
+        found = complete_word(before, typed)
+        if found is None:
             return _ask_hydra(args)
-        except (SystemExit, ConfigError):
-            return 0
+        print("\n".join(found), end="\n" if found else "")
+    return 0
 
 
 def _ask_hydra(args: CommandLine) -> int:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from caramba.launch import hydra_cli
+from caramba.launch.argv import parse_argv
 from caramba.launch.completion import complete_word
 
 
@@ -59,3 +61,15 @@ def test_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     run.mkdir(parents=True)
     (run / "manifest.json").write_text("{}")
     assert complete_word(["generate"], "runs/") == ["runs/smoke/20260102-030405-1a2b3c4d"]
+
+
+def test_a_failure_prints_nothing_into_the_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(before: list[str], typed: str) -> list[str]:
+        raise OSError(f"no folder for {before} {typed}")
+
+    monkeypatch.setattr(hydra_cli, "complete_word", fail)
+    monkeypatch.setenv("COMP_LINE", "caramba resume la")
+    assert hydra_cli.run_native(parse_argv(["-sc", "query=bash"])) == 0
+    assert capfd.readouterr() == ("", "")
