@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from caramba.launch import hydra_cli
-from caramba.launch.argv import parse_argv
 from caramba.launch.completion import complete_word
+from caramba.launch.overrides import parse_argv
 
 
 @pytest.mark.parametrize(
