@@ -2,18 +2,20 @@
 
 No figure is a speed: nothing here ran on Apple hardware.
 
-Usage: python scripts/metal.py [--samples 500] [--parts bytes,mutants] [--out docs/benchmarks/metal_emulated.json]
-Parts that are not asked for stay as the file has them.
+Usage: python scripts/metal.py [--samples 500] [--parts bytes,mutants] [--ops rope] [--demo WORDS] [--out FILE]
+Parts and ops that are not asked for stay as the file has them, so that a run that was stopped goes on by parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,13 @@ ROOT = Path(__file__).parents[1]
 SANITIZED_SAMPLES, ORDERS = 10, 20
 
 
-def random_shapes(samples: int, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Compare random calls of every op and dtype with float64."""
-    from tests.ops.metal_cases import DTYPES, OPS, Errors, calls, errors_of, launcher
+def random_shapes(samples: int, ops: list[str], options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Compare random calls of ops in every dtype with float64."""
+    from tests.ops.metal_cases import DTYPES, Errors, calls, errors_of, launcher
     from tests.ops.metal_emulator.library import emulated_metal
 
     found: dict[str, Any] = {}
-    for op in OPS:
+    for op in ops:
         run = launcher(op)
         for name in DTYPES:
             drawn = list(calls(op, name, samples, seed=0))
@@ -119,38 +121,57 @@ def sanitizer_findings() -> dict[str, Any]:
     return {"ops_and_dtypes": rows, "calls_of_each": SANITIZED_SAMPLES, "findings": found}
 
 
+def watched_demo(words: list[str]) -> dict[str, Any]:
+    """Run `make demo` as if on MPS, and list what Apple's GPU would refuse: float64, pinned memory, calls of CUDA."""
+    from tests.as_if_on_mps import as_if_on_mps
+
+    from caramba.cli import main
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), as_if_on_mps() as watch:
+        status = main(["launch", "device=mps", *words])
+    found = [f"{count} x {' '.join(key)}" for key, count in sorted(watch.findings.items())]
+    return {"words": words, "status": status, "operators": watch.operators.total(), "findings": found}
+
+
 def main() -> None:
+    sys.path.insert(0, str(ROOT))
+    from tests.ops.metal_cases import OPS
+
+    from caramba.runs.files import write_atomic
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=500)
+    parser.add_argument("--ops", default=",".join(OPS), help="of random_shapes")
+    parser.add_argument("--demo", default="", help="words of its command line")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks/metal_emulated.json")
-    parser.add_argument("--parts", default="bytes,mutants,orders,sanitizers,random_shapes")
+    parser.add_argument("--parts", default="bytes,mutants,orders,sanitizers,random_shapes,demo")
     parser.add_argument("--sanitized", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     if given.sanitized:
         from tests.ops.metal_emulator.library import SANITIZED
 
-        random_shapes(SANITIZED_SAMPLES, SANITIZED)
+        random_shapes(SANITIZED_SAMPLES, list(OPS), SANITIZED)
         return
-    from caramba.runs.files import write_atomic
-
     work = {
         "bytes": bytes_moved,
         "mutants": mutants,
         "orders": orders,
+        "demo": lambda: watched_demo(given.demo.split()),
         "sanitizers": sanitizer_findings,
-        "random_shapes": lambda: random_shapes(given.samples),
+        "random_shapes": lambda: random_shapes(given.samples, given.ops.split(",")),
     }
-    result = json.loads(given.out.read_text()) if given.out.exists() else {}
-    result |= {
+    facts = {
         "benchmark": "metal_emulated",
         "made_by": "python scripts/metal.py",
         "hardware": "none: kernels are emulated on a CPU, not run on Apple hardware",
         "machine": {"platform": platform.platform(), "python": platform.python_version()},
     }
     for part in given.parts.split(","):
-        result[part] = work[part]()
-        write_atomic(given.out, json.dumps(result, indent=1) + "\n")
+        found = work[part]()
+        before = json.loads(given.out.read_text()) if given.out.exists() else {}  # of other processes too
+        if part == "random_shapes":
+            found = before.get(part, {}) | found
+        write_atomic(given.out, json.dumps(before | facts | {part: found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import torch
 from caramba.kernels.metal.library import TYPES, find, group_size
 from torch import Tensor
 
-LEAST_GROUPS, MOST_GROUPS, LEAST_TILES = 16, 64, 4
-"""Threadgroups that splits are made for, as long as each has this many tiles of keys."""
+MOST_GROUPS, LEAST_TILES = 64, 4
+"""Threadgroups that splits are made for, and tiles of keys that each has at least."""
 MOST_EXTRA = 0.04
-"""Bytes of splits over those of keys, beyond the least threadgroups."""
+"""Bytes of splits over those of keys."""
 REGISTERS = 64
 """Sums of a thread."""
 WIDEST = 1024
@@ -51,10 +51,10 @@ def dba_decode(
     tiles = -(-n_rows // rows)
     if not n_splits:
         longest = min(max_seqlen, n_stored) if max_seqlen > 0 else n_stored
-        key_bytes = sum(
-            x.shape[3] * x.element_size() for x in (sem, geo, *(parts[0] for parts in [v] if parts))
-        )
-        n_splits = splits_of(batch * kv_heads * tiles, longest, keys, key_bytes, 8 * n_rows * (v_width + 2))
+        key_bytes = sum(x[0].shape[3] * x[0].element_size() for x in (k_sem, k_geo, v) if x)
+        query_bytes = (q_sem.shape[3] + q_geo.shape[3]) * q_sem.element_size()
+        row_bytes = query_bytes + 8 * (v_width + 2)
+        n_splits = splits_of(batch * kv_heads * tiles, longest, keys, key_bytes, n_rows * row_bytes)
     types = {"Q": q_sem, "SEM": sem, "GEO": geo, "VALUE": values}
     library = find(
         "dba_decode",
@@ -96,10 +96,8 @@ def shape_of(n_rows: int, v_width: int) -> tuple[int, int, int, int]:
 def splits_of(groups: int, longest: int, keys: int, key_bytes: int, row_bytes: int) -> int:
     """Return how many parts the keys are cut into, by shapes alone.
 
-    `groups` threadgroups attend without a split. A split reads its share of `longest` keys of `key_bytes`, and what
-    its rows write and the merge reads, `row_bytes`, is to be a small part of that, unless few threadgroups would be at
-    work.
+    `groups` threadgroups attend without a split. What a split moves besides its share of `longest` keys of `key_bytes`
+    is to be a small part of that: `row_bytes` are its rows' queries, and the sums that it writes and the merge reads.
     """
     cheap = int(MOST_EXTRA * longest * key_bytes) // row_bytes
-    wanted = min(MOST_GROUPS // groups, max(cheap, LEAST_GROUPS // groups))
-    return max(1, min(wanted, longest // (keys * LEAST_TILES)))
+    return max(1, min(MOST_GROUPS // groups, cheap, longest // (keys * LEAST_TILES)))

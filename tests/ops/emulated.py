@@ -68,17 +68,26 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def _compile(source: Path, name: str, macros: tuple[tuple[str, object], ...]) -> Path:
     defines = [f"-D{key}={value}" for key, value in macros]
     text = f'#include "{source}"\nEMULATED({name})\n'
-    options = (*OPTIONS, "-Winvalid-pch", "-include", str(_precompiled()), f"-I{KERNELS}", *defines)
+    options = (
+        *OPTIONS,
+        "-Winvalid-pch",
+        "-include",
+        str(precompile(HEADER, OPTIONS)),
+        f"-I{KERNELS}",
+        *defines,
+    )
     return compile_library(text, options, f"{source.name} with {' '.join(defines)}")
 
 
 @functools.cache
-def _precompiled() -> Path:
-    """Return the emulator's header, which g++ reads precompiled: reading the text takes as long as a kernel."""
-    header = Path(_folder().name) / HEADER.name
-    header.write_text(f'#include "{HEADER}"\n', encoding="utf-8")
-    subprocess.run([*COMPILER, *OPTIONS, "-x", "c++-header", str(header)], check=True)
-    return header
+def precompile(header: Path, options: tuple[str, ...]) -> Path:
+    """Return an emulator's header, which g++ reads precompiled: reading the text takes as long as a kernel."""
+    folder = Path(_folder().name) / hashlib.sha256(repr((header, options)).encode()).hexdigest()[:16]
+    folder.mkdir()
+    copy = folder / header.name
+    copy.write_text(f'#include "{header}"\n', encoding="utf-8")
+    subprocess.run([*COMPILER, *options, "-x", "c++-header", str(copy)], check=True)
+    return copy
 
 
 @functools.cache

@@ -7,9 +7,20 @@ import os
 import pytest
 import torch
 
+from tests.ops.decode_cases import Case
 from tests.ops.emulated import needs_compiler
 from tests.ops.metal_bytes import moved, one_billion
-from tests.ops.metal_cases import DTYPES, OPS, calls, errors_of, kernel_of, launcher, surviving
+from tests.ops.metal_cases import (
+    DTYPES,
+    OPS,
+    Call,
+    calls,
+    decode_call,
+    errors_of,
+    kernel_of,
+    launcher,
+    surviving,
+)
 from tests.ops.metal_emulator.library import emulated_metal
 from tests.ops.metal_mutants import MUTANTS
 
@@ -55,7 +66,10 @@ def test_orders_of_threads_change_no_bit(op: str) -> None:
 
 def test_kernels_move_little_more_than_they_have_to() -> None:
     """The shapes of the 1B presets with fewer tokens; scripts/metal.py counts those of a whole context."""
+    one_head = Case(("bf16",) * 3, (1024,), (4, 1), (32, 32, 64), capacity=1024)
+    split = Call("dba_decode", torch.bfloat16, decode_call(one_head, torch.bfloat16, 0))
     with emulated_metal() as emulator:
-        for name, call in one_billion(tokens=64, batch=4, width=128):
+        for name, call in (*one_billion(tokens=64, batch=4, width=128), ("dba_decode, split", split)):
             found, least = moved(call, emulator)
             assert least <= found <= 1.05 * least, f"{name}: {found} bytes moved, at least {least}"
+        assert emulator.launches == ["dba_decode", "dba_decode_merge"]

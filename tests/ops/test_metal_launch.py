@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,42 +115,70 @@ WRONG = {
     "simd_shuffle from lane 40, which is not there": "x[i] = simd_shuffle(1.0f, ushort(40));",
 }
 
+LANGUAGE = """
+shared_[i] = float(i);
+threadgroup_barrier(mem_flags::mem_threadgroup);
+float4 four = float4(1.0f, 2.0f, 3.0f, 4.0f) * 2.0f;
+x[i] = shared_[63 - i] + simd_max(float(lane)) + simd_shuffle_xor(float(lane), 1) + four.w + float(bfloat(1.0f / 3.0f)) +
+    float(half(1.0f / 3.0f));
+"""
+ATOMICS = """
+device atomic_int* counts = (device atomic_int*)(x + 1);
+atomic_fetch_add_explicit((device atomic_float*)x, 0.5f, memory_order_relaxed);
+atomic_fetch_max_explicit(counts, int(g * 64 + i), memory_order_relaxed);
+if (i == 0) atomic_store_explicit(counts + 1 + g, 5, memory_order_relaxed);
+"""
+MIXED = (
+    "atomic_fetch_add_explicit((device atomic_float*)x, 1.0f, memory_order_relaxed); if (i == 7) x[0] = 0.0f;"
+)
+UNWRITTEN, NUMBER = "x[i] = shared_[i];", "x[i] = float(n);"
+
+
+@functools.cache
+def probes() -> dict[str, Any]:
+    """Return the kernel with each of these bodies, compiled together."""
+    bodies = (*WRONG.values(), LANGUAGE, ATOMICS, MIXED, UNWRITTEN, NUMBER)
+    libraries = Emulator().compile_all([KERNEL.replace("BODY", body) for body in bodies])
+    return {body: library.probe for body, library in zip(bodies, libraries, strict=True)}
+
 
 @pytest.mark.parametrize("message", WRONG)
 def test_the_emulator_stops_what_is_wrong(message: str) -> None:
-    emulator = Emulator()
-    probe = emulator.compile_shader(KERNEL.replace("BODY", WRONG[message])).probe
     with pytest.raises(RuntimeError, match=rf"probe: group \(0, 0, 0\): .*{message}"):
-        probe(torch.zeros(64), 64, threads=64, group_size=64)
+        probes()[WRONG[message]](torch.zeros(64), 64, threads=64, group_size=64)
 
 
 def test_the_emulator_computes_as_the_language_says() -> None:
-    body = """
-    shared_[i] = float(i);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    float4 four = float4(1.0f, 2.0f, 3.0f, 4.0f) * 2.0f;
-    x[i] = shared_[63 - i] + simd_max(float(lane)) + simd_shuffle_xor(float(lane), 1) + four.w + float(bfloat(1.0f / 3.0f)) +
-        float(half(1.0f / 3.0f));
-    """
     x = torch.zeros(64)
-    Emulator().compile_shader(KERNEL.replace("BODY", body)).probe(x, 64, threads=64, group_size=64)
+    probes()[LANGUAGE](x, 64, threads=64, group_size=64)
     i = torch.arange(64)
     third = torch.tensor(1 / 3)
     rounded = third.bfloat16().float() + third.half().float()
     torch.testing.assert_close(x, (63 - i) + 31 + (i % 32 ^ 1) + 8 + rounded)
 
 
+def test_atomics_of_several_threadgroups_lose_nothing_and_are_no_race() -> None:
+    probe = probes()[ATOMICS]
+    for probe.emulator.seed in range(3):
+        x = torch.zeros(6)
+        probe(x, 64, threads=256, group_size=64)
+        assert x[0] == 128
+        assert x.view(torch.int32)[1:].tolist() == [255, 5, 5, 5, 5]
+
+
+def test_an_atomic_and_a_plain_write_of_one_place_are_a_race() -> None:
+    with pytest.raises(RuntimeError, match="race at byte 0 of a buffer"):
+        probes()[MIXED](torch.zeros(64), 64, threads=64, group_size=64)
+
+
 def test_memory_of_a_threadgroup_is_not_a_number_at_first() -> None:
     x = torch.zeros(64)
-    Emulator().compile_shader(KERNEL.replace("BODY", "x[i] = shared_[i];")).probe(
-        x, 64, threads=64, group_size=64
-    )
+    probes()[UNWRITTEN](x, 64, threads=64, group_size=64)
     assert x.isnan().all()
 
 
 def test_numbers_have_the_sizes_of_the_calling_convention() -> None:
-    probe = Emulator().compile_shader(KERNEL.replace("BODY", "x[i] = float(n);")).probe
-    x = torch.zeros(64)
+    probe, x = probes()[NUMBER], torch.zeros(64)
     probe(x, 7, threads=64, group_size=64)
     assert x.eq(7).all()
     with pytest.raises(RuntimeError, match="argument 1 has 4 bytes, the kernel reads 8"):

@@ -15,7 +15,7 @@ import torch
 from caramba.kernels.metal.library import compiled
 from torch import Tensor
 
-from tests.ops.emulated import argument, compile_library
+from tests.ops.emulated import argument, compile_library, precompile
 from tests.ops.metal_emulator.translate import Translated, translate
 
 HERE = Path(__file__).parent
@@ -57,9 +57,11 @@ class Emulator:
         new = [one for one in dict.fromkeys(sources) if (one, self.options) not in self.libraries]
         if new:
             made = [translate(source, f"source_{i}") for i, source in enumerate(new)]
-            text = '#include "metal.h"\n' + "\n".join(one.text for one in made)
+            text = "\n".join(one.text for one in made)
+            options = (*OPTIONS, *self.options)
+            options = (*options, "-Winvalid-pch", "-include", str(precompile(HERE / "metal.h", options)))
             try:
-                library = ctypes.CDLL(str(compile_library(text, (*OPTIONS, *self.options), "Metal source")))
+                library = ctypes.CDLL(str(compile_library(text, options, "Metal source")))
             except RuntimeError as error:
                 raise SyntaxError(str(error)) from None
             for i, (source, one) in enumerate(zip(new, made, strict=True)):

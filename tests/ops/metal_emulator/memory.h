@@ -92,6 +92,9 @@ struct Pointer {
 
     Pointer() = default;
     Pointer(std::uint8_t* at, std::uint8_t* begin, std::uint8_t* end, Region* region) : at(at), begin(begin), end(end), region(region) {}
+    template <typename U>
+        requires(!std::is_same_v<std::remove_const_t<U>, Plain>)
+    explicit Pointer(const Pointer<space, U>& other) : Pointer(other.at, other.begin, other.end, other.region) {}
     operator Pointer<space, const Plain>() const { return {at, begin, end, region}; }
 
     std::uint8_t* check(std::int64_t i) const {

@@ -153,6 +153,7 @@ auto atomically(emulated::Pointer<space, A> at, Work work) {
 template <emulated::Space space, typename A, typename V>
 auto atomic_fetch_add_explicit(emulated::Pointer<space, A> at, V by, memory_order) { return atomically(at, [&](auto x) { return decltype(x)(x + by); }); }
 template <emulated::Space space, typename A, typename V>
+    requires(!std::is_same_v<A, atomic_float>)  // Metal has no maximum of floats
 auto atomic_fetch_max_explicit(emulated::Pointer<space, A> at, V by, memory_order) { return atomically(at, [&](auto x) { return std::max<decltype(x)>(x, by); }); }
 template <emulated::Space space, typename A, typename V>
 void atomic_store_explicit(emulated::Pointer<space, A> at, V value, memory_order) { atomically(at, [&](auto x) { return decltype(x)(value); }); }
