@@ -3,7 +3,7 @@
 No figure is a speed: nothing here ran on Apple hardware.
 
 Usage: python scripts/metal.py [--samples 500] [--parts bytes,mutants] [--ops rope] [--demo WORDS] [--out FILE]
-Parts and ops that are not asked for stay as the file has them, so that a run that was stopped goes on by parts.
+Parts and ops that are not asked for stay as the file has them, so that a run resumes by parts.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def sanitizer_findings() -> dict[str, Any]:
     return {"ops_and_dtypes": rows, "calls_of_each": SANITIZED_SAMPLES, "findings": found}
 
 
-def watched_demo(words: list[str]) -> dict[str, Any]:
+def watch_demo(words: list[str]) -> dict[str, Any]:
     """Run `make demo` as if on MPS, and list what Apple's GPU would refuse: float64, pinned memory, calls of CUDA."""
     from tests.as_if_on_mps import as_if_on_mps
 
@@ -156,7 +156,7 @@ def main() -> None:
         "bytes": bytes_moved,
         "mutants": mutants,
         "orders": orders,
-        "demo": lambda: watched_demo(given.demo.split()),
+        "demo": lambda: watch_demo(given.demo.split()),
         "sanitizers": sanitizer_findings,
         "random_shapes": lambda: random_shapes(given.samples, given.ops.split(",")),
     }

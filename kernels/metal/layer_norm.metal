@@ -48,19 +48,23 @@ kernel void layer_norm(
             if (has_residual) total[start + i] = X(value);
         }
         const float mean = group_sum(sum, partial, lane, simdgroup, simdgroups) / float(width);
-        float squares = 0.0f;
+        float squares = 0.0f, rests = 0.0f;
         for (uint i = thread_index; i < width; i += size) {
             float centred = sum_of(own, other, has_residual, i) - mean;
             squares += centred * centred;
+            rests += centred;
         }
-        const float variance = group_sum(squares, partial, lane, simdgroup, simdgroups) / float(width);
+        // What rounding took from the mean: much, where numbers of a row differ by little.
+        const float rest = group_sum(rests, partial, lane, simdgroup, simdgroups) / float(width);
+        const float square = group_sum(squares, partial, lane, simdgroup, simdgroups) / float(width);
+        const float variance = max(square - rest * rest, 0.0f);
         const float scale = 1.0f / sqrt(variance + eps);
         if (thread_index == 0) {
-            means[row] = mean;
+            means[row] = mean + rest;
             rstd[row] = scale;
         }
         for (uint i = thread_index; i < width; i += size) {
-            float value = (sum_of(own, other, has_residual, i) - mean) * scale;
+            float value = (sum_of(own, other, has_residual, i) - mean - rest) * scale;
             if (has_weight) value = value * float(weight[i]);
             if (has_bias) value = value + float(bias[i]);
             y[start + i] = X(value);

@@ -64,6 +64,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "layer_norm": (
         *_FORWARD,
         Mutant("has_residual, i) - mean;", "has_residual, i);"),
+        Mutant("- mean - rest", "- mean"),
         Mutant("if (has_bias) value = value +", "if (has_bias) value = value -"),
     ),
     "layer_norm_backward": (
