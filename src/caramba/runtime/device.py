@@ -236,6 +236,7 @@ REFUSALS = (
     "can't allocate memory",
     "not enough memory",
     "cannot allocate memory",
+    "invalid buffer size",  # MPS, for more than its largest buffer
     "status_alloc_failed",  # cuBLAS and cuDNN, whose own memory is not of the allocator
 )
 
