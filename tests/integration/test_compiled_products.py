@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from caramba import kernels
 from caramba.config.layer import AttentionLayerConfig, SwiGLULayerConfig
-from caramba.layer import fused_linear as products
+from caramba.lower import fuse_training
+from caramba.lower.lowering import lower
 from caramba.model.topology import build_node
 from caramba.ops import backend
 
@@ -43,10 +44,11 @@ def test_both_graphs_call_one_op_per_product(monkeypatch: pytest.MonkeyPatch) ->
         return make_boxed_func(graph.forward)
 
     expected = step(layers)
-    monkeypatch.setattr(products, "FUSED_DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(products, "MIN_ROWS", 1)
+    monkeypatch.setattr(fuse_training, "FUSED_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(fuse_training, "MIN_ROWS", 1)
     for op in ("rope_qkv", "swiglu_packed"):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "triton")
+    lower(layers, "cpu", "train", is_compiled=True)
     torch.compiler.reset()
     traced = aot_autograd(fw_compiler=record, bw_compiler=record)
     found = step(torch.compile(layers, fullgraph=True, backend=traced))
@@ -87,6 +89,7 @@ def test_inductor_calls_them_on_a_gpu(dtype: torch.dtype) -> None:
     with backend.without_kernels("rope_qkv", "swiglu_packed"):
         plain = worst(step(torch.compile(layers), layers, x), expected)
     torch.compiler.reset()
+    lower(layers, "cuda", "train", is_compiled=True)
     compiled = torch.compile(layers)
     ours = worst(step(compiled, layers, x), expected)
     assert ours <= 2 * plain + 1e-6, (ours, plain)

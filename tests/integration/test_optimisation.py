@@ -23,7 +23,7 @@ from caramba.errors import CarambaError
 from caramba.model import build_model
 from caramba.ops import backend
 from caramba.runs.events import read_events
-from caramba.runtime import Decision, plan
+from caramba.runtime import Decision, load_plan, plan
 from caramba.train import PhaseData, fit, state_path
 
 D, STEPS, SAVED = 16, 8, 4
@@ -275,6 +275,10 @@ def test_products_in_float8_go_on_bit_equal_and_near_bfloat16(
     (event,) = [item for item in read_events(tmp_path / "whole") if item["event"] == "float8"]
     assert (len(event["layers"]), event["casts"], event["left"]) == (7, "kernels, SwiGLU's too", {})
     plain = trained(manifest, tmp_path / "plain", BFLOAT16)
+    lowered = [
+        load_plan(tmp_path / name / "plan.json")["pretrain"].value("lowered") for name in ("whole", "plain")
+    ]
+    assert lowered == [{"float8_swiglu": 1}, {}]
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     start = dict(build_model(manifest.model, seed=1).named_parameters())
     moved = sum((plain[name] - start[name].detach()).square().sum() for name in plain)

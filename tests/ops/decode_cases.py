@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.layer.cache_view import zero_keys
+from caramba.cache.view import zero_keys
 from caramba.ops.dba_decode import StoredStream
 from caramba.ops.decode_arguments import ZEROS
 from caramba.ops.dequantize import dequantize

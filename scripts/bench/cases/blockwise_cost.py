@@ -33,6 +33,7 @@ from caramba import kernels
 from caramba.distill import BlockSchedule, BlockwiseObjective, capture_attention_io, relative_l1
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
+from caramba.lower.lowering import lower
 from caramba.model import Model, Trace, build_model
 from caramba.ops import has_kernel
 from caramba.ops.backend import attach, without_kernels
@@ -80,6 +81,8 @@ class Bench:
             self.objective(schedule=BlockSchedule([name], steps=10**9, is_sequential=True))
             for name, _, _ in self.pairs
         ]
+        lower(self.teacher, device, "prefill", is_compiled=args.compile)
+        lower(self.student, device, "train", is_compiled=args.compile)
         if args.compile:
             # Every kind of step and every place of a naive one is a graph of its own.
             torch._dynamo.config.recompile_limit = 64

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from caramba.layer.cache_view import zero_keys
+from caramba.cache.view import zero_keys
 from caramba.ops.dba_decode import StoredStream
 from caramba.ops.decode_arguments import ZEROS
 from caramba.ops.dequantize import dequantize

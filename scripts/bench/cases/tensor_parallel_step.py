@@ -30,6 +30,7 @@ from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.distill import LanguageModelObjective
 from caramba.layer import attention_backends
+from caramba.lower.lowering import lower
 from caramba.model import build_with_random_weights
 from caramba.optim import build_optimizer, clip_gradients
 from caramba.parallel import apply_tensor_parallel
@@ -64,6 +65,7 @@ class Step:
         self.objective = LanguageModelObjective(model)
         self.objective.is_sharded = row["devices"] > 1
         self.objective.checkpoint(row["checkpointing"])
+        lower(model, device, "train", is_compiled=row["form"] == "compiled")
         if row["form"] == "compiled":
             dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
             for region in self.objective.compilable():

@@ -50,7 +50,8 @@ from caramba.experiment.planning.trial import RandomWindows
 from caramba.export.llama import llama_config
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
-from caramba.layer.float8 import Float8Linear, Float8Recipe
+from caramba.lower.float8 import Float8Linear, Float8Recipe
+from caramba.lower.lowering import lower
 from caramba.model import build_with_random_weights
 from caramba.ops.backend import without_kernels
 from caramba.optim import AdamW, MasterWeights, clip_gradients
@@ -274,6 +275,7 @@ def ours_bare(
         for name, layer in float8_layers(net, least_width, is_compiled=compiled)[0].items():
             net.set_submodule(name, Float8Linear(layer, float8))
     objective = LanguageModelObjective(net)
+    lower(net, x.device, "train", is_compiled=compiled)
     if compiled:
         for module in objective.compilable():
             module.forward = torch.compile(module.forward)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
         new_layer_cache,
     )
     from caramba.cache.memory_bank import MemoryLayerKVCache
-    from caramba.cache.ragged_context import RaggedContext
-    from caramba.cache.slot_context import SlotContext
     from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
     from caramba.config.kvcache import KVCacheKind
 
@@ -39,8 +37,6 @@ __all__ = [
     "LayerCache",
     "LayerKVCache",
     "MemoryLayerKVCache",
-    "RaggedContext",
-    "SlotContext",
     "new_layer_cache",
     "refusal",
 ]

@@ -35,6 +35,11 @@ class Context:
         self._cursor = 0
         self._lengths: tuple[tuple[int, int | None], Tensor, Tensor | None] | None = None
 
+    @property
+    def offset(self) -> int:
+        """Position of the next forward's first token."""
+        return self.position
+
     def begin(self) -> None:
         """Start a forward: the next cache is the first, and every cache holds exactly `position` tokens."""
         self._cursor = 0

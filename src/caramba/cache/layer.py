@@ -325,36 +325,18 @@ class FirstTokensKVCache(LatentLayerKVCache):
 
     keeps_first_tokens = True
 
-    def __init__(
-        self,
-        dims: AttentionDims,
-        *,
-        batch_size: int,
-        max_tokens: int,
-        kind: KVCacheKind = KVCacheKind.FP32,
-        device: torch.device | str = "cpu",
-        static: bool = False,
-        **format: Any,
-    ) -> None:
-        super().__init__(
-            dims.streams,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            kind=kind,
-            device=device,
-            static=static,
-            **format,
-        )
+    def __init__(self, dims: AttentionDims, *, max_tokens: int, static: bool = False, **format: Any) -> None:
+        super().__init__(dims.streams, max_tokens=max_tokens, static=static, **format)
         self.first_tokens = dims.first_tokens
-        exact = kind if kind in EXACT_KINDS else KVCacheKind.BF16
+        exact = self.kind if self.kind in EXACT_KINDS else KVCacheKind.BF16
         self._first = {
             name: KVCacheTensor(
                 KVCacheTensorConfig(exact),
-                batch_size=batch_size,
+                batch_size=self.batch_size,
                 n_heads=n_heads,
                 width=width,
                 max_tokens=min(dims.first_tokens, max_tokens),
-                device=device,
+                device=format.get("device", "cpu"),
                 static=static,
             )
             for name, n_heads, width in dims.first_streams
@@ -483,30 +465,14 @@ def new_layer_cache(
     Raises:
         ConfigError: no cache class holds these streams, or the kind is `auto`, which nobody has chosen yet.
     """
+    format = {"tail_tokens": tail_tokens, "hadamard": hadamard}
+    given: dict[str, Any] = {"kind": kind, "device": device, "static": static, **format}
     if dims.first_tokens:
-        return FirstTokensKVCache(
-            dims,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            kind=kind,
-            device=device,
-            static=static,
-            tail_tokens=tail_tokens,
-            hadamard=hadamard,
-        )
+        return FirstTokensKVCache(dims, batch_size=batch_size, max_tokens=max_tokens, **given)
     names = tuple(name for name, _, _ in dims.streams)
     for cls in (LayerKVCache, DecoupledLayerKVCache, LatentLayerKVCache):
         if cls.names == names:
-            return cls(
-                dims.streams,
-                batch_size=batch_size,
-                max_tokens=max_tokens,
-                kind=kind,
-                device=device,
-                static=static,
-                tail_tokens=tail_tokens,
-                hadamard=hadamard,
-            )
+            return cls(dims.streams, batch_size=batch_size, max_tokens=max_tokens, **given)
     raise ConfigError(
         f"KV cache: no cache holds the streams {names}; use the dims of an attention layer's config"
     )

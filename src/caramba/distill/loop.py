@@ -14,6 +14,7 @@ from torch import Tensor
 from caramba.distill.blockwise import BlockwiseObjective
 from caramba.distill.objective import Batch, Objective, TeacherLogitsObjective
 from caramba.errors import CarambaError, ConfigError
+from caramba.lower.lowering import lower
 from caramba.model import Model, pair_attention
 
 OBJECTIVES = ("blockwise", "drift", "kl")
@@ -55,6 +56,7 @@ def distill(
     device = student.embedder.token.weight.device
     history: list[dict[str, float]] = []
     student.train()
+    lowered = lower(student, device, "train"), lower(teacher, device, "prefill")
     try:
         for number, batch in enumerate(islice(batches, steps), start=1):
             optimizer.zero_grad(set_to_none=True)
@@ -73,6 +75,8 @@ def distill(
                 break
     finally:
         student.eval()
+        for one in lowered:
+            one.restore()
     goal.finish()
     return history
 

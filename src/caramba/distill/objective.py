@@ -20,9 +20,10 @@ from caramba.distill.vocabulary import (
     cross_entropy,
     vocabulary_losses,
 )
+from caramba.lower.join_repeats import join_repeats
 from caramba.metrics import documents_of, samples_of
 from caramba.model import Model
-from caramba.model.topology import Granularity, checkpoint_topology, compilable_regions, join_repeats
+from caramba.model.topology import Granularity, checkpoint_topology, compilable_regions
 
 Batch = tuple[Tensor, ...]
 """x and y [B, T] int64, with IGNORED in y at masked tokens; then document ids [B, T] if documents are masked, and
@@ -34,6 +35,7 @@ class Objective(ABC):
     """One step of training: call `backward` on one or more scalar losses, return detached scalars with a `loss`."""
 
     model: Model
+    teacher: Model | None = None
     is_sharded = False
     """Whether weight sharding hooks the nodes of the model's blocks."""
 

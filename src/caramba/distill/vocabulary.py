@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from caramba.data import IGNORED
 from caramba.distill.teacher_rows import StoredRows, TeacherRows, likeliest_losses
+from caramba.lower.replaced import has_hooks
 from caramba.model import Model
 from caramba.model.model import Head, TiedHead
 from caramba.ops.backend import upcast
@@ -130,12 +131,8 @@ class LiveTeacher:
 
 def has_bare_head(model: Model) -> bool:
     """True if the head is one product of an unsharded weight, and no hook watches it."""
-    return (
-        has_single_matmul_head(model)
-        and type(head_weight(model)) is nn.Parameter
-        and not model.head._forward_hooks
-        and not model.head._forward_pre_hooks
-    )
+    is_one = has_single_matmul_head(model) and type(head_weight(model)) is nn.Parameter
+    return is_one and not has_hooks(model.head)
 
 
 def head_weight(model: Model) -> Tensor:

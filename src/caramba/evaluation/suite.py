@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from caramba.config.benchmark import BenchmarkConfig, Measurement
@@ -16,6 +17,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.evaluation.own import own_benchmark
 from caramba.evaluation.subject import Subjects
+from caramba.lower.lowering import lower
 from caramba.result import BenchmarkResult, Metric
 
 Measured = tuple[list[Metric], list[dict[str, Any]]]
@@ -29,7 +31,10 @@ def run_benchmark(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
     """
     chosen = {name: model for name, model in subjects.models.items() if _is_asked(name, bench.models)}
     narrowed = dataclasses.replace(subjects, models=chosen)
-    repeats = [_dispatch(bench, narrowed) for _ in range(bench.repeats)]
+    with ExitStack() as stack:
+        for model in chosen.values():
+            stack.enter_context(lower(model, subjects.device, "prefill"))
+        repeats = [_dispatch(bench, narrowed) for _ in range(bench.repeats)]
     rows = [{"repeat": index} | row for index, (_, found) in enumerate(repeats) for row in found]
     return _average([metrics for metrics, _ in repeats]), rows
 

@@ -31,7 +31,8 @@ from caramba.data.corpus import check_tokenizer, open_text, reads_text
 from caramba.distill import Batch
 from caramba.errors import CheckpointError, ConfigError
 from caramba.evaluation import Subjects, check_accuracy, check_other_texts, prepare_verification, run_suite
-from caramba.layer import documents_path, uses_split_keys_kernel
+from caramba.lower.document_separation import documents_path
+from caramba.lower.split_keys import uses_split_keys_kernel
 from caramba.model import Model, build_model, load_pretrained, save_model
 from caramba.result import BenchmarkResult, PhaseResult, TransplantReport, Verdict, to_plain
 from caramba.runs.files import check_tree, remove_recorded, write_json

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, DeviceContext
+from caramba.cache import Context, DeviceContext, refusal
 from caramba.config.generate import Compiled, GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
@@ -282,16 +282,16 @@ def choose_steps(host: EagerDecoder) -> tuple[Steps, DecodeForm, str | None]:
     return DeviceDecoder(host, is_compiled="compiled" in form, is_captured="graph" in form), form, None
 
 
-def step_refusal(model: Model, ctx: Context, kind: type[DeviceContext] = DeviceContext) -> str | None:
+def step_refusal(model: Model, ctx: Context, *, is_ragged: bool = False) -> str | None:
     """Return why a model's steps on a context cannot run by themselves on the device, None where they can."""
-    refusal = kind.refusal(ctx)
-    if refusal is not None:
-        return refusal
+    refused = refusal(ctx, is_ragged=is_ragged)
+    if refused is not None:
+        return refused
     weight = model.embedder.token.weight
     widths = [tensor.width for cache in ctx.caches for tensor in cache.tensors.values()]
     if implementation("dba_decode", weight.device) != REFERENCE and not kernel_takes(weight.dtype, widths):
         return f"the kernels take no heads of {max(widths)} in {weight.dtype}"
-    limit = DeviceContext(ctx).limit
+    limit = DeviceContext(ctx, is_ragged=is_ragged).limit
     reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, RaggedContext
+from caramba.cache import Context, DeviceContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.ragged import Network, device_of, forward_ragged, rewind, right_pad
 from caramba.infer.sampling import distribution, next_token
@@ -79,7 +79,7 @@ class ModelDrafter:
     def __init__(
         self,
         network: Network,
-        ctx: Context | RaggedContext,
+        ctx: Context | DeviceContext,
         config: GenerateConfig,
         generators: Sequence[torch.Generator],
         *,

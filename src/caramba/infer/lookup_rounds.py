@@ -132,7 +132,7 @@ class LookupRounds:
         words = found.tolist()
         ends = (3 + N_DRAFTS, 3 + N_DRAFTS + width)
         kept = [row[0] for row in words]
-        self.ctx.reload_lengths([n + own for n, own in zip(self._before, kept, strict=True)])
+        self.ctx.lengths = [n + own for n, own in zip(self._before, kept, strict=True)]
         return Round(
             kept,
             [row[ends[0] : ends[1]] for row in words],

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import Context, DeviceContext, RaggedContext
+from caramba.cache import Context, DeviceContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.layer import unplanned_attention
 from caramba.ops.decode_arguments import MAX_QUERIES
@@ -60,9 +60,9 @@ def prefill_rows(
     return torch.stack(found)
 
 
-def forward_ragged(network: Network, tokens: Tensor, ctx: Context | RaggedContext) -> Tensor:
+def forward_ragged(network: Network, tokens: Tensor, ctx: Context | DeviceContext) -> Tensor:
     """Run the next tokens of every row behind its own. Shape: [B, T] int64 to [B, T, M]."""
-    if not isinstance(ctx, RaggedContext):
+    if not isinstance(ctx, DeviceContext):
         with unplanned_attention(tokens.device, tokens.numel() * (ctx.position + tokens.shape[1])):
             return network.hidden(tokens, ctx)
     parts = []
@@ -72,9 +72,9 @@ def forward_ragged(network: Network, tokens: Tensor, ctx: Context | RaggedContex
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def rewind(ctx: Context | RaggedContext, lengths: Sequence[int]) -> None:
+def rewind(ctx: Context | DeviceContext, lengths: Sequence[int]) -> None:
     """Forget what every row holds behind a length of its own."""
-    if isinstance(ctx, RaggedContext):
+    if isinstance(ctx, DeviceContext):
         ctx.rewind(lengths)
     else:
         ctx.truncate(*lengths)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, RaggedContext
+from caramba.cache import Context, DeviceContext
 from caramba.config.cache_policy import step_capacity
 from caramba.config.generate import SpeculativeConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
@@ -215,7 +215,7 @@ class SpeculativeGenerator(Generator):
         if form != "eager" and kind in EXACT_KINDS:
             try:
                 ctx = self._bucket(n_rows, n_tokens, slack, kind)
-                refused = step_refusal(self.model, ctx, RaggedContext)
+                refused = step_refusal(self.model, ctx, is_ragged=True)
                 if refused is None:
                     return ctx, None
                 del ctx
@@ -250,7 +250,7 @@ class SpeculativeGenerator(Generator):
         if kept is not None and kept.ctx is ctx and kept.steps is not None:
             kept.steps.ctx.rewind(lengths)
             return kept.steps
-        rows_ctx = RaggedContext(ctx, lengths)
+        rows_ctx = DeviceContext.ragged(ctx, lengths)
         rows_ctx.last = min([rows_ctx.limit, *self._position_limits()]) - 1
         steps = VerifyForwards(
             self.model, rows_ctx, is_compiled="compiled" in form, is_captured="graph" in form
@@ -290,7 +290,9 @@ class SpeculativeGenerator(Generator):
         has_rows = len(rows) > 1 or form != "eager"
         lengths = [len(ids) for ids in prompts]
         steps = None if form == "eager" else self._row_steps(ctx, lengths, form)
-        rows_ctx = steps.ctx if steps is not None else RaggedContext(ctx, lengths, last) if has_rows else ctx
+        rows_ctx = (
+            steps.ctx if steps is not None else DeviceContext.ragged(ctx, lengths, last) if has_rows else ctx
+        )
         stats.decode = form
         rounds = None if steps is None or draft_ctx is not None else self._rounds(rows, steps)
         captures = captures_of(steps) + captures_of(rounds)
@@ -337,7 +339,7 @@ class SpeculativeGenerator(Generator):
         lengths, is_shared = [len(ids) for ids in prompts], self._shares(ctx)
         if not is_shared:
             prefill_rows(network, prompts, draft_ctx, self.config.prefill_chunk)
-        many = RaggedContext(draft_ctx, lengths, last) if has_rows else None
+        many = DeviceContext.ragged(draft_ctx, lengths, last) if has_rows else None
         return ModelDrafter(
             network,
             many or draft_ctx,
@@ -378,7 +380,7 @@ class SpeculativeGenerator(Generator):
 
     def _rows_refusal(self, ctx: Context, draft_ctx: Context | None) -> str | None:
         """Return why rows cannot stand at positions of their own in the caches, None where they can."""
-        reason = step_refusal(self.model, ctx, RaggedContext)
+        reason = step_refusal(self.model, ctx, is_ragged=True)
         if reason is None and self.draft is not None and draft_ctx is not None:
-            reason = step_refusal(self.draft, draft_ctx, RaggedContext)
+            reason = step_refusal(self.draft, draft_ctx, is_ragged=True)
         return reason

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, RaggedContext
+from caramba.cache import Context, DeviceContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
@@ -100,7 +100,7 @@ class Verifier:
         self,
         model: Model,
         rows: Sequence[GenerationRow],
-        ctx: Context | RaggedContext,
+        ctx: Context | DeviceContext,
         config: GenerateConfig,
         speculation: SpeculativeConfig,
         drafter: Drafter,

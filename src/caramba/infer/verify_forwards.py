@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba.cache import RaggedContext
+from caramba.cache import DeviceContext
 from caramba.infer.device_steps import Captured, capture_graph, compile_logits, form_of, replay_graph
 from caramba.model import Model
 from caramba.ops.decode_arguments import MAX_QUERIES
@@ -22,7 +22,7 @@ class VerifyForwards:
     graphs.
     """
 
-    def __init__(self, model: Model, ctx: RaggedContext, *, is_compiled: bool, is_captured: bool) -> None:
+    def __init__(self, model: Model, ctx: DeviceContext, *, is_compiled: bool, is_captured: bool) -> None:
         self.model, self.ctx = model, ctx
         self.is_compiled, self.is_captured = is_compiled, is_captured
         self.captures = 0
@@ -76,6 +76,6 @@ class VerifyForwards:
         )
 
 
-def row_logits(model: Model, tokens: Tensor, ctx: RaggedContext) -> Tensor:
+def row_logits(model: Model, tokens: Tensor, ctx: DeviceContext) -> Tensor:
     """Return the logits after every token. Shape: [B, T] int64 to [B, T, V]."""
     return model.logits(model.hidden(tokens, ctx))

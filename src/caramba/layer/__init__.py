@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         unplanned_attention,
     )
     from caramba.layer.decoupled import DecoupledProjection
-    from caramba.layer.document_separation import documents_path
     from caramba.layer.documents import Documents, StoredDocuments
     from caramba.layer.dropout import DropoutLayer
     from caramba.layer.latent import LatentProjection
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from caramba.layer.rms_norm import RMSNormLayer
     from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
     from caramba.layer.score import CausalScore
-    from caramba.layer.split_keys import uses_split_keys_kernel
     from caramba.layer.standard import StandardProjection
     from caramba.layer.swiglu import SwiGLULayer
 
@@ -46,13 +44,11 @@ __all__ = [
     "StoredDocuments",
     "SwiGLULayer",
     "attention_backends",
-    "documents_path",
     "packed_attention",
     "rope_frequencies",
     "rotate",
     "shared_angles",
     "unplanned_attention",
-    "uses_split_keys_kernel",
 ]
 
 __getattr__ = lazy_exports(__name__, __file__)

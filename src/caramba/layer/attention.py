@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import Context, DeviceContext, LayerCache
+from caramba.cache import Context, DeviceContext
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
-from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.cache_rounding import CacheRounding
-from caramba.layer.cache_view import CacheView
 from caramba.layer.documents import Documents
 from caramba.layer.projection import Projection
-from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.standard import StandardProjection
-from caramba.ops import fused_decode_available
-from caramba.ops.dba_decode import kernel_takes
-from caramba.ops.decode_arguments import MAX_QUERIES
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:
@@ -45,13 +38,6 @@ def build_projection(config: AttentionLayerConfig) -> Projection:
     from caramba.layer.decoupled import DecoupledProjection
 
     return DecoupledProjection(config)
-
-
-@functools.cache  # log once per dtype and width
-def _log_unfused_decode(dtype: torch.dtype, width: int) -> None:
-    logger.info(
-        f"dba_decode: no kernel for {dtype} and streams of {width} per head; cached decode makes plain keys and values"
-    )
 
 
 class AttentionLayer(nn.Module):
@@ -103,81 +89,39 @@ class AttentionLayer(nn.Module):
     def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         return self.out(self.read(x, ctx))
 
-    def read(
-        self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None, norm: RMSNorm | None = None
-    ) -> Tensor:
-        """Return the concatenated head outputs, the input of `out`. Shape: [B, T, M] -> [B, T, H*value_dim].
-
-        With a `norm`, x is a small batch before that norm.
-        """
+    def read(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
+        """Return the concatenated head outputs, the input of `out`. Shape: [B, T, M] -> [B, T, H*value_dim]."""
         if isinstance(ctx, DeviceContext):
-            return self._step(x, ctx, norm)
+            self.check_step(ctx, x.shape[1])
+        q, streams = self.projection(x, 0 if ctx is None else ctx.offset)
+        if isinstance(ctx, DeviceContext):
+            queries, stored = self.projection.cache_queries(q), ctx.write(streams)
+            heads = self.projection.attend_cache(queries, stored, self.score.window, self.null())
+            return heads.transpose(1, 2).flatten(2)
+        streams = self.rounded(streams)
+        apart = ctx if isinstance(ctx, Documents) else None
         if isinstance(ctx, Documents):
-            q, streams = self.projection(x, ctx.positions)
-            streams = ctx.kept(self._stored(streams))
-        else:
-            q, streams = self.projection(x, 0 if ctx is None else ctx.position, norm=norm)
-            streams = self._stored(streams)
-            if ctx is not None:
-                cache = ctx.next_cache()
-                if self._is_fused(cache, q):
-                    cache.write(streams)
-                    stored = CacheView(cache.storage(), *ctx.lengths(cache), cache.n_tokens)
-                    queries = self.projection.cache_queries(q)
-                    heads = self.projection.attend_cache(queries, stored, self.score.window, self.null())
-                    return heads.transpose(1, 2).flatten(2)
-                streams = cache.append(streams)
-        first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
-        heads = self.projection.attend(q, streams, self.score, self.null(), first, starts)
+            streams = ctx.kept(streams)
+        elif ctx is not None:
+            streams = ctx.next_cache().append(streams)
+        heads = self.projection.attend(q, streams, self.score, self.null(), apart)
         return heads.transpose(1, 2).flatten(2)
 
-    def _stored(self, streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    def rounded(self, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the streams as a cache of the layer's `cache_format` gives them back."""
         return streams if self.cache_rounding is None else self.cache_rounding(streams)
 
-    def _step(self, x: Tensor, ctx: DeviceContext, norm: RMSNorm | None) -> Tensor:
-        """Run a decode step with positions and lengths from device tensors."""
-        cache, projection = ctx.next_cache(), self.projection
-        reason = projection.step_refusal(ctx.limit)
-        if x.shape[1] != ctx.width:
-            reason = f"got {x.shape[1]} tokens per sequence, expected {ctx.width}"
+    def check_step(self, ctx: DeviceContext, n_tokens: int) -> None:
+        """Check that a decode step of `n_tokens` tokens per sequence can run with lengths on the device.
+
+        Raises:
+            ConfigError: another number of tokens than the context's, or positions that the host must count.
+        """
+        reason = self.projection.step_refusal(ctx.limit)
+        if n_tokens != ctx.width:
+            reason = f"got {n_tokens} tokens per sequence, expected {ctx.width}"
         if reason is not None:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
-        rope = projection.rope
-        key = None if rope is None else rope.key
-        if key is None and (ctx.separate_ropes or not torch.compiler.is_compiling()):
-            key = rope
-        angles = None if key is None else ctx.angles.get(key)
-        if angles is None:
-            angles = projection.angles(ctx.offset, x.shape[1], x.device)
-            if key is not None and angles is not None:
-                ctx.angles[key] = angles
-        q = projection.step(x, ctx.offset, angles, norm, cache, ctx.places)
-        stored = CacheView(ctx.storage(cache), ctx.seqlens, ctx.packed, 0)
-        heads = projection.attend_cache(q, stored, self.score.window, self.null())
-        return heads.transpose(1, 2).flatten(2)
-
-    def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:
-        """Whether these few queries can read the cache in the format that it is stored in.
-
-        Not in a dtype or width beyond the kernels; gradients never get here, as a cache stores none.
-        """
-        has_dropout = self.training and self.score.dropout > 0
-        needs_plain_attention = q.shape[2] > MAX_QUERIES or has_dropout
-        return (
-            not needs_plain_attention
-            and fused_decode_available(cache, q.device)
-            and self._is_narrow(q, cache)
-        )
-
-    @staticmethod
-    def _is_narrow(q: Tensor, cache: LayerCache) -> bool:
-        widths = [tensor.width for tensor in cache.tensors.values()]
-        if kernel_takes(q.dtype, widths):
-            return True
-        if not torch.compiler.is_compiling():
-            _log_unfused_decode(q.dtype, max(widths))
-        return False
 
     def null(self) -> Null:
         """Return the learned null key and value, or None without `null_attn`."""

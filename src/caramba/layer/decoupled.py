@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from caramba.cache.view import CacheView
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.cache_view import CacheView
-from caramba.layer.fused_linear import norm_linear
 from caramba.layer.gated import GatedProjection
 from caramba.layer.projection import (
     Angles,
@@ -21,7 +20,6 @@ from caramba.layer.projection import (
     select_rows,
     split_heads,
 )
-from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import Null
 
@@ -60,32 +58,25 @@ class DecoupledProjection(GatedProjection):
             RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
         )
 
-    def readers(self) -> tuple[nn.Module, ...] | None:
-        if self.gate_dynamic is not None:
-            return None
-        layers = (self.q_sem, self.q_geo, self.k_sem, self.k_geo, self.v)
-        return tuple(layer for layer in layers if layer is not None)
-
     def forward(
         self,
         x: Tensor,
         offset: int | Tensor = 0,
         rows: Tensor | None = None,
         angles: Angles = None,
-        norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
         asking = select_rows(x, rows)
-        sem = _read_by(self.q_sem, asking, norm)
+        sem = self.q_sem(asking)
         q_sem = self.q_sem_norm(split_heads(sem, heads))
         if self.k_sem is not None:
-            sem = _read_by(self.k_sem, x, norm)
+            sem = self.k_sem(x)
         elif rows is not None:
             sem = self.q_sem(x)
         k_sem = self.k_sem_norm(split_heads(sem, kv_heads))
-        q_geo = self.q_geo_norm(split_heads(_read_by(self.q_geo, asking, norm), heads))
-        k_geo = self.k_geo_norm(split_heads(_read_by(self.k_geo, x, norm), kv_heads))
-        v = split_heads(_read_by(self.v, x, norm), kv_heads)
+        q_geo = self.q_geo_norm(split_heads(self.q_geo(asking), heads))
+        k_geo = self.k_geo_norm(split_heads(self.k_geo(x), kv_heads))
+        v = split_heads(self.v(x), kv_heads)
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         if found is not None:
             cos, sin = found
@@ -108,8 +99,3 @@ class DecoupledProjection(GatedProjection):
     def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
         widths = (self.dims.qk - self.dims.rope, self.dims.rope)
         return attend_per_head(q, keys, widths, self.dims.n_kv_heads, window, null)
-
-
-def _read_by(layer: nn.Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
-    """Return layer(x), or layer(norm(x)) if a norm is passed."""
-    return layer(x) if norm is None else norm_linear(layer, x, norm)

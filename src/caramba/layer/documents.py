@@ -35,6 +35,11 @@ class Documents:
     positions: Tensor
     starts: Tensor | None = None
 
+    @property
+    def offset(self) -> Tensor:
+        """Position of every token, [B, T]."""
+        return self.positions
+
     @classmethod
     def of(cls, ids: Tensor) -> Documents:
         """Read document ids [B, T]: neighbours with equal ids are of one document.

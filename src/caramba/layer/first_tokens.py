@@ -10,11 +10,8 @@ from caramba.config.attention_dims import align_width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.projection import angles_at, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
-from caramba.layer.score import CausalScore, supports_two_widths
-from caramba.layer.small_batch import has_hooks
-from caramba.ops import has_kernel
+from caramba.layer.score import CausalScore
 from caramba.ops.backend import upcast
-from caramba.ops.prefix_attention import has_fused_widths, prefix_attention
 
 TWO_WIDTHS_LIMIT = 128
 
@@ -81,6 +78,23 @@ class FirstTokens(nn.Module):
         mean = self.key_mean.view(self.n_kv_heads, -1)
         return read_first(q, q_sem, k, v, mean, self.n_tokens, n_keys, first)
 
+    def join(
+        self,
+        score: CausalScore,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kept: Tensor,
+        total: Tensor,
+        first: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to all later tokens in one softmax with the first, whose output is `kept`, log-sum-exp `total`.
+
+        Shape: as in `attend_with_prefix`, kept [B, H, T, Dv]; returns [B, H, T, Dv].
+        """
+        read, share = attend_with_prefix(score, q, k, v, total, self.n_tokens, first)
+        return read + (share * kept).to(read.dtype)
+
 
 def first_scores(q: Tensor, q_sem: Tensor, k: Tensor, mean: Tensor) -> Tensor:
     """Return q . k - q_sem . mean of every head, in at least fp32, also under autocast.
@@ -133,49 +147,6 @@ def _per_group(x: Tensor, matrix: Tensor) -> Tensor:
     if matrix.dim() == 4:
         return (x.flatten(2, 3) @ matrix).unflatten(2, x.shape[2:4])
     return (x.transpose(2, 3) @ matrix).transpose(2, 3)
-
-
-def read_all(
-    score: CausalScore,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kept: Tensor,
-    total: Tensor,
-    n_tokens: int,
-    first: Tensor | None = None,
-) -> Tensor:
-    """Attend to a prefix, whose output is `kept` and log-sum-exp `total`, and to all tokens after it, in one softmax.
-
-    Training on a GPU takes `prefix_attention`, whose heads are no wider than the keys; elsewhere the prefix is a key
-    of its own, see `attend_with_prefix`.
-
-    Shape: as in `attend_with_prefix`, kept [B, H, T, Dv]; returns [B, H, T, Dv].
-    """
-    if not _has_prefix_kernel(score, q, k, v, first):
-        read, share = attend_with_prefix(score, q, k, v, total, n_tokens, first)
-        return read + (share * kept).to(read.dtype)
-    early, late = kept[:, :, :n_tokens].to(q.dtype), slice(n_tokens, None)
-    out = prefix_attention(
-        *(x[:, :, late] for x in (q, k.to(q.dtype), v.to(q.dtype), kept.float(), total.float()))
-    )
-    return torch.cat((early, out), dim=2)
-
-
-def _has_prefix_kernel(score: CausalScore, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None) -> bool:
-    """True if the fused kernel applies: a whole causal sequence with gradients, heads as wide as cuDNN supports."""
-    return (
-        torch.is_grad_enabled()
-        and first is None
-        and q.shape[2] == k.shape[2]
-        and q.shape[1] == k.shape[1]
-        and (score.window is None or score.window >= q.shape[2])
-        and not (score.training and score.dropout > 0)
-        and not has_hooks(score)
-        and has_fused_widths(q.dtype, q.shape[-1], v.shape[-1])
-        and has_kernel("prefix_attention", q)
-        and supports_two_widths(q)
-    )
 
 
 def attend_with_prefix(

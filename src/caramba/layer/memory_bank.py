@@ -16,7 +16,6 @@ from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
 from caramba.layer.projection import split_heads
-from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import rotate
 from caramba.layer.standard import StandardProjection
 from caramba.ops.backend import upcast
@@ -104,11 +103,9 @@ class MemoryBankLayer(AttentionLayer):
             decay = F.logsigmoid(gate) / self.config.memory_tau
             return decay, -torch.expm1(decay)
 
-    def read(
-        self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None, norm: RMSNorm | None = None
-    ) -> Tensor:
+    def read(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         """Return the concatenated head outputs. Shape: [B, T, M] -> [B, T, H*Dv]."""
-        if isinstance(ctx, DeviceContext | StoredDocuments) or norm is not None:
+        if isinstance(ctx, DeviceContext | StoredDocuments):
             raise ConfigError(
                 f"MemoryBankLayer: got a {type(ctx).__name__}, and the host reads its cache; use the context itself"
             )

@@ -9,14 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import LayerCache
+from caramba.cache.view import CacheView
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.cache_view import CacheView
+from caramba.layer.documents import Documents
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding
 from caramba.layer.score import CausalScore, Null
 from caramba.ops.backend import upcast
-from caramba.ops.dba_append import dba_append
 
 Angles = tuple[Tensor, Tensor] | None
 Queries = tuple[Tensor, Tensor]
@@ -58,7 +57,6 @@ class Projection(nn.Module):
         rows: int64 [B, n], the tokens of each sequence to return queries for, [B, H, n, Dq]; None for all.
         angles: cos and sin of the tokens, if the caller rotates the stream `rotated_stream` itself; that stream then
             comes back before RoPE.
-        norm: the norm before the layer, if x is a small batch before it; `readers` then normalise as they read.
     """
 
     rope: RotaryEmbedding | None
@@ -73,10 +71,6 @@ class Projection(nn.Module):
         self.temperature = (
             nn.Parameter(torch.zeros(self.dims.n_heads)) if config.learned_temperature else None
         )
-
-    def readers(self) -> tuple[nn.Module, ...] | None:
-        """Return the linear layers that read x, or None if another op reads it too."""
-        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Set the temperature to its neutral value."""
@@ -113,34 +107,10 @@ class Projection(nn.Module):
         streams: Mapping[str, Tensor],
         score: CausalScore,
         null: Null = None,
-        first: Tensor | None = None,
-        starts: Tensor | None = None,
+        apart: Documents | None = None,
     ) -> Tensor:
-        """Return head outputs [B, H, T, value_dim]; `first` and `starts` as in the score op."""
-        return score(q, *self.keys_values(streams), null, first, starts)
-
-    def step(
-        self,
-        x: Tensor,
-        offset: Tensor,
-        angles: Angles,
-        norm: RMSNorm | None,
-        cache: LayerCache,
-        places: Tensor,
-    ) -> Queries:
-        """Store a decode step's tokens at `places`, int32 [B], of what a cache allocates; return `cache_queries`.
-
-        Other arguments are those of `forward`.
-        """
-        q, streams = self(x, offset, angles=angles, norm=norm)
-        self.store(streams, angles, cache, places)
-        return self.cache_queries(q)
-
-    def store(self, streams: Mapping[str, Tensor], angles: Angles, cache: LayerCache, places: Tensor) -> None:
-        """Append a step's streams to the cache; rotate `rotated_stream` by the angles, if any."""
-        rotated = -1 if angles is None else cache.names.index(self.rotated_stream)
-        cos, sin = (None, None) if angles is None else angles
-        dba_append([streams[name] for name in cache.names], cache.allocations, places, cos, sin, rotated)
+        """Return head outputs [B, H, T, value_dim]; `apart` are the documents that are attended to separately."""
+        return score(q, *self.keys_values(streams), null, *bounds(apart))
 
     def cache_queries(self, q: Tensor) -> Queries:
         """Convert the queries of `forward` to the arguments of `attend_cache`."""
@@ -163,6 +133,11 @@ class Projection(nn.Module):
         if self.temperature is not None:
             scaled = scaled * upcast(self.temperature).exp()[:, None, None]
         return scaled if scaled.dtype == dtype else scaled.to(dtype)
+
+
+def bounds(apart: Documents | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return what separates documents, as the score op takes it."""
+    return (None, None) if apart is None else (apart.first, apart.starts)
 
 
 def in_parts(q: Tensor, widths: tuple[int, int]) -> Queries:

@@ -227,21 +227,6 @@ class RotaryEmbedding(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
-    def apply_rope(self, x: Tensor, offset: int | Tensor) -> Tensor:
-        """Apply RoPE to x [B, N, T, D] at positions from `offset`.
-
-        A decode step with a table takes fewer calls and gives the same result.
-        """
-        n_tokens = x.shape[2]
-        angles = None
-        if isinstance(offset, int) and not (
-            torch.is_grad_enabled() or torch.compiler.is_compiling() or is_fused("rope", x)
-        ):
-            angles = self.cached_cos_sin(offset, n_tokens, x.device)
-        if angles is None:
-            return rotate(x, *self(offset, n_tokens, x.device))
-        return apply_rope_halves(upcast(x).unflatten(-1, (2, -1)), *angles).flatten(-2)
-
     def cached_cos_sin(
         self, offset: int, n_tokens: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from caramba.ops import has_kernel
-from caramba.ops.latent_queries import HALF
-from caramba.ops.small_batch_linear import rows_fit
 
 SMALL_BATCH_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 2}
 """Rows up to which products by `small_batch_linear` are taken, by dtype.
@@ -26,21 +24,3 @@ def is_small_batch(x: Tensor) -> bool:
         and has_kernel("small_batch_linear", x)
         and not torch.is_autocast_enabled(x.device.type)
     )
-
-
-def has_separate_norm(x: Tensor) -> bool:
-    """True if the small-batch kernel runs the norm as a separate launch.
-
-    Then one fused linear should read the norm's output, not several.
-    """
-    return x.dtype in HALF and x.numel() > x.shape[-1]
-
-
-def has_kernel_weight(x: Tensor, weight: Tensor) -> bool:
-    """True if the small-batch kernel supports the product of x and a plain weight, not quantised or sharded."""
-    return type(weight) is nn.Parameter and rows_fit(x, weight)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """True if the module has forward hooks or an instance-level `forward`."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

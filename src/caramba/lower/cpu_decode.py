@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
-from caramba.layer.fused_linear import FusedLinear
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer
-from caramba.layer.rope import apply_rope_halves
-from caramba.layer.small_batch import has_hooks
+from caramba.layer.rope import apply_rope_halves, rotate
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
-from caramba.lower.fuse_linears import is_unmodified_linear
-from caramba.lower.replaced import Replaced
+from caramba.lower.fuse_linears import FusedGateUp, FusedLinear, FusedQkv, is_unmodified_linear
+from caramba.lower.replaced import Replaced, has_hooks, is_plain, plain_class, replace_class
 from caramba.model.topology import NestedTopology, ResidualTopology, StackedTopology, Topology
 from caramba.ops import has_kernel
 from caramba.ops.backend import WIDE
@@ -53,10 +51,7 @@ class CpuDecode(Topology):
         return super().forward(x, ctx)
 
 
-LOWERED: dict[type[nn.Module], type[nn.Module]] = {
-    kind: type(f"CpuDecode{kind.__name__}", (CpuDecode, kind), {})
-    for kind in (NestedTopology, ResidualTopology, StackedTopology)
-}
+LOWERED = (NestedTopology, ResidualTopology, StackedTopology)
 
 
 def cpu_decode(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
@@ -67,26 +62,22 @@ def cpu_decode(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     """
     if is_compiled or isinstance(model, CpuDecode):
         return []
-    found = None if has_hooks(model) or type(model) not in LOWERED else decode_step(model)
+    found = decode_step(model) if plain_class(model) in LOWERED and not has_hooks(model) else None
     if found is None:
         return [one for child in model.children() for one in cpu_decode(child, is_compiled=False)]
-    plain = type(model)
-    model.__class__ = LOWERED[plain]
-    model.__dict__["step"] = found
-    return [Replaced(model, lambda: _restore(model, plain))]
-
-
-def _restore(model: nn.Module, plain: type[nn.Module]) -> None:
-    model.__class__ = plain
-    del model.__dict__["step"]
+    return [replace_class(model, CpuDecode, step=found)]
 
 
 def decode_step(node: nn.Module) -> CpuDecodeStep | None:
     """Return a step of a node, or None if it or a part is replaced, quantised, hooked, adapted or sharded."""
-    if type(node) is ResidualTopology:
+    # Exact classes: a subclass overrides forward.
+    kind = plain_class(node)
+    if isinstance(node, ResidualTopology) and kind is ResidualTopology:
         return _residual_step(node.layers)
-    # Exact types: a subclass overrides forward.
-    if type(node) is StackedTopology or (type(node) is NestedTopology and node.runs is None):
+    if kind is StackedTopology or (
+        isinstance(node, NestedTopology) and kind is NestedTopology and node.runs is None
+    ):
+        assert isinstance(node, Topology)
         steps: list[CpuDecodeStep] = []
         for part in node.layers:
             found = None if has_hooks(part) else decode_step(part)
@@ -104,18 +95,20 @@ def _residual_step(nodes: nn.ModuleList) -> CpuDecodeStep | None:
     overridden forward.
     """
     norm, layer = nodes[0], nodes[-1]
-    if len(nodes) != 2 or not _is_unmodified_norm(norm) or has_hooks(norm) or has_hooks(layer):
+    if len(nodes) != 2 or not _is_unmodified_norm(norm) or has_hooks(norm):
         return None
-    # Exact types: tensor parallelism changes the class of a layer.
+    # Exact classes: tensor parallelism changes the class of a layer.
     if (
-        type(layer) is AttentionLayer
+        isinstance(layer, AttentionLayer)
+        and is_plain(layer, AttentionLayer)
         and _is_unmodified_output(layer.out, norm)
         and not has_hooks(layer.projection)
     ):
         return _Attention(norm, layer)
     if (
-        type(layer) is SwiGLULayer
-        and _is_unmodified_fused(layer.fused_linear)
+        isinstance(layer, FusedGateUp)
+        and is_plain(layer, SwiGLULayer)
+        and layer.fused_linear.scale is None
         and _is_unmodified_output(layer.down, norm)
     ):
         return _FeedForward(norm, layer, layer.fused_linear)
@@ -133,11 +126,6 @@ def _is_unmodified_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
 def _is_unmodified_output(layer: nn.Module, norm: RMSNormLayer) -> bool:
     assert norm.weight is not None
     return is_unmodified_linear(layer) and layer.weight.is_cpu and layer.weight.dtype == norm.weight.dtype
-
-
-def _is_unmodified_fused(fused_linear: FusedLinear | None) -> TypeGuard[FusedLinear]:
-    """True if layers are fused and their weights are not quantised."""
-    return fused_linear is not None and fused_linear.scale is None
 
 
 def takes_step(step: CpuDecodeStep, x: Tensor) -> bool:
@@ -242,16 +230,15 @@ class _Attention:
 def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
     """Return a function from queries and cached streams to head outputs, [B, H, 1, Dv]."""
     projection, score, null = layer.projection, layer.score, layer.null()
-    if type(projection) is StandardProjection and not has_hooks(score):
+    if is_plain(projection, StandardProjection) and not has_hooks(score):
         return lambda q, streams: score.forward(q, streams["k"], streams["v"], null)
     return lambda q, streams: projection.attend(q, streams, score, null)
 
 
 def _reader(projection: Projection) -> _ProjectionForward | _FusedQkv:
-    if type(projection) is StandardProjection and projection.rotates_qk_together:
-        fused_linear = projection.fused_linear
-        if _is_unmodified_fused(fused_linear):
-            return _FusedQkv(projection, fused_linear)
+    is_fused = isinstance(projection, FusedQkv) and plain_class(projection) is StandardProjection
+    if is_fused and isinstance(projection.q_norm, nn.Identity) and projection.fused_linear.scale is None:
+        return _FusedQkv(projection, projection.fused_linear)
     return _ProjectionForward(projection)
 
 
@@ -285,7 +272,7 @@ class _FusedQkv:
         if self.rope is None:
             qk = qk.view(self.qk_shape)
         elif (angles := self.rope.cached_cos_sin(position, 1, rows.device)) is None:
-            qk = self.rope.apply_rope(qk.view(self.qk_shape), position)
+            qk = rotate(qk.view(self.qk_shape), *self.rope(position, 1, rows.device))
         else:
             qk = apply_rope_halves(qk.view(self.halves_shape), *angles).view(self.qk_shape)
         q, k = qk.split_with_sizes(self.heads, 1)

@@ -3,17 +3,159 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.fused_linear import FusedLinear, HasFusibleLinears, has_fusible_linears, uses_fused_linears
-from caramba.layer.quantized_linear import QuantizedLinear
-from caramba.layer.small_batch import has_hooks
-from caramba.lower.replaced import Replaced
+from caramba.layer.latent import LatentProjection
+from caramba.layer.projection import Angles
+from caramba.layer.quantized_linear import QuantizedLinear, linear
+from caramba.layer.standard import StandardProjection
+from caramba.layer.swiglu import SwiGLULayer
+from caramba.lower.pre_norm import PreNorm, norm_linear
+from caramba.lower.replaced import Replaced, has_hooks, replace_class
 from caramba.ops import has_kernel
+from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.swiglu import swiglu
+
+
+class FusedLinear(NamedTuple):
+    """Concatenated weights and biases of linear layers that share one input.
+
+    Attributes:
+        weight: [sum of N_i, M]; integer codes where `scale` is set.
+        bias: [sum of N_i] or None.
+        widths: output features N_i of each layer.
+        scale: dequantisation scales, as in `QuantizedLinear`, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    widths: list[int]
+    scale: Tensor | None = None
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the outputs W_i x + b_i of all layers, concatenated. Shape: [..., M] to [..., sum of N_i]."""
+        if isinstance(x, PreNorm):
+            return norm_linear(self, x)
+        return linear(x, self.weight, self.bias, self.scale)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return W_i x + b_i of every layer. Shape: [..., M] to [..., N_i] each."""
+        return self.product(x).split_with_sizes(self.widths, dim=-1)
+
+    def takes(self, x: Tensor) -> bool:
+        """True if a forward uses parts of the product: of a small batch before its norm, or without gradients.
+
+        Not eager on CUDA, where kernels read contiguous rows and would copy the parts.
+        """
+        if isinstance(x, PreNorm):
+            return True
+        return not torch.is_grad_enabled() and uses_fused_linears(
+            x.device, is_compiled=torch.compiler.is_compiling()
+        )
+
+    def prefill(self, x: Tensor) -> Tensor | None:
+        """Return the unsplit product of an eager prefill without gradients, for a kernel that reads it; else None.
+
+        Shape: x [B, T, M] to [B, T, sum of N_i].
+        """
+        if isinstance(x, PreNorm) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        return self.product(x) if x.dim() == 3 and x.shape[1] > MAX_QUERIES else None
+
+
+class PackedQkv(StandardProjection):
+    """A projection whose queries, keys and values of one product are rotated and split by one kernel."""
+
+    def packed(self, x: Tensor) -> Tensor | None:
+        """Return queries, keys and values as one tensor [B, T, sum of N_i], or None where they are not made so."""
+        return None
+
+    def forward(
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        # A compiler would compute each of the three gradients at every element of the fused gradient.
+        is_plain = self.rope is not None and isinstance(self.q_norm, nn.Identity) and self.temperature is None
+        is_whole = rows is None and angles is None and self.dims.v == self.dims.qk
+        together = self.packed(x) if is_plain and is_whole and has_kernel("rope_qkv", x) else None
+        if together is None or self.rope is None:
+            return super().forward(x, offset, rows, angles)
+        cos, sin = self.rope(offset, together.shape[1], together.device)
+        q, k, v = rope_qkv(together, cos, sin, self.dims.n_heads, self.dims.n_kv_heads, self.scale)
+        return q, {"k": k, "v": v}
+
+
+class FusedQkv(PackedQkv):
+    """A projection by one product."""
+
+    fused_linear: FusedLinear
+
+    def packed(self, x: Tensor) -> Tensor | None:
+        together = None if self.fused_linear.takes(x) else self.fused_linear.prefill(x)
+        return super().packed(x) if together is None else together
+
+    def linears(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
+        fused = self.fused_linear
+        return fused(x) if rows is None and fused.takes(x) else super().linears(x, rows)
+
+
+class PackedGateUp(SwiGLULayer):
+    """A gated network whose gate and up of one product go through one kernel."""
+
+    def packed(self, x: Tensor) -> Tensor | None:
+        """Return gate and up as one tensor [..., 2 d_ff], or None where they are not made so."""
+        return None
+
+    def hidden(self, x: Tensor) -> Tensor:
+        # A compiler joins the gradients of both halves by computing either at every element of the pair.
+        packed = self.packed(x) if has_kernel("swiglu_packed", x) else None
+        return super().hidden(x) if packed is None else swiglu(packed)
+
+
+class FusedGateUp(PackedGateUp):
+    """A gated network whose gate and up are one product."""
+
+    fused_linear: FusedLinear
+
+    def packed(self, x: Tensor) -> Tensor | None:
+        together = self.fused_linear.prefill(x)
+        return super().packed(x) if together is None else together
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if isinstance(x, PreNorm):
+            return norm_linear(self.fused_linear, x, gated=True)
+        return super().hidden(x)
+
+    def linears(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.fused_linear(x) if self.fused_linear.takes(x) else super().linears(x)
+
+
+class FusedLatent(LatentProjection):
+    """A latent projection by one product."""
+
+    fused_linear: FusedLinear
+
+    def linears(self, x: Tensor, asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if asking is not x or not self.fused_linear.takes(x):
+            return super().linears(x, asking)
+        return self.by_one_product(x)
+
+    def by_one_product(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `linears` as views of the product."""
+        q, c, k_geo = self.fused_linear(x)
+        return q, c if self.c_norm is None else self.c_norm(c), k_geo
+
+
+FUSIBLE: dict[type[nn.Module], tuple[tuple[str, ...], type[nn.Module]]] = {
+    StandardProjection: (("q", "k", "v"), FusedQkv),
+    SwiGLULayer: (("gate", "up"), FusedGateUp),
+    LatentProjection: (("q", "c", "k_geo"), FusedLatent),
+}
+"""Linear layers of one input by the class that owns them, in the order of their output features."""
 
 
 def fuse_linears(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
@@ -29,27 +171,28 @@ def fuse_linears(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     """
     replaced: list[Replaced] = []
     for module in model.modules():
-        owner = module
-        if has_fusible_linears(owner) and owner.fused_linear is None:
-            layers = [owner.get_submodule(name) for name in owner.fusible_linears]
-            owner.fused_linear = _fuse(layers, is_compiled)
-            if owner.fused_linear is not None:
-                replaced.append(Replaced(module, lambda owner=owner: _unfuse(owner)))
+        for kind, (names, fast) in FUSIBLE.items():
+            if not isinstance(module, kind) or isinstance(module, fast) or has_hooks(module):
+                continue
+            fused = fuse([module.get_submodule(name) for name in names], is_compiled=is_compiled)
+            if fused is not None:
+                replaced.append(replace_class(module, fast, fused_linear=fused))
     return replaced
 
 
-def _unfuse(owner: HasFusibleLinears) -> None:
-    owner.fused_linear = None
+def uses_fused_linears(device: torch.device, *, is_compiled: bool) -> bool:
+    """True if forwards on a device use fused linears."""
+    return is_compiled or device.type != "cuda"
 
 
-def _fuse(layers: Sequence[nn.Module], is_compiled: bool) -> FusedLinear | None:
+def fuse(layers: Sequence[nn.Module], *, is_compiled: bool) -> FusedLinear | None:
+    """Return linear layers as one, or None if they do not go together or no forward would use it."""
     plain = [layer for layer in layers if is_unmodified_linear(layer)]
     first = plain[0].weight if plain else None
     if first is None or len(plain) < len(layers):
         return None
-    if not uses_fused_linears(first.device, is_compiled=is_compiled) and not has_kernel(
-        "small_batch_linear", first
-    ):
+    is_used = uses_fused_linears(first.device, is_compiled=is_compiled)
+    if not is_used and not has_kernel("small_batch_linear", first):
         return None
     like = (first.dtype, first.device, first.shape[1], first.requires_grad)
     biases = [layer.bias for layer in plain if layer.bias is not None]

@@ -10,11 +10,19 @@ import torch
 from torch import nn
 
 from caramba.kernels import uses_reference
+from caramba.lower.absorb_latent import absorb_latent
 from caramba.lower.cpu_decode import cpu_decode
+from caramba.lower.decode_attention import lower_decode_attention
+from caramba.lower.float8_swiglu import fuse_float8_swiglu
 from caramba.lower.fuse_linears import fuse_linears
+from caramba.lower.fuse_training import fuse_training
+from caramba.lower.latent_keys import fuse_latent_keys
+from caramba.lower.latent_queries import fuse_latent_queries
 from caramba.lower.norm_linear import fuse_norm_linear
+from caramba.lower.prefix_attention import fuse_prefix_attention
 from caramba.lower.replaced import Replaced, refuse_hooks
 from caramba.lower.small_batch_head import small_batch_head
+from caramba.lower.split_keys import split_keys
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -28,7 +36,15 @@ class Pass(NamedTuple):
 
 
 PASSES = (
-    Pass("fuse_linears", ("prefill", "decode"), fuse_linears),
+    Pass("float8_swiglu", ("train",), fuse_float8_swiglu),
+    Pass("fuse_training", ("train",), fuse_training),
+    Pass("fuse_linears", ("decode",), fuse_linears),
+    Pass("latent_keys", ("train",), fuse_latent_keys),
+    Pass("latent_queries", ("train", "decode"), fuse_latent_queries),
+    Pass("prefix_attention", ("train",), fuse_prefix_attention),
+    Pass("split_keys", ("train", "prefill", "decode"), split_keys),
+    Pass("absorb_latent", ("decode",), absorb_latent),
+    Pass("decode_attention", ("decode",), lower_decode_attention),
     Pass("norm_linear", ("decode",), fuse_norm_linear),
     Pass("small_batch_head", ("decode",), small_batch_head),
     Pass("cpu_decode", ("decode",), cpu_decode),

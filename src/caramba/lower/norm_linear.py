@@ -13,18 +13,27 @@ from torch import Tensor, nn
 
 from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
-from caramba.layer.fused_linear import linear_residual, norm_linear
+from caramba.layer.latent import LatentProjection
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.rms_norm import RMSNormLayer
-from caramba.layer.small_batch import SMALL_BATCH_ROWS, has_hooks, has_separate_norm, is_small_batch
+from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
+from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
-from caramba.lower.replaced import Replaced
+from caramba.lower.pre_norm import PreNorm, linear_residual, read_normed
+from caramba.lower.replaced import Replaced, has_hooks, is_plain, replace_class
 from caramba.model.topology import ResidualTopology
 from caramba.ops import has_kernel
+from caramba.ops.latent_queries import HALF
 from caramba.ops.packed_int4 import WORDS
 from caramba.ops.small_batch_linear import weight_fits
-from caramba.ops.swiglu import swiglu
+
+READERS: dict[type[nn.Module], tuple[str, ...]] = {
+    StandardProjection: ("q", "k", "v"),
+    DecoupledProjection: ("q_sem", "q_geo", "k_sem", "k_geo", "v"),
+    LatentProjection: ("q", "c", "k_geo"),
+}
 
 
 class SmallBatchResidual(ResidualTopology):
@@ -37,56 +46,22 @@ class SmallBatchResidual(ResidualTopology):
     """Dtypes of x that the layer's weights allow."""
 
     def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
+        norm, layer = self.layers
+        assert isinstance(norm, RMSNormLayer)
+        is_swiglu = isinstance(layer, SwiGLULayer)
+        has_one_reader = hasattr(layer if is_swiglu else layer.projection, "fused_linear")
         if (
-            isinstance(ctx, (Context, DeviceContext))
-            and is_small_batch(x)
-            and x.dtype in self.fused_dtypes
-            and (not has_separate_norm(x) or self.has_fused_linear())
+            not isinstance(ctx, (Context, DeviceContext))
+            or not is_small_batch(x)
+            or x.dtype not in self.fused_dtypes
+            or (has_separate_norm(x) and not has_one_reader)
         ):
-            return self.fused_residual(x, ctx)
-        return super().forward(x, ctx)
-
-    def has_fused_linear(self) -> bool:
-        """True if one linear reads the norm's output, which a norm in a launch of its own requires."""
-        raise NotImplementedError
-
-    def fused_residual(self, x: Tensor, ctx: Context | DeviceContext) -> Tensor:
-        """Return x + layer(norm(x), ctx) of a small batch."""
-        raise NotImplementedError
-
-
-class SmallBatchAttention(SmallBatchResidual):
-    """Attention behind a norm."""
-
-    def has_fused_linear(self) -> bool:
-        layer = self.layers[1]
+            return super().forward(x, ctx)
+        rows = PreNorm(x, norm)
+        if is_swiglu:  # with fused weights two products and nothing else
+            return linear_residual(layer.down, layer.hidden(rows), x)  # pyright: ignore[reportArgumentType]
         assert isinstance(layer, AttentionLayer)
-        return getattr(layer.projection, "fused_linear", None) is not None
-
-    def fused_residual(self, x: Tensor, ctx: Context | DeviceContext) -> Tensor:
-        norm, layer = self.layers
-        assert isinstance(norm, RMSNormLayer)
-        assert isinstance(layer, AttentionLayer)
-        return linear_residual(layer.out, layer.read(x, ctx, norm), x)
-
-
-class SmallBatchSwiGLU(SmallBatchResidual):
-    """A gated feed-forward network behind a norm: with fused weights two products and nothing else."""
-
-    def has_fused_linear(self) -> bool:
-        layer = self.layers[1]
-        assert isinstance(layer, SwiGLULayer)
-        return layer.fused_linear is not None
-
-    def fused_residual(self, x: Tensor, ctx: Context | DeviceContext) -> Tensor:
-        norm, layer = self.layers
-        assert isinstance(norm, RMSNormLayer)
-        assert isinstance(layer, SwiGLULayer)
-        if layer.fused_linear is not None:
-            hidden = norm_linear(layer.fused_linear, x, norm, gated=True)
-        else:
-            hidden = swiglu(norm_linear(layer.gate, x, norm), norm_linear(layer.up, x, norm))
-        return linear_residual(layer.down, hidden, x)
+        return linear_residual(layer.out, layer.read(rows, ctx), x)  # pyright: ignore[reportArgumentType]
 
 
 def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
@@ -95,44 +70,51 @@ def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     A block stays plain if its norm, layer or a linear of it has hooks, an adapter, or weights that are sharded or of
     a format without a kernel, and on devices without the kernel.
     """
-    return [
-        lower_block(block, kind, dtypes)
-        for block in model.modules()
-        if type(block) is ResidualTopology
-        for kind, linears in [match_block(block)]
-        if kind is not None and (dtypes := fusible_dtypes(linears))
-    ]
+    replaced: list[Replaced] = []
+    for block in model.modules():
+        if not isinstance(block, ResidualTopology) or not is_plain(block, ResidualTopology):
+            continue
+        readers, output = match_block(block)
+        if readers and (dtypes := fusible_dtypes((*readers, output))):
+            replaced += [
+                replace_class(block, SmallBatchResidual, fused_dtypes=dtypes),
+                *map(read_normed, readers),
+            ]
+    return replaced
 
 
-def lower_block(
-    block: ResidualTopology, kind: type[SmallBatchResidual], dtypes: tuple[torch.dtype, ...]
-) -> Replaced:
-    """Give a block its class."""
-    block.__class__ = kind
-    block.__dict__["fused_dtypes"] = dtypes
-
-    def restore() -> None:
-        block.__class__ = ResidualTopology
-        del block.__dict__["fused_dtypes"]
-
-    return Replaced(block, restore)
-
-
-def match_block(
-    block: ResidualTopology,
-) -> tuple[type[SmallBatchResidual] | None, tuple[nn.Module, ...]]:
-    """Return the class that a block may take, or None, and the linear layers that it then runs fused."""
-    if len(block.layers) != 2 or any(has_hooks(node) for node in block.layers):
-        return None, ()
+def match_block(block: ResidualTopology) -> tuple[tuple[nn.Module, ...], nn.Module]:
+    """Return the linear layers that read a block's norm, none if it may not be fused, and the one behind them."""
+    if isinstance(block, SmallBatchResidual) or len(block.layers) != 2:
+        return (), block
     norm, layer = block.layers
-    # Exact types: tensor parallelism changes the class of a layer.
-    if type(norm) is RMSNormLayer and type(layer) is SwiGLULayer:
-        return SmallBatchSwiGLU, (layer.gate, layer.up, layer.down)
-    if type(norm) is RMSNormLayer and type(layer) is AttentionLayer:
-        readers = layer.projection.readers()
-        if readers is not None and not has_hooks(layer.projection):
-            return SmallBatchAttention, (*readers, layer.out)
-    return None, ()
+    # Exact classes: tensor parallelism changes the class of a layer.
+    if not is_plain(norm, RMSNormLayer):
+        return (), block
+    if isinstance(layer, SwiGLULayer) and is_plain(layer, SwiGLULayer):
+        return (layer.gate, layer.up), layer.down
+    if isinstance(layer, AttentionLayer) and is_plain(layer, AttentionLayer):
+        return readers_of(layer.projection), layer.out
+    return (), block
+
+
+def readers_of(projection: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the linear layers of a projection that read x, none if another op reads it too."""
+    names = next((names for kind, names in READERS.items() if isinstance(projection, kind)), ())
+    if (
+        getattr(projection, "gate_dynamic", None) is not None
+        or getattr(projection, "first", None) is not None
+    ):
+        return ()
+    return tuple(layer for name in names if (layer := getattr(projection, name)) is not None)
+
+
+def has_separate_norm(x: Tensor) -> bool:
+    """True if the small-batch kernel runs the norm as a separate launch.
+
+    Then one fused linear should read the norm's output, not several.
+    """
+    return x.dtype in HALF and x.numel() > x.shape[-1]
 
 
 def fusible_dtypes(layers: Iterable[nn.Module]) -> tuple[torch.dtype, ...]:

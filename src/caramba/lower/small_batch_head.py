@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from caramba.layer.small_batch import has_kernel_weight, is_small_batch
-from caramba.lower.replaced import Replaced
+from caramba.layer.small_batch import is_small_batch
+from caramba.lower.replaced import Replaced, has_hooks, plain_class, replace_class
 from caramba.model.model import Head, TiedHead
 from caramba.ops import has_kernel
-from caramba.ops.small_batch_linear import small_batch_linear
+from caramba.ops.small_batch_linear import rows_fit, small_batch_linear
 
 
 class SmallBatchHead(Head):
@@ -39,11 +39,14 @@ def small_batch_head(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     weight = next(model.parameters(), None)
     if weight is None or not has_kernel("small_batch_linear", weight):
         return []
-    # Exact types: tensor parallelism and quantisation change the class of a head.
-    return [_lower(head) for head in model.modules() if type(head) in LOWERED]
+    # Exact classes: tensor parallelism and quantisation change the class of a head.
+    return [
+        replace_class(head, fast)
+        for head in model.modules()
+        if (fast := LOWERED.get(plain_class(head))) and not isinstance(head, fast) and not has_hooks(head)
+    ]
 
 
-def _lower(head: nn.Module) -> Replaced:
-    plain = type(head)
-    head.__class__ = LOWERED[plain]
-    return Replaced(head, lambda: setattr(head, "__class__", plain))
+def has_kernel_weight(x: Tensor, weight: Tensor) -> bool:
+    """True if the small-batch kernel supports the product of x and a plain weight, not quantised or sharded."""
+    return type(weight) is nn.Parameter and rows_fit(x, weight)

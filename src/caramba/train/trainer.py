@@ -42,6 +42,7 @@ from caramba.train.callbacks import (
     GradientAveraging,
     HeldOutStopping,
     KeptWeights,
+    Lowering,
     Monitoring,
     Profiling,
     RuntimePlanning,
@@ -238,6 +239,7 @@ def fit(
             *_float8(
                 objective, phase, run_dir, plan.value("compile_model") is not False
             ),  # before anything is compiled
+            Lowering(objective, plan, run_dir),
             *_compilation(objective, plan.value("compile_model")),
             *([GradientAveraging(parallel, phase)] if way == AVERAGED and not module.shares_blocks else []),
             *([Profiling(run_dir / "profile" / plan.phase, plan.phase)] if profiling else []),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.unit.model.model_specs import transformer
 
-from caramba.cache import KVCacheKind, SlotContext
-from caramba.cache.slot_context import IDLE
+from caramba.cache import DeviceContext, KVCacheKind
+from caramba.cache.device_context import IDLE
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
 
@@ -26,7 +26,7 @@ def test_rows_of_unequal_length_step_as_if_alone(model: Model) -> None:
             buffer.fill_(float("nan"))
     for slot, prompt in zip((0, 2, 3), prompts, strict=True):
         model(torch.tensor([prompt]), ctx.row(slot))
-    step = SlotContext(ctx)
+    step = DeviceContext.slots(ctx)
     step.set_lengths([5, IDLE, 1, 2])
     found = [model(tokens[:, None], step)[:, 0] for tokens in steps]
     assert step.device_lengths.tolist() == [7, IDLE, 3, 4]
@@ -62,4 +62,4 @@ def test_caches_that_cannot_be_stepped_say_why(model: Model) -> None:
         model.new_context(2, 8).row(0)
     rotated = model.new_context(2, 300, KVCacheKind.Q4_0, static=True, hadamard=True)
     with pytest.raises(ConfigError, match="Hadamard-rotated"):
-        SlotContext(rotated)
+        DeviceContext.slots(rotated)

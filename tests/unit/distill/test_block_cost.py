@@ -16,6 +16,7 @@ from caramba.distill import BlockwiseObjective, attention_kl, sample_queries
 from caramba.distill.block_loss import AttentionDivergence, attention_log_probabilities
 from caramba.distill.block_step import BlockStep
 from caramba.layer import AttentionLayer, LatentProjection, score
+from caramba.lower.lowering import lower
 from caramba.model import build_model
 from caramba.surgery import pair_attention
 from tests.unit.surgery.test_weight_svd import TOKENS, spec
@@ -89,7 +90,12 @@ def run_step(layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch) -> tuple[Co
     )
     monkeypatch.setattr(score, "_widen", lambda x, width: x)
     x, target = features(), features()
-    with torch.autocast(**BF16), Counted() as counted, FlopCounterMode(display=False) as flops:
+    with (
+        lower(layer, "cpu", "train"),
+        torch.autocast(**BF16),
+        Counted() as counted,
+        FlopCounterMode(display=False) as flops,
+    ):
         _, raw, size = BlockStep(layer)(x, target)
         (raw / size).backward()
     return counted.ops, flops.get_total_flops() / (B * T)

@@ -11,7 +11,6 @@ from torch import Tensor
 from caramba.cache import Context, LatentLayerKVCache, new_layer_cache
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
-from caramba.distill.lora import LoraLinear
 from caramba.layer import AttentionLayer, LatentProjection
 from caramba.layer.latent import expanding_is_cheaper
 
@@ -191,31 +190,6 @@ def test_fresh_maps_keep_the_scale_of_plain_heads() -> None:
     assert 0.8 < v.std() < 1.25
 
 
-@pytest.mark.parametrize("option", ["plain", "null"])
-def test_training_takes_latent_and_geometric_keys_from_one_product(option: str) -> None:
-    layer, x = build(**OPTIONS[option]), features()
-    projection = layer.projection
-    assert isinstance(projection, LatentProjection)
-    both = (projection.c, projection.k_geo)
-    calls: list[object] = []
-    for linear in both:
-        linear.register_forward_hook(lambda module, *_: calls.append(module))
-    with torch.no_grad():
-        expected = layer(x)
-    assert calls == list(both), "decoding runs the layers as they are"
-    out = layer(x)
-    assert len(calls) == 2
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    joined = torch.autograd.grad(out.square().sum(), [p for linear in both for p in linear.parameters()])
-    projection.c = LoraLinear(projection.c, rank=2, alpha=2.0, dropout=0.0)  # type: ignore[assignment]
-    alone = layer(x)
-    assert len(calls) == 4, "a layer that stands in for another is called"
-    kept = [projection.c.base_layer.weight, projection.c.base_layer.bias, *projection.k_geo.parameters()]
-    separate = torch.autograd.grad(alone.square().sum(), kept)
-    for a, b in zip(joined, separate, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("option", ["plain", "gates"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_autograd_keeps_is_what_the_plan_says(shape: str, option: str) -> None:
@@ -238,21 +212,3 @@ def test_what_autograd_keeps_is_what_the_plan_says(shape: str, option: str) -> N
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in kept}
     measured = sum(size for at, size in sizes.items() if at not in own) / (batch * n_tokens)
     assert measured == pytest.approx(layer.config.infer(Width(D_MODEL)).activation_elements, rel=0.02)
-
-
-def test_keys_of_one_product_are_the_joined_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = build(), features().requires_grad_()
-    named = [x, *layer.parameters()]
-
-    def run() -> tuple[Tensor, ...]:
-        out = layer(x)
-        return out, *torch.autograd.grad(out.square().sum(), named)
-
-    apart = run()
-    monkeypatch.setattr(LatentProjection, "_is_one_product", lambda *_: True)
-    for got, want in zip(run(), apart, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    projection = layer.bfloat16().projection
-    _, streams = projection(features().bfloat16())
-    joined = projection.keys_values(streams)[0]
-    assert torch.equal(joined[..., 6:], streams["k_geo"].expand_as(joined[..., 6:]))

@@ -11,8 +11,9 @@ import torch
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
-from caramba.layer.rope import angles_of, share_frequencies, share_rope_tables
+from caramba.layer.rope import angles_of, apply_rope_halves, share_frequencies, share_rope_tables
 from caramba.ops import backend
+from caramba.ops.backend import upcast
 
 LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
 
@@ -262,4 +263,8 @@ def test_a_step_turns_by_the_table_to_the_last_bit() -> None:
         for offset, n_tokens in ((0, 3), (5, 1), (6, 1), (39, 1), (39, 2)):  # the last is beyond the table
             x = torch.randn(2, 3, n_tokens, 8, generator=generator).to(dtype)
             for rope in module:
-                assert torch.equal(rope.apply_rope(x, offset), rotate(x, *rope(offset, n_tokens, x.device)))
+                halves = rope.cached_cos_sin(offset, n_tokens, x.device)
+                assert (halves is None) == (offset + n_tokens > 40)
+                if halves is not None:
+                    found = apply_rope_halves(upcast(x).unflatten(-1, (2, -1)), *halves).flatten(-2)
+                    assert torch.equal(found, rotate(x, *rope(offset, n_tokens, x.device)))

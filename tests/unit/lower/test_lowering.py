@@ -34,14 +34,14 @@ def test_names_and_values_stay_and_restore_gives_the_plain_model_back() -> None:
         lowered.restore()
     assert shape_of(model) == kinds
     assert "step" not in model.topology.__dict__
-    assert all(getattr(module, "fused_linear", None) is None for module in model.modules())
+    assert not any("fused_linear" in module.__dict__ for module in model.modules())
 
 
 def test_an_inner_lowering_leaves_the_outer_one_in_place() -> None:
     model = lively("gqa_scaled")
     with lower(model, "cpu", "decode"):
         with lower(model, "cpu", "decode") as inner:
-            assert inner.replaced == dict.fromkeys((one.name for one in PASSES), 0)
+            assert not any(inner.replaced.values())
         assert isinstance(model.topology, CpuDecode)
     assert not isinstance(model.topology, CpuDecode)
 
@@ -89,7 +89,7 @@ def test_a_pass_that_fails_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(
         "caramba.lower.lowering.PASSES",
-        (*PASSES, PASSES[0]._replace(apply=fail)),  # type: ignore[arg-type]
+        (*PASSES, PASSES[-1]._replace(apply=fail)),  # type: ignore[arg-type]
     )
     with pytest.raises(MemoryError):
         lower(model, "cpu", "decode")

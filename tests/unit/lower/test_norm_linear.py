@@ -18,11 +18,12 @@ from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer
-from caramba.layer.fused_linear import FusedLinear
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
+from caramba.lower.fuse_linears import FusedLinear, fuse
 from caramba.lower.lowering import lower
 from caramba.lower.norm_linear import SmallBatchResidual
+from caramba.lower.pre_norm import NormLinear
 from caramba.lower.quantize import quantise_weights
 from caramba.lower.quantize.int4 import quantize_int4
 from caramba.model import Model, build_model
@@ -239,29 +240,27 @@ def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
 
 @torch.no_grad()
 def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
-    class Three(nn.Module):
-        fusible_linears, fuse_in_training, fused_linear = ("a", "b", "c"), False, None
+    def three(groups: tuple[int, int, int]) -> list[nn.Module]:
+        source = torch.Generator().manual_seed(0)
+        return [
+            QuantizedLinear(
+                *quantize_int4(torch.randn(n, 128, generator=source), group),
+                torch.ones(n) if n == 5 else None,
+            )
+            for n, group in zip((3, 5, 2), groups, strict=True)
+        ]
 
-        def __init__(self, groups: tuple[int, int, int]) -> None:
-            super().__init__()
-            source = torch.Generator().manual_seed(0)
-            for name, n, group in zip(self.fusible_linears, (3, 5, 2), groups, strict=True):
-                weight = torch.randn(n, 128, generator=source)
-                self.add_module(
-                    name, QuantizedLinear(*quantize_int4(weight, group), torch.ones(n) if n == 5 else None)
-                )
-
-    x, module = torch.rand(1, 1, 128), Three((64, 64, 64))
-    want = [module.get_submodule(name)(x) for name in module.fusible_linears]
+    x, layers = torch.rand(1, 1, 128), three((64, 64, 64))
+    want = [layer(x) for layer in layers]
     for _ in range(2):
-        with lower(module, "cpu", "decode"), Ops() as ops:
-            assert module.fused_linear is not None
-            found = module.fused_linear(x)
+        fused = fuse(layers, is_compiled=False)
+        assert fused is not None
+        with Ops() as ops:
+            found = fused(x)
         assert ops.ran["small_batch_linear"] == 1
         for part, alone in zip(found, want, strict=True):
             torch.testing.assert_close(part, alone)
-    with lower(unlike := Three((64, 32, 64)), "cpu", "decode"):
-        assert unlike.fused_linear is None, "their groups are of other sizes"
+    assert fuse(three((64, 32, 64)), is_compiled=False) is None, "their groups are of other sizes"
 
 
 @torch.inference_mode()
@@ -356,7 +355,9 @@ def test_pass_replaces_every_block_and_restores_it(kernels: None) -> None:
     model = lively("gqa_scaled")
     names, blocks = list(model.state_dict()), [m for m in model.modules() if type(m) is ResidualTopology]
     with lower(model, "cpu", "decode") as lowered:
-        assert lowered.replaced["norm_linear"] == len(blocks) >= 2
+        readers = [m for m in model.modules() if isinstance(m, NormLinear)]
+        assert lowered.replaced["norm_linear"] == len(blocks) + len(readers)
+        assert len(blocks) >= 2
         assert all(isinstance(block, SmallBatchResidual) for block in blocks)
         assert list(model.state_dict()) == names
         with lower(model, "cpu", "decode") as inner:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from caramba import ops
 from caramba.cache import KVCacheKind, new_layer_cache
+from caramba.cache import view as cache_view
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import CacheFull
-from caramba.layer import cache_view
-from caramba.layer.attention import _log_unfused_decode
+from caramba.lower.decode_attention import log_unfused_decode
+from caramba.lower.lowering import lower
 from caramba.model import Model, build_model
 from caramba.ops import backend
 from caramba.ops.dba_decode import WIDEST, dba_decode
@@ -65,7 +66,8 @@ def tokens_of() -> Tensor:
 
 def decoded(model: Model, kind: KVCacheKind, cuts: list[int], *, static: bool = False) -> Tensor:
     ctx = model.new_context(2, N_TOKENS, kind, tail_tokens=TILE, static=static)
-    return torch.cat([model(part, ctx) for part in torch.tensor_split(tokens_of(), cuts, dim=1)], dim=1)
+    with lower(model, "cpu", "decode"):
+        return torch.cat([model(part, ctx) for part in torch.tensor_split(tokens_of(), cuts, dim=1)], dim=1)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -134,7 +136,7 @@ def test_what_the_kernels_cannot_do_takes_the_plain_path(
         monkeypatch.setitem(WIDEST, torch.float64, 2)
     else:
         monkeypatch.delitem(WIDEST, torch.float64)
-    _log_unfused_decode.cache_clear()
+    log_unfused_decode.cache_clear()
     out, full = decoded(model, KVCacheKind.FP32, [10, 11, 15]), model(tokens_of())
     torch.testing.assert_close(out, full, rtol=2e-5, atol=2e-5)
     assert not calls
@@ -144,6 +146,7 @@ def test_what_the_kernels_cannot_do_takes_the_plain_path(
 @torch.no_grad()
 def test_rollback_reorder_and_overflow_on_the_fused_path(calls: list[int]) -> None:
     model, tokens = lively("latent"), tokens_of()
+    lower(model, "cpu", "decode")
     ctx = model.new_context(2, N_TOKENS, KVCacheKind.FP32)
     model(tokens[:, :15], ctx)
     expected = model(tokens[:, 15:18], ctx)

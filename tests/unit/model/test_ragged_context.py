@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_specs import VOCAB, transformer
 
-from caramba.cache import RaggedContext
+from caramba.cache import DeviceContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import CacheFull, ConfigError
 from caramba.model import build_model
@@ -22,7 +22,7 @@ def test_every_row_is_that_row_alone_after_any_rollback(name: str) -> None:
         whole = model(TOKENS)
         ctx = model.new_context(3, 20, static=True)
         model(torch.where(torch.arange(9) < torch.tensor(LENGTHS)[:, None], TOKENS[:, :9], 0), ctx)
-        rows, held = RaggedContext(ctx, LENGTHS), list(LENGTHS)
+        rows, held = DeviceContext.ragged(ctx, LENGTHS), list(LENGTHS)
         for width, kept in ((3, (3, 0, 1)), (5, (1, 5, 2)), (1, (0, 1, 1)), (3, (3, 3, 3))):
             rows.width = width
             fed = torch.stack([TOKENS[b, n : n + width] for b, n in enumerate(held)])
@@ -37,7 +37,7 @@ def test_every_row_is_that_row_alone_after_any_rollback(name: str) -> None:
 
 def test_rows_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     model = build_model(transformer("standard"), seed=0).eval()
-    rows = RaggedContext(model.new_context(2, 6, static=True), [5, 1])
+    rows = DeviceContext.ragged(model.new_context(2, 6, static=True), [5, 1])
     rows.width = 2
     with torch.inference_mode(), pytest.raises(CacheFull, match=r"7 tokens do not fit max_tokens=6"):
         model(TOKENS[:2, :2], rows)
@@ -48,4 +48,4 @@ def test_rows_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     with torch.inference_mode(), pytest.raises(ConfigError, match=r"got 3 tokens per sequence, expected 2"):
         model(TOKENS[:2, :3], rows)
     with pytest.raises(ConfigError, match=r"decode step on the device: the cache is quantised"):
-        RaggedContext(model.new_context(2, 6, KVCacheKind.Q8_0, static=True), [0, 0])
+        DeviceContext.ragged(model.new_context(2, 6, KVCacheKind.Q8_0, static=True), [0, 0])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError, KernelUnavailable
-from caramba.layer import AttentionLayer, Documents, StoredDocuments, attention_backends, documents_path
+from caramba.layer import AttentionLayer, Documents, StoredDocuments, attention_backends
 from caramba.layer.varlen import (
     VarlenKernel,
     check_kernel,
@@ -26,6 +26,7 @@ from caramba.layer.varlen import (
     measure_error,
     varlen_attention,
 )
+from caramba.lower.document_separation import documents_path
 from caramba.runtime import AttentionChoice
 
 CPU = torch.device("cpu")
@@ -238,7 +239,7 @@ def test_the_path_is_decided_with_its_reason(monkeypatch: pytest.MonkeyPatch) ->
         "variable-length attention is for CUDA, not for cpu",
     )
     monkeypatch.setattr(
-        "caramba.layer.document_separation.find_kernel", lambda device: VarlenKernel.of(newer)
+        "caramba.lower.document_separation.find_kernel", lambda device: VarlenKernel.of(newer)
     )
     assert documents_path(CPU, torch.bfloat16, [plain], choice)[0] == "varlen"
     assert documents_path(CPU, torch.bfloat16, [plain, null], choice) == (

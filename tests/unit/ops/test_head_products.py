@@ -10,7 +10,7 @@ from caramba import kernels
 from caramba.cache import DeviceContext, KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.device_steps import compile_logits, find_angles, next_logits
-from caramba.layer import latent
+from caramba.lower import absorb_latent as latent
 from caramba.lower.lowering import lower
 from caramba.model import build_model
 from caramba.ops import backend

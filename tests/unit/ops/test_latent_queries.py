@@ -8,7 +8,9 @@ from torch import Tensor
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError
-from caramba.layer import AttentionLayer, Documents, latent
+from caramba.layer import AttentionLayer, Documents
+from caramba.lower import latent_queries as latent
+from caramba.lower.lowering import lower
 from caramba.ops import backend
 from caramba.ops.latent_queries import latent_queries
 
@@ -92,6 +94,7 @@ def build(**fields: object) -> AttentionLayer:
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
+    lower(layer, "cpu", "train")
     return layer
 
 

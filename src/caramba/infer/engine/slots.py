@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, SlotContext
-from caramba.cache.slot_context import IDLE
+from caramba.cache import Context, DeviceContext
+from caramba.cache.device_context import IDLE
 from caramba.config.generate import EngineConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.console import logger
@@ -69,8 +69,8 @@ class Slots:
         self.ctx = model.new_context(n + self.n_ahead, config.max_len, self.kind, static=True)
         self.rows = [self.ctx.row(index) for index in range(n + self.n_ahead)]
         stepped = self.ctx.row(0, n)
-        refused = step_refusal(model, stepped, SlotContext)
-        self.step = SlotContext(stepped) if refused is None else None
+        refused = step_refusal(model, stepped)
+        self.step = DeviceContext.slots(stepped) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
         self._row_limit = model.row_limit()
         self.prompts: PromptForwards | None = None
@@ -291,7 +291,7 @@ class Slots:
         if config.prefix_cache_bytes:
             return "prefix_cache_bytes fills slots with what was kept"
         probe = self.model.new_context(1, 1, self.kind, static=True)
-        return step_refusal(self.model, probe, SlotContext)
+        return step_refusal(self.model, probe)
 
     def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
         """Let slots decode from these logits, [n, V], which those of rows ahead wait with."""
@@ -303,7 +303,7 @@ class Slots:
             if slot < self.n_slots:
                 self.set_decoding(slot, True)
 
-    def _hold(self, step: SlotContext) -> None:
+    def _hold(self, step: DeviceContext) -> None:
         slots = range(self.n_slots)
         lengths = [self.lengths[slot] if self.is_decoding[slot] else IDLE for slot in slots]
         packed = (
@@ -313,7 +313,7 @@ class Slots:
         )
         step.set_lengths(lengths, packed)
 
-    def _forward(self, step: SlotContext, longest: int) -> None:
+    def _forward(self, step: DeviceContext, longest: int) -> None:
         def run(token: Tensor) -> Tensor:
             assert self.logits is not None
             return self.logits.copy_(self._run(self.model, token, step))

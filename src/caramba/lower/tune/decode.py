@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from caramba.cache.view import ZERO_WIDTH, zero_keys
 from caramba.console import logger
-from caramba.layer.cache_view import ZERO_WIDTH, zero_keys
 from caramba.lower.tune.timing import Timed, time_interleaved
 from caramba.ops.dba_decode import StoredStream
 from caramba.ops.decode_arguments import ZEROS

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from caramba.model.topology.build import build_node, build_nodes, own_config
     from caramba.model.topology.checkpointing import Granularity, checkpoint_topology, clear_checkpointing
-    from caramba.model.topology.regions import compilable_regions, join_repeats, sharding_units
+    from caramba.model.topology.regions import compilable_regions, sharding_units
 
 __all__ = [
     "BranchingTopology",
@@ -40,7 +40,6 @@ __all__ = [
     "checkpoint_topology",
     "clear_checkpointing",
     "compilable_regions",
-    "join_repeats",
     "own_config",
     "sharding_units",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from caramba.model.topology.base import NestedTopology, StackedTopology
-from caramba.model.topology.checkpointing import repeats
 
 
 def compilable_regions(module: nn.Module) -> list[nn.Module]:
@@ -41,17 +40,3 @@ def sharding_units(module: nn.Module, types: tuple[str, ...] | None = None) -> l
         return [unit for layer in module.layers for unit in sharding_units(layer)]
     has_weights = any(True for _ in module.parameters())
     return [[module]] if has_weights and any(True for _ in module.children()) else []
-
-
-def join_repeats(topology: nn.Module) -> None:
-    """Run and compile each repeat of a nested list as one module, until `clear_checkpointing`.
-
-    A residual sum and the norm after it are then one pass. Hooks on modules within a repeat would run inside its
-    compiled code, so a topology with any is left as it is. Parts that are checkpointed stay what is compiled.
-    """
-    for module in topology.modules():
-        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
-            return
-    for module in topology.modules():
-        if isinstance(module, NestedTopology) and module.runs is None:
-            module.runs = tuple(repeats(module))

@@ -7,6 +7,7 @@ from caramba.train.callbacks.compiling import Compilation
 from caramba.train.callbacks.float8 import Float8Products
 from caramba.train.callbacks.gradients import CompiledGradients
 from caramba.train.callbacks.kept_weights import KeptWeights
+from caramba.train.callbacks.lowering import Lowering
 from caramba.train.callbacks.monitoring import Monitoring
 from caramba.train.callbacks.planning import RuntimePlanning
 from caramba.train.callbacks.profiling import Profiling
@@ -23,6 +24,7 @@ __all__ = [
     "GradientAveraging",
     "HeldOutStopping",
     "KeptWeights",
+    "Lowering",
     "Monitoring",
     "Profiling",
     "RuntimePlanning",

@@ -10,8 +10,9 @@ from torch import nn
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.layer.float8 import TILE, Float8Linear, Float8Recipe, RecipeName
-from caramba.layer.fused_linear import has_fusible_linears
+from caramba.lower.float8 import TILE, Float8Linear, Float8Recipe, RecipeName
+from caramba.lower.fuse_linears import FUSIBLE
+from caramba.lower.fuse_training import FAST
 from caramba.runs.events import append_event
 from caramba.train.callbacks.restore_on_exit import RestoreOnExit
 
@@ -83,9 +84,10 @@ def _fused_widths(model: nn.Module) -> dict[int, int]:
     """Return id of a layer -> features of the one product that it is a part of, where all its parts can be cast."""
     found: dict[int, int] = {}
     for owner in model.modules():
-        if has_fusible_linears(owner) and owner.fuse_in_training:
-            assert isinstance(owner, nn.Module)
-            layers = [owner.get_submodule(name) for name in owner.fusible_linears]
+        for kind in FAST:
+            if not isinstance(owner, kind):
+                continue
+            layers = [owner.get_submodule(name) for name in FUSIBLE[kind][0]]
             plain = [layer for layer in layers if type(layer) is nn.Linear]
             trained = all(layer.weight.requires_grad for layer in plain)
             if trained and len(plain) == len(layers) and not any(one.out_features % TILE for one in plain):

@@ -23,7 +23,8 @@ from caramba.config.topology import (
     ResidualTopologyConfig,
     StackedTopologyConfig,
 )
-from caramba.layer import split_keys
+from caramba.lower import split_keys
+from caramba.lower.lowering import lower
 from caramba.model.topology import build_node, checkpoint_topology, clear_checkpointing, compilable_regions
 from caramba.ops import backend
 
@@ -104,6 +105,7 @@ def test_attention_by_a_kernel_of_our_own_is_not_computed_twice(monkeypatch: pyt
     layer = AttentionLayerConfig.model_validate({"mode": "decoupled", "layout": "latent", **dims})
     torch.manual_seed(0)
     model = build_node(NestedTopologyConfig(layers=(layer,), repeat=2)).bfloat16()
+    lower(model, "cpu", "train")
     plain, _, calls = step(model, torch.bfloat16)
     assert calls["decoupled_attention"] == 2
     for mode, times in (("selective", 2), ("full", 4)):

@@ -13,7 +13,9 @@ from caramba import kernels
 from caramba.cache import Context, LatentLayerKVCache, new_layer_cache
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer import AttentionLayer, Documents, attention_backends, split_keys
+from caramba.layer import AttentionLayer, Documents, attention_backends
+from caramba.lower import split_keys
+from caramba.lower.lowering import lower
 from caramba.ops import backend
 
 pytestmark = [
@@ -49,6 +51,7 @@ def build(**fields: Any) -> AttentionLayer:
     for name, parameter in layer.named_parameters():
         if name.endswith("weight"):
             torch.nn.init.normal_(parameter, std=512**-0.5)
+    lower(layer, GPU, "train")
     return layer
 
 

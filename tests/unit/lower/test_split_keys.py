@@ -18,15 +18,12 @@ from caramba.cache import Context, LatentLayerKVCache
 from caramba.config.attention import uses_split_keys
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer import (
-    AttentionLayer,
-    Documents,
-    LatentProjection,
-    documents_path,
-    split_keys,
-    uses_split_keys_kernel,
-)
+from caramba.layer import AttentionLayer, Documents
 from caramba.layer.varlen import VarlenKernel
+from caramba.lower import split_keys
+from caramba.lower.document_separation import documents_path
+from caramba.lower.lowering import lower
+from caramba.lower.split_keys import SplitKeys, uses_split_keys_kernel
 from caramba.ops import backend
 from caramba.ops.decoupled_attention import decoupled_attention, reference_decoupled_attention
 from caramba.runtime import AttentionChoice
@@ -38,6 +35,13 @@ SHAPES = {"expanded": {"sem_dim": 10, "geo_dim": 4}, "absorbed": {"sem_dim": 3, 
 
 
 def build(shape: str = "expanded", **fields: Any) -> AttentionLayer:
+    """A layer that takes the op where a fixture attached it."""
+    layer = build_plain(shape, **fields)
+    lower(layer, "cpu", "prefill")
+    return layer
+
+
+def build_plain(shape: str = "expanded", **fields: Any) -> AttentionLayer:
     torch.manual_seed(0)
     dims = {"d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, **SHAPES[shape]}
     layer = AttentionLayer(
@@ -190,11 +194,13 @@ def test_what_the_op_does_not_do_keeps_to_the_score_op(
 def test_narrow_keys_and_watched_scores_keep_to_the_score_op(
     calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, seen = build().double(), []
+    layer, seen = build_plain().double(), []
     handle = layer.score.register_forward_hook(lambda *_: seen.append(None))
-    layer(drawn(2, T, 16))
-    assert (len(seen), len(calls)) == (1, 0)
+    with lower(layer, "cpu", "train"):
+        layer(drawn(2, T, 16))
+        assert (len(seen), len(calls)) == (1, 0)
     handle.remove()
+    lower(layer, "cpu", "train")
     monkeypatch.setattr(split_keys, "WIDEST", 10)
     layer(drawn(2, T, 16))
     assert not calls
@@ -245,6 +251,7 @@ def test_a_compiled_layer_in_half_precision_calls_the_op(
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = gradients(layer, x, documents)
         take_all(monkeypatch)
+        lower(layer, "cpu", "train")
         eager = gradients(layer, x, documents)
         again = gradients(torch.compile(layer, backend=keep, fullgraph=True), x, documents)
     nodes = [str(node.target) for graph in graphs for node in graph.graph.nodes]
@@ -259,6 +266,7 @@ def test_a_compiled_training_step_runs_the_op(monkeypatch: pytest.MonkeyPatch) -
     layer, x = build().bfloat16(), drawn(2, T, 16).bfloat16()
     plain = gradients(layer, x)
     take_all(monkeypatch)
+    lower(layer, "cpu", "train")
     for want, ours in zip(
         plain, gradients(torch.compile(layer, backend="aot_eager", fullgraph=True), x), strict=True
     ):
@@ -288,6 +296,7 @@ def test_what_autograd_keeps_of_two_parts_is_what_the_plan_says(
     monkeypatch.setitem(backend._attached, PLACE, "triton")
     config, half = wide(**fields), torch.bfloat16
     layer, cost = AttentionLayer(config).to(half), config.infer(Width(128))
+    lower(layer, "cpu", "train")
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     batch, n_tokens = 1024, 4  # copies of weights and the rotary table are shared by the batch
 
@@ -354,6 +363,7 @@ def test_what_keeps_documents_apart_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(
             split_keys, "decoupled_attention", lambda *x, s=seen: s.append(x) or decoupled_attention(*x)
         )
-        assert isinstance(layer.projection, LatentProjection)
+        lower(layer, "cpu", "train")
+        assert isinstance(layer.projection, SplitKeys)
         layer(torch.randn(1, 5, 128, dtype=half), Documents.of(torch.zeros(1, 5, dtype=torch.int64)))
         assert len(seen) == 1

@@ -11,12 +11,15 @@ from tests.unit.model.model_specs import VOCAB, transformer
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer import StandardProjection, standard
-from caramba.layer import fused_linear as module
-from caramba.layer.fused_linear import products
+from caramba.layer import StandardProjection
 from caramba.layer.rope import RotaryEmbedding, share_rope_tables
+from caramba.lower import fuse_linears
+from caramba.lower import fuse_training as module
+from caramba.lower.fuse_training import TrainingQkv, are_joinable, products
+from caramba.lower.join_repeats import join_repeats
+from caramba.lower.lowering import lower
 from caramba.model import build_model
-from caramba.model.topology import clear_checkpointing, compilable_regions, join_repeats
+from caramba.model.topology import clear_checkpointing, compilable_regions
 from caramba.ops import backend as ops_backend
 
 WIDTHS = (8, 3, 5)
@@ -27,7 +30,6 @@ def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a compiled step on a GPU, uncompiled and here."""
     monkeypatch.setattr(module, "FUSED_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(module, "MIN_ROWS", 6)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
 def layers_of(bias: bool) -> list[nn.Linear]:
@@ -42,7 +44,7 @@ def in_one(outputs: tuple[Tensor, ...]) -> bool:
 def step(layers: list[nn.Linear], x: Tensor) -> tuple[list[Tensor], bool]:
     """Outputs and all gradients, and whether one product made the outputs."""
     x = x.clone().requires_grad_()
-    outputs = products(x, layers)
+    outputs = products(x, layers) or tuple(layer(x) for layer in layers)
     torch.stack([(index + 1) * y.square().sum() for index, y in enumerate(outputs)]).sum().backward()
     grads = [parameter.grad for layer in layers for parameter in layer.parameters()]
     found = [value for value in (*outputs, x.grad, *grads) if value is not None]
@@ -81,8 +83,8 @@ def test_what_is_changed_stays_apart(
 ) -> None:
     layers = layers_of(False)
     change(layers)
-    outputs = products(torch.randn(6, 4, dtype=torch.float64), layers)
-    assert not in_one(outputs)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    assert not (are_joinable(layers) and products(x, layers))
 
 
 @pytest.mark.parametrize(
@@ -93,10 +95,25 @@ def test_other_projections_turn_their_heads_by_themselves(
     changes: dict[str, Any], compiled_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ops_backend._attached, ("rope_qkv", "cpu"), "triton")
-    monkeypatch.setattr(standard, "rope_qkv", None)
-    config = AttentionLayerConfig.model_validate({"d_model": 8, "n_heads": 2, **changes})
-    q, _ = StandardProjection(config)(torch.randn(2, 4, 8))
-    assert q.shape == (2, 2, 4, 4)
+    monkeypatch.setattr(fuse_linears, "rope_qkv", None)
+    projection = StandardProjection(
+        AttentionLayerConfig.model_validate({"d_model": 8, "n_heads": 2, **changes})
+    )
+    x = torch.randn(2, 4, 8)
+    want, _ = projection(x)
+    with lower(projection, "cpu", "train", is_compiled=True):
+        assert isinstance(projection, TrainingQkv)
+        q, _ = projection(x)
+    torch.testing.assert_close(q, want, rtol=1e-6, atol=1e-6)
+
+
+def test_eager_steps_and_other_devices_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    projection = StandardProjection(AttentionLayerConfig(d_model=8, n_heads=2))
+    with lower(projection, "cpu", "train", is_compiled=True):
+        assert type(projection) is StandardProjection
+    monkeypatch.setattr(module, "FUSED_DEVICES", frozenset({"cpu"}))
+    with lower(projection, "cpu", "train"):
+        assert type(projection) is StandardProjection
 
 
 def test_layers_share_one_table_of_angles_that_changes_no_bit() -> None:

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
-from caramba.layer import LatentProjection, StandardProjection, SwiGLULayer, standard
-from caramba.layer import swiglu as swiglu_layer
-from caramba.layer.fused_linear import can_use_fused, fused_prefill_product, uses_fused_linears
+from caramba.layer import LatentProjection, StandardProjection, SwiGLULayer
+from caramba.lower import fuse_linears
+from caramba.lower.fuse_linears import FusedGateUp, FusedLatent, uses_fused_linears
 from caramba.lower.lowering import lower
+from caramba.ops import backend
 from caramba.ops.backend import without_kernels
 
 
@@ -25,9 +26,10 @@ def test_one_product_gives_what_the_layers_give(bias: bool) -> None:
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     expected = layer(x)
     with torch.no_grad(), lower(layer, "cpu", "decode"):
-        assert can_use_fused(layer.fused_linear, x)
+        assert isinstance(layer, FusedGateUp)
+        assert layer.fused_linear.takes(x)
         torch.testing.assert_close(layer(x), expected, rtol=1e-13, atol=1e-13)
-    assert layer.fused_linear is None
+    assert type(layer) is SwiGLULayer
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
@@ -37,23 +39,25 @@ def test_prompts_read_the_joined_product_whole(monkeypatch: pytest.MonkeyPatch) 
     heads, gated, x = StandardProjection(config).double(), swiglu(), torch.randn(2, 9, 8, dtype=torch.float64)
     (q, streams), y = heads(x, 3), gated(x)
     # As on a GPU, whose eager forwards take fused products only where a kernel reads them whole.
-    for module in (standard, swiglu_layer):
-        monkeypatch.setattr(module, "can_use_fused", lambda fused_linear, x: False)
-        monkeypatch.setattr(module, "has_kernel", lambda op, x: op in ("rope_qkv", "swiglu_packed"))
-        monkeypatch.setattr(module, "products", None)
+    monkeypatch.setattr(fuse_linears, "uses_fused_linears", lambda device, is_compiled: False)
+    for op in ("rope_qkv", "swiglu_packed", "small_batch_linear"):
+        monkeypatch.setitem(backend._attached, (op, "cpu"), "reference")
     with torch.no_grad(), lower(heads, "cpu", "decode"), lower(gated, "cpu", "decode"):
+        monkeypatch.setattr(StandardProjection, "linears", None)
+        monkeypatch.setattr(SwiGLULayer, "linears", None)
         for found, wanted in ((heads(x, 3), (q, streams)), (gated(x), y)):
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # float32 angles
-        assert fused_prefill_product(gated.fused_linear, x[:, :8]) is None
-    with lower(gated, "cpu", "decode"):
-        assert fused_prefill_product(gated.fused_linear, x) is None
+        assert isinstance(gated, FusedGateUp)
+        assert gated.fused_linear.prefill(x[:, :8]) is None
+        with torch.enable_grad():
+            assert gated.fused_linear.prefill(x) is None
 
 
 def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
     layer = swiglu(bias=True)
     gate, bias = layer.gate.weight, layer.gate.bias
     with lower(layer, "cpu", "decode"):
-        assert layer.fused_linear is not None
+        assert isinstance(layer, FusedGateUp)
         assert layer.fused_linear.bias is not None
         places = [layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()]
         assert layer.gate.weight is gate
@@ -64,7 +68,7 @@ def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
         layer.up.bias.add_(1)
     # What a graph captured in one block reads is what the next block computes with.
     with lower(layer, "cpu", "decode"):
-        assert layer.fused_linear is not None
+        assert isinstance(layer, FusedGateUp)
         assert layer.fused_linear.bias is not None
         assert [layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()] == places
         assert torch.equal(layer.fused_linear.weight[:24], gate)
@@ -95,7 +99,7 @@ def test_a_latent_layer_joins_layers_with_and_without_a_bias() -> None:
             wanted, streams = layer(x)
             asked = layer(x, rows=rows)[0]
         with torch.no_grad(), lower(layer, "cpu", "decode"):
-            assert layer.fused_linear is not None
+            assert isinstance(layer, FusedLatent)
             assert layer.fused_linear.bias is not None
             places.append((layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()))
             assert torch.equal(layer.fused_linear.bias[24:34], layer.c.bias)
@@ -116,13 +120,14 @@ def test_layers_that_are_not_plain_or_unlike_stay_apart() -> None:
     mixed.up.bias = nn.Parameter(mixed.up.bias.detach().float())
     for layer in (hooked, changed, unlike, mixed):
         with lower(layer, "cpu", "decode"):
-            assert layer.fused_linear is None
+            assert not isinstance(layer, FusedGateUp)
 
 
 def test_training_and_gradients_never_take_the_joined_product() -> None:
     layer, x = swiglu(), torch.randn(2, 8, dtype=torch.float64)
     with lower(layer, "cpu", "decode"):
-        assert not can_use_fused(layer.fused_linear, x)
+        assert isinstance(layer, FusedGateUp)
+        assert not layer.fused_linear.takes(x)
         layer(x).sum().backward()
     assert layer.gate.weight.grad is not None
     assert layer.up.weight.grad is not None
@@ -142,7 +147,7 @@ def test_weights_of_eager_cuda_forwards_stay_where_they_are_without_a_kernel_for
     layer = swiglu(bias=True).cuda()
     places = [weight.data_ptr() for weight in layer.parameters()]
     with without_kernels("small_batch_linear"), lower(layer, "cpu", "decode"):
-        assert layer.fused_linear is None
+        assert not isinstance(layer, FusedGateUp)
     assert [weight.data_ptr() for weight in layer.parameters()] == places
     with lower(layer, "cpu", "decode", is_compiled=True):
-        assert layer.fused_linear is not None
+        assert isinstance(layer, FusedGateUp)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.errors import ConfigError
-from caramba.layer import fused_linear as products_module
-from caramba.layer.float8 import Float8Linear, Float8Recipe, RecipeName
-from caramba.layer.fused_linear import products
+from caramba.lower import fuse_training
+from caramba.lower.float8 import Float8Linear, Float8Recipe, RecipeName
+from caramba.lower.fuse_training import are_joinable, products
+from caramba.lower.lowering import lower
 from caramba.model.topology import build_node
 from caramba.ops import backend
 from caramba.ops.float8_cast import float8_cast
@@ -82,17 +83,17 @@ def test_autocast_and_layers_of_one_input_cast_once(monkeypatch: pytest.MonkeyPa
         seen.append(x.shape)
         return float8_cast(x, per_tensor=rest[0] if rest else False)
 
-    monkeypatch.setattr("caramba.layer.float8.float8_cast", lambda x, **_: counted(x))
+    monkeypatch.setattr("caramba.lower.float8.float8_cast", lambda x, **_: counted(x))
     with torch.autocast("cpu", torch.bfloat16):
-        apart = products(x, layers)
+        apart = [layer(x) for layer in layers]
         n_apart, seen[:] = len(seen), []
-        monkeypatch.setattr(products_module, "FUSED_DEVICES", frozenset({"cpu"}))
-        monkeypatch.setattr(products_module, "MIN_ROWS", 1)
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        monkeypatch.setattr(fuse_training, "MIN_ROWS", 1)
         together = products(x, layers)
+        assert together is not None
         assert (n_apart, [tuple(shape) for shape in seen]) == (4, [(64, 32), (48, 32)])
         other = Float8Linear(nn.Linear(32, 16, bias=False), Float8Recipe("tensorwise", "cpu"))
-        assert len({y.untyped_storage().data_ptr() for y in products(x, [layers[0], other])}) == 2
+        assert are_joinable(layers)
+        assert not are_joinable([layers[0], other])
     for one, joined in zip(apart, together, strict=True):
         assert one.dtype == torch.bfloat16
         assert torch.equal(one, joined)
@@ -141,7 +142,8 @@ def test_swiglu_as_one_function_is_its_parts(recipe: RecipeName, monkeypatch: py
         assert made.has_swiglu == (op == "float8_swiglu_backward"), (
             "both of its ops have a kernel, or it stays apart"
         )
-        found.append(gradients(layer, x.bfloat16(), grad))
+        with lower(layer, "cpu", "train"):
+            found.append(gradients(layer, x.bfloat16(), grad))
         for ours, exact in zip(found[-1], plain, strict=True):
             assert (ours.double() - exact).norm() < 0.12 * exact.norm()
     apart, still, fused = found
@@ -151,14 +153,13 @@ def test_swiglu_as_one_function_is_its_parts(recipe: RecipeName, monkeypatch: py
             0 < (one - two).norm() < 0.08 * one.norm()
         )  # one scale for all moves with every rounding of the largest
     layer.get_submodule("gate").register_forward_hook(lambda *_: None)  # whose layer has to be called
-    assert all(
-        torch.equal(one, two) for one, two in zip(apart, gradients(layer, x.bfloat16(), grad), strict=True)
-    )
+    with lower(layer, "cpu", "train"):
+        again = gradients(layer, x.bfloat16(), grad)
+    assert all(torch.equal(one, two) for one, two in zip(apart, again, strict=True))
 
 
 def test_a_compiled_step_is_one_graph_with_three_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products_module, "FUSED_DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(products_module, "MIN_ROWS", 1)
+    monkeypatch.setattr(fuse_training, "MIN_ROWS", 1)
     torch.manual_seed(0)
     recipe = Float8Recipe("rowwise", "cpu")
     layers = [Float8Linear(nn.Linear(32, 16, bias=False).bfloat16(), recipe) for _ in range(2)]
@@ -172,7 +173,7 @@ def test_a_compiled_step_is_one_graph_with_three_casts(monkeypatch: pytest.Monke
     weights = [layer.weight for layer in layers]
 
     def step(x: Tensor) -> Tensor:
-        gate, up = products(x, layers)
+        gate, up = products(x, layers) or ()
         return gate * up
 
     got, want = torch.compile(step, backend=record, fullgraph=True)(x), step(x)

@@ -1,4 +1,4 @@
-"""Float8 SwiGLU as one autograd function: activations are cast to float8 by the kernel that computes them."""
+"""Pass `float8_swiglu`: a float8 SwiGLU as one autograd function, whose kernels cast the activations they compute."""
 
 from __future__ import annotations
 
@@ -8,9 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.float8 import Float8Linear, float8_mm, float8_mm_exact, pad_rows, unpad_rows
+from caramba.cache import Context
+from caramba.layer.swiglu import SwiGLULayer
+from caramba.lower.float8 import Float8Linear, float8_mm, float8_mm_exact, pad_rows, unpad_rows
+from caramba.lower.replaced import Replaced, is_plain, replace_each
 from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
+
+
+class Float8SwiGLU(SwiGLULayer):
+    """A gated network of float8 layers that runs as one function."""
+
+    gate: Float8Linear
+    up: Float8Linear
+    down: Float8Linear
+
+    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        return float8_feed_forward(x, self.gate, self.up, self.down)
+
+
+def fuse_float8_swiglu(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
+    """Lower gated networks whose three layers are unmodified, of one float8 recipe with the kernels; return them."""
+    return replace_each(
+        model,
+        SwiGLULayer,
+        Float8SwiGLU,
+        lambda module: (
+            is_plain(module, SwiGLULayer) and is_fusible_swiglu((module.gate, module.up, module.down))
+        ),
+    )
 
 
 def is_fusible_swiglu(layers: Sequence[nn.Module]) -> bool:
@@ -20,13 +46,12 @@ def is_fusible_swiglu(layers: Sequence[nn.Module]) -> bool:
         isinstance(first, Float8Linear)
         and first.recipe.has_swiglu
         and all(
-            type(layer) is Float8Linear
+            isinstance(layer, Float8Linear)
+            and is_plain(layer, Float8Linear)
             and layer.recipe is first.recipe
             and layer.bias is None
             and type(layer.weight) is nn.Parameter
             and layer.weight.dtype == first.weight.dtype
-            and not layer._forward_hooks
-            and not layer._forward_pre_hooks
             for layer in layers
         )
     )
@@ -43,11 +68,11 @@ def float8_feed_forward(x: Tensor, gate: Float8Linear, up: Float8Linear, down: F
     """
     rows, n_rows = pad_rows(x)
     both = torch.cat((gate.weight, up.weight))
-    y: Any = Float8SwiGLU.apply(rows, both, down.weight, gate.recipe.per_tensor)
+    y: Any = _Float8FeedForward.apply(rows, both, down.weight, gate.recipe.per_tensor)
     return unpad_rows(y, n_rows).reshape(*x.shape[:-1], down.weight.shape[0])
 
 
-class Float8SwiGLU(torch.autograd.Function):
+class _Float8FeedForward(torch.autograd.Function):
     """y = h W_d^T with h = silu(g) * u and [g, u] = x [W_g, W_u]^T, of float8 numbers."""
 
     @staticmethod

@@ -1,0 +1,80 @@
+"""A small batch before its norm: linear layers whose kernel normalises what it reads take it in the place of x."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from caramba.layer.quantized_linear import QuantizedLinear
+from caramba.layer.rms_norm import RMSNorm
+from caramba.lower.replaced import Replaced, replace_class
+from caramba.ops.small_batch_linear import small_batch_linear
+
+
+class PreNorm(NamedTuple):
+    """Rows x [..., M] and the norm that belongs before the linear layers that read them.
+
+    It stands for norm(x) in a textbook forward; a layer that was not lowered to take it raises.
+    """
+
+    x: Tensor
+    norm: RMSNorm
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+
+class LinearWeights(Protocol):
+    """What a product needs of a linear layer, fused or not."""
+
+    weight: Any
+    bias: Any
+
+
+def norm_linear(layer: LinearWeights, rows: PreNorm, *, gated: bool = False) -> Tensor:
+    """Return layer(norm(x)), or silu(gate) * up of a fused layer if `gated`. Shape: [..., M] to [..., N]."""
+    return small_batch_linear(
+        rows.x,
+        layer.weight,
+        layer.bias,
+        scale=getattr(layer, "scale", None),
+        norm=rows.norm.weight,
+        eps=rows.norm.eps,
+        gated=gated,
+    )
+
+
+def linear_residual(layer: LinearWeights, x: Tensor, residual: Tensor) -> Tensor:
+    """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
+    scale = getattr(layer, "scale", None)
+    return small_batch_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)
+
+
+class NormLinear(nn.Linear):
+    """A linear layer that normalises a `PreNorm` as it reads it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return norm_linear(self, input) if isinstance(input, PreNorm) else super().forward(input)
+
+
+class QuantizedNormLinear(QuantizedLinear):
+    """A quantised linear layer that normalises a `PreNorm` as it reads it."""
+
+    def forward(self, input: Tensor, context: object = None) -> Tensor:
+        return norm_linear(self, input) if isinstance(input, PreNorm) else super().forward(input, context)
+
+
+def read_normed(layer: nn.Module) -> Replaced:
+    """Let a linear layer take a `PreNorm`."""
+    return replace_class(layer, QuantizedNormLinear if isinstance(layer, QuantizedLinear) else NormLinear)
