@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -60,6 +61,12 @@ class LayerCache:
             for name, n_heads, width in self._stored()
         }
 
+    _first: Mapping[str, KVCacheTensor] = MappingProxyType({})
+    """First tokens that are kept at full precision besides."""
+
+    def _every(self) -> list[tuple[str, KVCacheTensor]]:
+        return [*self._tensors.items(), *self._first.items()]
+
     def _stored(self) -> Streams:
         """Return the tensors to allocate."""
         return self.streams
@@ -72,12 +79,12 @@ class LayerCache:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the allocated buffers."""
-        return sum(tensor.allocated_bytes for tensor in self._tensors.values())
+        return sum(tensor.allocated_bytes for _, tensor in self._every())
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the stored tokens."""
-        return sum(tensor.used_bytes for tensor in self._tensors.values())
+        return sum(tensor.used_bytes for _, tensor in self._every())
 
     @property
     def tail_bytes(self) -> int:
@@ -87,7 +94,7 @@ class LayerCache:
     @property
     def first_bytes(self) -> int:
         """Bytes, of those used, of first tokens that are kept at full precision besides."""
-        return 0
+        return sum(tensor.used_bytes for tensor in self._first.values())
 
     @property
     def bytes_per_token(self) -> int:
@@ -198,31 +205,33 @@ class LayerCache:
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, [B'] integers, in that order, in every stream."""
-        for tensor in self._tensors.values():
+        for _, tensor in self._every():
             tensor.select(rows)
 
     def row(self, index: int, n_rows: int = 1) -> Self:
         """Return the cache of one sequence, or of `n_rows`: it counts its own tokens, in this one's memory."""
         alone = copy.copy(self)
         alone._tensors = {name: tensor.row(index, n_rows) for name, tensor in self._tensors.items()}
+        alone._first = {name: tensor.row(index, n_rows) for name, tensor in self._first.items()}
         return alone
 
     @property
     def memory(self) -> list[Tensor]:
         """All that is allocated, in use or not."""
-        return [part for tensor in self._tensors.values() for part in tensor.memory]
+        return [part for _, tensor in self._every() for part in tensor.memory]
 
     def clone(self) -> Self:
         """Return a copy that shares no memory."""
         copied = copy.copy(self)
         copied._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        copied._first = {name: tensor.clone() for name, tensor in self._first.items()}
         return copied
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of what is stored, by `stream.buffer`."""
         return {
             f"{name}.{part}": values
-            for name, tensor in self._tensors.items()
+            for name, tensor in self._every()
             for part, values in tensor.state_dict().items()
         }
 
@@ -342,21 +351,6 @@ class FirstTokensKVCache(LatentLayerKVCache):
             for name, n_heads, width in dims.first_streams
         }
 
-    @property
-    def first_bytes(self) -> int:
-        """Bytes, of those used, of the first tokens' keys and values at full precision."""
-        return sum(tensor.used_bytes for tensor in self._first.values())
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the stored tokens, what is kept of the first ones included."""
-        return super().used_bytes + self.first_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the allocated buffers."""
-        return super().allocated_bytes + sum(tensor.allocated_bytes for tensor in self._first.values())
-
     def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `LayerCache.append`; `k_first` and `v_first` hold the new tokens among the first n, or none."""
         missing = sorted(set(self._first) - set(streams))
@@ -393,33 +387,6 @@ class FirstTokensKVCache(LatentLayerKVCache):
         super().extend(max_tokens)
         for tensor in self._first.values():
             tensor.extend(self._kept(max_tokens))
-
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
-        for tensor in self._first.values():
-            tensor.select(rows)
-
-    def row(self, index: int, n_rows: int = 1) -> Self:
-        alone = super().row(index, n_rows)
-        alone._first = {name: tensor.row(index, n_rows) for name, tensor in self._first.items()}
-        return alone
-
-    @property
-    def memory(self) -> list[Tensor]:
-        return [*super().memory, *(part for tensor in self._first.values() for part in tensor.memory)]
-
-    def clone(self) -> Self:
-        copied = super().clone()
-        copied._first = {name: tensor.clone() for name, tensor in self._first.items()}
-        return copied
-
-    def state_dict(self) -> dict[str, Tensor]:
-        first = {
-            f"{name}.{part}": values
-            for name, tensor in self._first.items()
-            for part, values in tensor.state_dict().items()
-        }
-        return super().state_dict() | first
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         parts: dict[str, dict[str, Tensor]] = {name: {} for name in self._first}

@@ -339,25 +339,18 @@ def share_rope_tables(
     forward and backward, which is slower than reading a table; eager layers save launches. `for_steps` sets a separate
     table for forwards after cached tokens, so its length does not change a compiled forward.
     """
-    tables: dict[str, tuple[Tensor, Tensor]] = {}
-    steps: dict[str, RopeTable] = {}
+    tables: dict[str, Any] = {}
     for rotary in module.modules():
         if not isinstance(rotary, RotaryEmbedding) or rotary.key is None:
             continue
-        key = rotary.key
         if for_steps:
-            if key not in steps:
-                present = rotary.step_table
+            present = rotary.step_table
+            if rotary.key not in tables:
                 is_enough = present is not None and present.reaches(n_tokens, device)
-                steps[key] = (
-                    present if present is not None and is_enough else RopeTable(*rotary(0, n_tokens, device))
-                )
-            rotary.step_table = steps[key]
+                tables[rotary.key] = present if is_enough else RopeTable(*rotary(0, n_tokens, device))
+            rotary.step_table = tables[rotary.key]
             continue
-        if key not in tables:
-            table = _table_if_covers(rotary.table, n_tokens, device)
-            if table is None:
-                rotary.table = None
-                table = rotary(0, n_tokens, device)
-            tables[key] = table
-        rotary.table = tables[key]
+        if rotary.key not in tables:
+            rotary.table = _table_if_covers(rotary.table, n_tokens, device)
+            tables[rotary.key] = rotary.table or rotary(0, n_tokens, device)
+        rotary.table = tables[rotary.key]

@@ -65,16 +65,6 @@ class LoweredModel:
         self._replaced: list[Replaced] = []
         self._allow_hooks: Callable[[], None] | None = None
 
-    def run(self, one: Pass, *, is_compiled: bool) -> None:
-        """Apply a pass."""
-        found = one.apply(self.model, is_compiled=is_compiled)
-        self._replaced += found
-        self.replaced[one.name] = len(found)
-
-    def refuse_hooks(self) -> None:
-        """Raise at new hooks inside what passes replaced, until `restore`."""
-        self._allow_hooks = refuse_hooks(self._replaced)
-
     def restore(self) -> None:
         """Give the plain model back. Calling it again changes nothing."""
         if self._allow_hooks is not None:
@@ -107,8 +97,10 @@ def lower(
     try:
         for one in PASSES:
             if mode in one.modes:
-                lowered.run(one, is_compiled=is_compiled)
-        lowered.refuse_hooks()
+                found = one.apply(model, is_compiled=is_compiled)
+                lowered._replaced += found
+                lowered.replaced[one.name] = len(found)
+        lowered._allow_hooks = refuse_hooks(lowered._replaced)
     except BaseException:
         lowered.restore()
         raise

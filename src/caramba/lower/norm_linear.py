@@ -13,27 +13,19 @@ from torch import Tensor, nn
 
 from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
-from caramba.layer.latent import LatentProjection
 from caramba.layer.quantized_linear import QuantizedLinear
-from caramba.layer.rms_norm import RMSNormLayer
+from caramba.layer.rms_norm import RMSNorm, RMSNormLayer
+from caramba.layer.rope import RotaryEmbedding
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
-from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
-from caramba.lower.pre_norm import PreNorm, linear_residual, read_normed
+from caramba.lower.pre_norm import NormLinear, PreNorm, linear_residual
 from caramba.lower.replaced import Replaced, has_hooks, is_plain, replace_class
 from caramba.model.topology import ResidualTopology
 from caramba.ops import has_kernel
 from caramba.ops.latent_queries import HALF
 from caramba.ops.packed_int4 import WORDS
 from caramba.ops.small_batch_linear import weight_fits
-
-READERS: dict[type[nn.Module], tuple[str, ...]] = {
-    StandardProjection: ("q", "k", "v"),
-    DecoupledProjection: ("q_sem", "q_geo", "k_sem", "k_geo", "v"),
-    LatentProjection: ("q", "c", "k_geo"),
-}
 
 
 class SmallBatchResidual(ResidualTopology):
@@ -78,7 +70,7 @@ def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
         if readers and (dtypes := fusible_dtypes((*readers, output))):
             replaced += [
                 replace_class(block, SmallBatchResidual, fused_dtypes=dtypes),
-                *map(read_normed, readers),
+                *(replace_class(reader, NormLinear) for reader in readers),
             ]
     return replaced
 
@@ -100,13 +92,11 @@ def match_block(block: ResidualTopology) -> tuple[tuple[nn.Module, ...], nn.Modu
 
 def readers_of(projection: nn.Module) -> tuple[nn.Module, ...]:
     """Return the linear layers of a projection that read x, none if another op reads it too."""
-    names = next((names for kind, names in READERS.items() if isinstance(projection, kind)), ())
-    if (
-        getattr(projection, "gate_dynamic", None) is not None
-        or getattr(projection, "first", None) is not None
-    ):
+    others = (getattr(projection, name, None) for name in ("gate_dynamic", "first"))
+    if has_hooks(projection) or any(other is not None for other in others):
         return ()
-    return tuple(layer for name in names if (layer := getattr(projection, name)) is not None)
+    rest = (RMSNorm, RotaryEmbedding, nn.Identity)
+    return tuple(layer for layer in projection.children() if not isinstance(layer, rest))
 
 
 def has_separate_norm(x: Tensor) -> bool:

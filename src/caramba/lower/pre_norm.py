@@ -7,9 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.rms_norm import RMSNorm
-from caramba.lower.replaced import Replaced, replace_class
 from caramba.ops.small_batch_linear import small_batch_linear
 
 
@@ -61,20 +59,10 @@ def linear_residual(layer: LinearWeights, x: Tensor, residual: Tensor) -> Tensor
     return small_batch_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)
 
 
-class NormLinear(nn.Linear):
-    """A linear layer that normalises a `PreNorm` as it reads it."""
+class NormLinear(nn.Module):
+    """A linear layer, quantised or not, that normalises a `PreNorm` as it reads it."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return norm_linear(self, input) if isinstance(input, PreNorm) else super().forward(input)
-
-
-class QuantizedNormLinear(QuantizedLinear):
-    """A quantised linear layer that normalises a `PreNorm` as it reads it."""
-
-    def forward(self, input: Tensor, context: object = None) -> Tensor:
-        return norm_linear(self, input) if isinstance(input, PreNorm) else super().forward(input, context)
-
-
-def read_normed(layer: nn.Module) -> Replaced:
-    """Let a linear layer take a `PreNorm`."""
-    return replace_class(layer, QuantizedNormLinear if isinstance(layer, QuantizedLinear) else NormLinear)
+    def forward(self, input: Tensor, *rest: object) -> Tensor:
+        if isinstance(input, PreNorm):
+            return norm_linear(self, input)
+        return super().forward(input, *rest)  # pyright: ignore[reportAttributeAccessIssue]

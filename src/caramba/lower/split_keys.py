@@ -10,14 +10,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from caramba.config.attention import uses_split_keys
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
 from caramba.layer.latent import LatentProjection
-from caramba.layer.score import CausalScore
+from caramba.layer.score import HALF_PRECISION, CausalScore
 from caramba.layer.varlen import WIDEST
 from caramba.lower.replaced import Replaced, has_hooks, replace_class
 from caramba.ops import has_kernel, implementation
+from caramba.ops.backend import REFERENCE
 from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys
 
 OP = "decoupled_attention"
@@ -97,14 +99,4 @@ def split_keys(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
 
 def uses_split_keys_kernel(config: AttentionLayerConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """True if training layers of a config on a device in a dtype always use the split-key kernel."""
-    dims, width = config.dims(), config.query_dim
-    if not config.is_latent or config.null_attn or dims.first_tokens or config.dropout > 0:
-        return False
-    # As `latent.expanding_is_cheaper` decides for training, where T = S.
-    sem = width if dims.v > width else dims.v
-    return (
-        sem + dims.rope > WIDEST
-        and config.local_window is None
-        and has_two_part_keys(dtype, sem, dims.rope, sem)
-        and implementation(OP, device) != "reference"
-    )
+    return uses_split_keys(config) and dtype in HALF_PRECISION and implementation(OP, device) != REFERENCE
