@@ -127,17 +127,13 @@ class SpeculativeGenerator(Generator):
         """Tokens of a row per forward for it, of the last call."""
         return self.stats.tokens_per_step if isinstance(self.stats, SpeculativeStats) else 0.0
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt] | Tensor,
-        *,
-        mask: Tensor | None = None,
-        seeds: Sequence[int] | None = None,
-        on_text: OnText | None = None,
-    ) -> list[Generated]:
+    def generate(self, prompts: Sequence[Prompt] | Tensor, **given: Any) -> list[Generated]:
         """Continue prompts; see `Generator.generate`."""
-        with contextlib.nullcontext() if self.draft is None else eval_mode(self.draft):
-            rows = super().generate(prompts, mask=mask, seeds=seeds, on_text=on_text)
+        with contextlib.ExitStack() as stack:
+            if self.draft is not None:
+                stack.enter_context(eval_mode(self.draft))
+                stack.enter_context(lower(self.draft, device_of(self.draft), "decode"))
+            rows = super().generate(prompts, **given)
         self._last = [*rows[0].prompt, *rows[0].tokens]
         return rows
 

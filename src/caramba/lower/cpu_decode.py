@@ -235,21 +235,11 @@ def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], T
     return lambda q, streams: projection.attend(q, streams, score, null)
 
 
-def _reader(projection: Projection) -> _ProjectionForward | _FusedQkv:
+def _reader(projection: Projection) -> Callable[[Tensor, int], tuple[Tensor, dict[str, Tensor]]]:
     is_fused = isinstance(projection, FusedQkv) and plain_class(projection) is StandardProjection
     if is_fused and isinstance(projection.q_norm, nn.Identity) and projection.fused_linear.scale is None:
         return _FusedQkv(projection, projection.fused_linear)
-    return _ProjectionForward(projection)
-
-
-class _ProjectionForward:
-    """Queries and streams from the projection's own forward."""
-
-    def __init__(self, projection: Projection) -> None:
-        self.forward = projection.forward
-
-    def __call__(self, rows: Tensor, position: int) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.forward(rows.unsqueeze(1), position)
+    return lambda rows, position: projection.forward(rows.unsqueeze(1), position)
 
 
 class _FusedQkv:

@@ -44,7 +44,7 @@ PASSES = (
     Pass("prefix_attention", ("train",), fuse_prefix_attention),
     Pass("split_keys", ("train", "prefill", "decode"), split_keys),
     Pass("absorb_latent", ("decode",), absorb_latent),
-    Pass("decode_attention", ("decode",), lower_decode_attention),
+    Pass("decode_attention", ("prefill", "decode"), lower_decode_attention),
     Pass("norm_linear", ("decode",), fuse_norm_linear),
     Pass("small_batch_head", ("decode",), small_batch_head),
     Pass("cpu_decode", ("decode",), cpu_decode),

@@ -69,7 +69,8 @@ def observe_ranges(
         def hook(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
             seen[name].observe(layer.reduce(given[0]) if isinstance(layer, LinearLayer) else given[0])
 
-        hooks.append(layers[name].register_forward_pre_hook(hook))
+        # By the class: every pass of prefill calls the linear layers, though it refuses new hooks on them.
+        hooks.append(nn.Module.register_forward_pre_hook(layers[name], hook))
 
     hooks: list[torch.utils.hooks.RemovableHandle] = []
     was_training, device = model.training, model.embedder.token.weight.device
