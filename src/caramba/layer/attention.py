@@ -99,12 +99,12 @@ class AttentionLayer(nn.Module):
             heads = self.projection.attend_cache(queries, stored, self.score.window, self.null())
             return heads.transpose(1, 2).flatten(2)
         streams = self.rounded(streams)
-        apart = ctx if isinstance(ctx, Documents) else None
+        documents = ctx if isinstance(ctx, Documents) else None
         if isinstance(ctx, Documents):
             streams = ctx.kept(streams)
         elif ctx is not None:
             streams = ctx.next_cache().append(streams)
-        heads = self.projection.attend(q, streams, self.score, self.null(), apart)
+        heads = self.projection.attend(q, streams, self.score, self.null(), documents)
         return heads.transpose(1, 2).flatten(2)
 
     def rounded(self, streams: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -144,21 +144,21 @@ class LatentProjection(GatedProjection):
         streams: Mapping[str, Tensor],
         score: CausalScore,
         null: Null = None,
-        apart: Documents | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return head outputs [B, H, T, D] by the form that takes fewer FLOPs."""
         n_queries, n_keys = q.shape[2], streams["c"].shape[2]
         if score.window is not None:
             n_keys = min(n_keys, score.window + n_queries - 1)
         if expanding_is_cheaper(n_queries, n_keys, self.dims.v, self.query_dim):
-            return self.attend_expanded(q, streams, score, apart)
-        return self.attend_absorbed(q, streams, score, apart)
+            return self.attend_expanded(q, streams, score, documents)
+        return self.attend_absorbed(q, streams, score, documents)
 
     def attend_expanded(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, apart: Documents | None = None
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, documents: Documents | None = None
     ) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
-        n_keys, (first, starts) = streams["c"].shape[2], bounds(apart)
+        n_keys, (first, starts) = streams["c"].shape[2], bounds(documents)
         if score.window is not None:
             # Do not expand keys outside every query's window.
             n_keys = min(n_keys, score.window + q.shape[2] - 1)
@@ -174,7 +174,7 @@ class LatentProjection(GatedProjection):
         return score(q, k, v, null, first, starts)
 
     def attend_absorbed(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, apart: Documents | None = None
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, documents: Documents | None = None
     ) -> Tensor:
         """Attend with queries [q_h A_h, q_geo] to the one key [c, k_geo] and the one value c.
 
@@ -182,7 +182,7 @@ class LatentProjection(GatedProjection):
         whole key as value and the extra output features are dropped, because padding c would be a copy.
         """
         kept = total = None
-        first, starts = bounds(apart)
+        first, starts = bounds(documents)
         if self.first is not None:
             q, kept, total = self._read_first(self.first, q, streams, first)
         has_one_width = q.shape[2] > 1 or q.dtype in HALF_PRECISION or self.first is not None

@@ -107,10 +107,10 @@ class Projection(nn.Module):
         streams: Mapping[str, Tensor],
         score: CausalScore,
         null: Null = None,
-        apart: Documents | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Return head outputs [B, H, T, value_dim]; `apart` are the documents that are attended to separately."""
-        return score(q, *self.keys_values(streams), null, *bounds(apart))
+        """Return head outputs [B, H, T, value_dim]; `documents` are the documents that are attended to separately."""
+        return score(q, *self.keys_values(streams), null, *bounds(documents))
 
     def cache_queries(self, q: Tensor) -> Queries:
         """Convert the queries of `forward` to the arguments of `attend_cache`."""
@@ -135,9 +135,9 @@ class Projection(nn.Module):
         return scaled if scaled.dtype == dtype else scaled.to(dtype)
 
 
-def bounds(apart: Documents | None) -> tuple[Tensor | None, Tensor | None]:
+def bounds(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
     """Return what separates documents, as the score op takes it."""
-    return (None, None) if apart is None else (apart.first, apart.starts)
+    return (None, None) if documents is None else (documents.first, documents.starts)
 
 
 def in_parts(q: Tensor, widths: tuple[int, int]) -> Queries:

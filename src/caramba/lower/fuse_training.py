@@ -16,7 +16,7 @@ from caramba.lower.fuse_linears import FUSIBLE, PackedGateUp, PackedQkv
 from caramba.lower.replaced import Replaced, has_hooks, replace_each
 
 FUSED_DEVICES = frozenset({"cuda"})
-"""Devices whose matrix products are worth joining: elsewhere it changes the order of sums and saves nothing."""
+"""Devices whose matrix products are worth fusing: elsewhere it changes the order of sums and saves nothing."""
 MIN_ROWS = 1024
 """Below it the copy that puts the weights side by side costs more than a larger product saves."""
 
@@ -49,14 +49,14 @@ FAST: dict[type[nn.Module], type[nn.Module]] = {
     StandardProjection: TrainingQkv,
     SwiGLULayer: TrainingGateUp,
 }
-"""A latent layer's linear layers stay apart: the latent and the geometric key are joined by `latent_keys`."""
+"""A latent layer's linear layers are not fused here: the latent and the geometric key are fused by `latent_keys`."""
 
 
 def fuse_training(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     """Lower what owns plain linear layers of one input, or layers of one float8 recipe; return it.
 
-    None where forwards are not compiled, or products are not worth joining. Layers that are replaced, sharded,
-    quantised or hooked stay apart.
+    None where forwards are not compiled, or products are not worth fusing. Layers that are replaced, sharded,
+    quantised or hooked are not fused.
     """
     weight = next(model.parameters(), None)
     if not is_compiled or weight is None or weight.device.type not in FUSED_DEVICES:
@@ -100,7 +100,7 @@ def fused_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor | None:
 
     One product reads x once (and casts it once, where it is of float8 numbers), fills the device where a narrow layer
     does not, and its backward makes the gradient of x without adding up those of the layers. The copy of the weights is
-    one pass over them, joined by the compiler with the cast to 16 bits where there is one. Parameters and their names
+    one pass over them, fused by the compiler with the cast to 16 bits where there is one. Parameters and their names
     stay as they are.
 
     Shape: x [..., M] -> [..., sum of N_i].

@@ -29,25 +29,25 @@ class SplitKeys(LatentProjection):
     """A latent projection whose keys stay in two parts where the kernel takes them."""
 
     def attend_expanded(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, apart: Documents | None = None
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, documents: Documents | None = None
     ) -> Tensor:
         if not self._takes(score, q, streams["c"].shape[2], self.query_dim, are_concatenated=False):
-            return super().attend_expanded(q, streams, score, apart)
+            return super().attend_expanded(q, streams, score, documents)
         c, k_geo = (streams[name].to(q.dtype).transpose(1, 2) for name in ("c", "k_geo"))
         keys, values = self.head_keys(c.squeeze(2)), self.head_values(c.squeeze(2))
-        return split_key_attention(q, keys, k_geo, values, apart)
+        return split_key_attention(q, keys, k_geo, values, documents)
 
     def attend_absorbed(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, apart: Documents | None = None
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, documents: Documents | None = None
     ) -> Tensor:
         n_keys, are_concatenated = streams["c"].shape[2], "joined" in streams
         if q.shape[2] == 1 or not self._takes(
             score, q, n_keys, self.dims.v, are_concatenated=are_concatenated
         ):
-            return super().attend_absorbed(q, streams, score, apart)
+            return super().attend_absorbed(q, streams, score, documents)
         c, k_geo = (streams[name].transpose(1, 2) for name in ("c", "k_geo"))
         return self.map_values(
-            split_key_attention(torch.cat(self.cache_queries(q), dim=-1), c, k_geo, c, apart)
+            split_key_attention(torch.cat(self.cache_queries(q), dim=-1), c, k_geo, c, documents)
         )
 
     def _takes(
@@ -69,14 +69,14 @@ class SplitKeys(LatentProjection):
 
 
 def split_key_attention(
-    q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, apart: Documents | None
+    q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, documents: Documents | None
 ) -> Tensor:
     """Attend to keys in two parts, token-major as linear layers return them.
 
     Shape: q [B, H, T, A + G], k_sem [B, S, K1, A], k_geo [B, S, K2, G], v [B, S, K3, D] -> [B, H, T, D].
     """
     k_sem, k_geo, v = (x.to(q.dtype) for x in (k_sem, k_geo, v))
-    first = None if apart is None else apart.first
+    first = None if documents is None else documents.first
     return decoupled_attention(q.transpose(1, 2), k_sem, k_geo, v, first).transpose(1, 2)
 
 
