@@ -14,7 +14,7 @@ from caramba.ops.small_batch_linear import small_batch_linear
 class PreNorm(NamedTuple):
     """Rows x [..., M] and the norm that belongs before the linear layers that read them.
 
-    It stands for norm(x) in a textbook forward; a layer that was not lowered to take it raises.
+    A textbook forward takes it in the place of norm(x); a layer that was not lowered to take it raises.
     """
 
     x: Tensor
