@@ -26,6 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from caramba import kernels
 from caramba.infer import Generator, prefill
+from caramba.lower.lowering import lower
 from caramba.model import Model
 from caramba.ops import implementation
 from caramba.ops.backend import without_kernels
@@ -210,7 +211,8 @@ def difference(model: Model, n_tokens: int, chunk: int) -> float:
 
     def logits() -> Tensor:
         ctx = model.new_context(1, n_tokens, models.cache_kind(device), static=True)
-        return prefill(model, tokens, ctx, chunk).float()
+        with lower(model, device, "decode"):
+            return prefill(model, tokens, ctx, chunk).float()
 
     with without_kernels(OP):
         plain = logits()
