@@ -123,9 +123,9 @@ def adamw_rows(size: str, device: torch.device, repeats: int) -> list[Row]:
         add(f"{kind}, ours", ours.step, moved)
         del ours  # which would keep these weights and gradients through the kinds after
         if master_weights is not NO_MASTERS and not (master_weights or {}).get("in_moments"):
-            is_plain = master_weights is None
+            is_unmodified = master_weights is None
             theirs: Any = (
-                torch.optim.AdamW(weights, lr=1e-4, fused=True) if is_plain else Masters(weights, 1e-4)
+                torch.optim.AdamW(weights, lr=1e-4, fused=True) if is_unmodified else Masters(weights, 1e-4)
             )
             add(f"{kind}, torch", theirs.step, moved)
             del theirs

@@ -98,7 +98,7 @@ class AttentionLayer(nn.Module):
             queries, stored = self.projection.cache_queries(q), ctx.write(streams)
             heads = self.projection.attend_cache(queries, stored, self.score.window, self.null())
             return heads.transpose(1, 2).flatten(2)
-        streams = self.rounded(streams)
+        streams = self.round_streams(streams)
         documents = ctx if isinstance(ctx, Documents) else None
         if isinstance(ctx, Documents):
             streams = ctx.kept(streams)
@@ -107,7 +107,7 @@ class AttentionLayer(nn.Module):
         heads = self.projection.attend(q, streams, self.score, self.null(), documents)
         return heads.transpose(1, 2).flatten(2)
 
-    def rounded(self, streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    def round_streams(self, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the streams as a cache of the layer's `cache_format` gives them back."""
         return streams if self.cache_rounding is None else self.cache_rounding(streams)
 

@@ -244,16 +244,16 @@ class LatentProjection(GatedProjection):
         Both are views of [B, S, H, ·], the memory order of fused backends and of one GEMM over all heads.
         """
         heads, c, k_geo = self.dims.n_heads, streams["c"].squeeze(1), streams["k_geo"].squeeze(1)
-        v = self.head_values(c).transpose(1, 2)
-        k_sem = self.head_keys(c)
+        v = self.project_values(c).transpose(1, 2)
+        k_sem = self.project_keys(c)
         geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)
         return torch.cat((k_sem, geo), dim=-1).transpose(1, 2), v
 
-    def head_keys(self, c: Tensor) -> Tensor:
+    def project_keys(self, c: Tensor) -> Tensor:
         """Return A_h c of every head. Shape: [B, S, R] to [B, S, H, D]."""
         return F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (self.dims.n_heads, -1))
 
-    def head_values(self, c: Tensor) -> Tensor:
+    def project_values(self, c: Tensor) -> Tensor:
         """Return c U_h of every head. Shape: [B, S, R] to [B, S, H, D]."""
         weight = self.v_up.transpose(1, 2).flatten(0, 1)
         return F.linear(c, weight).unflatten(-1, (self.dims.n_heads, -1))

@@ -23,7 +23,7 @@ from caramba.layer.rope import apply_rope_halves, rotate
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.fuse_linears import FusedGateUp, FusedLinear, FusedQkv, is_unmodified_linear
-from caramba.lower.replaced import Replaced, has_hooks, is_plain, plain_class, replace_class
+from caramba.lower.replaced import Replaced, has_hooks, is_unmodified, plain_class, replace_class
 from caramba.model.topology import NestedTopology, ResidualTopology, StackedTopology, Topology
 from caramba.ops import has_kernel
 from caramba.ops.backend import WIDE
@@ -100,14 +100,14 @@ def _residual_step(nodes: nn.ModuleList) -> CpuDecodeStep | None:
     # Exact classes: tensor parallelism changes the class of a layer.
     if (
         isinstance(layer, AttentionLayer)
-        and is_plain(layer, AttentionLayer)
+        and is_unmodified(layer, AttentionLayer)
         and _is_unmodified_output(layer.out, norm)
         and not has_hooks(layer.projection)
     ):
         return _Attention(norm, layer)
     if (
         isinstance(layer, FusedGateUp)
-        and is_plain(layer, SwiGLULayer)
+        and is_unmodified(layer, SwiGLULayer)
         and layer.fused_linear.scale is None
         and _is_unmodified_output(layer.down, norm)
     ):
@@ -230,7 +230,7 @@ class _Attention:
 def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
     """Return a function from queries and cached streams to head outputs, [B, H, 1, Dv]."""
     projection, score, null = layer.projection, layer.score, layer.null()
-    if is_plain(projection, StandardProjection) and not has_hooks(score):
+    if is_unmodified(projection, StandardProjection) and not has_hooks(score):
         return lambda q, streams: score.forward(q, streams["k"], streams["v"], null)
     return lambda q, streams: projection.attend(q, streams, score, null)
 

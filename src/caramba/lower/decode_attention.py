@@ -33,7 +33,7 @@ class DecodeAttention(AttentionLayer):
             q, stored = self._step(x, ctx)
         elif isinstance(ctx, Context):
             q, streams = self.projection(x, ctx.position)
-            streams, cache = self.rounded(streams), ctx.next_cache()
+            streams, cache = self.round_streams(streams), ctx.next_cache()
             if not self._reads_stored(cache, q):
                 heads = self.projection.attend(q, cache.append(streams), self.score, self.null())
                 return heads.transpose(1, 2).flatten(2)

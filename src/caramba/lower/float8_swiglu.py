@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from caramba.cache import Context
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.float8 import Float8Linear, float8_mm, float8_mm_exact, pad_rows, unpad_rows
-from caramba.lower.replaced import Replaced, is_plain, replace_each
+from caramba.lower.replaced import Replaced, is_unmodified, replace_each
 from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 
@@ -34,7 +34,7 @@ def fuse_float8_swiglu(model: nn.Module, *, is_compiled: bool) -> list[Replaced]
         SwiGLULayer,
         Float8SwiGLU,
         lambda module: (
-            is_plain(module, SwiGLULayer) and is_fusible_swiglu((module.gate, module.up, module.down))
+            is_unmodified(module, SwiGLULayer) and is_fusible_swiglu((module.gate, module.up, module.down))
         ),
     )
 
@@ -47,7 +47,7 @@ def is_fusible_swiglu(layers: Sequence[nn.Module]) -> bool:
         and first.recipe.has_swiglu
         and all(
             isinstance(layer, Float8Linear)
-            and is_plain(layer, Float8Linear)
+            and is_unmodified(layer, Float8Linear)
             and layer.recipe is first.recipe
             and layer.bias is None
             and type(layer.weight) is nn.Parameter

@@ -71,8 +71,8 @@ class FusedLinear(NamedTuple):
 class PackedQkv(StandardProjection):
     """A projection whose queries, keys and values of one product are rotated and split by one kernel."""
 
-    def packed(self, x: Tensor) -> Tensor | None:
-        """Return queries, keys and values as one tensor [B, T, sum of N_i], or None where they are not made so."""
+    def project_packed(self, x: Tensor) -> Tensor | None:
+        """Return queries, keys and values as one tensor [B, T, sum of N_i], or None for separate products."""
         return None
 
     def forward(
@@ -81,7 +81,7 @@ class PackedQkv(StandardProjection):
         # A compiler would compute each of the three gradients at every element of the fused gradient.
         is_plain = self.rope is not None and isinstance(self.q_norm, nn.Identity) and self.temperature is None
         is_whole = rows is None and angles is None and self.dims.v == self.dims.qk
-        together = self.packed(x) if is_plain and is_whole and has_kernel("rope_qkv", x) else None
+        together = self.project_packed(x) if is_plain and is_whole and has_kernel("rope_qkv", x) else None
         if together is None or self.rope is None:
             return super().forward(x, offset, rows, angles)
         cos, sin = self.rope(offset, together.shape[1], together.device)
@@ -94,9 +94,9 @@ class FusedQkv(PackedQkv):
 
     fused_linear: FusedLinear
 
-    def packed(self, x: Tensor) -> Tensor | None:
+    def project_packed(self, x: Tensor) -> Tensor | None:
         together = None if self.fused_linear.takes(x) else self.fused_linear.prefill(x)
-        return super().packed(x) if together is None else together
+        return super().project_packed(x) if together is None else together
 
     def linears(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
         fused = self.fused_linear
@@ -106,13 +106,13 @@ class FusedQkv(PackedQkv):
 class PackedGateUp(SwiGLULayer):
     """A gated network whose gate and up of one product go through one kernel."""
 
-    def packed(self, x: Tensor) -> Tensor | None:
-        """Return gate and up as one tensor [..., 2 d_ff], or None where they are not made so."""
+    def project_packed(self, x: Tensor) -> Tensor | None:
+        """Return gate and up as one tensor [..., 2 d_ff], or None for separate products."""
         return None
 
     def hidden(self, x: Tensor) -> Tensor:
         # A compiler joins the gradients of both halves by computing either at every element of the pair.
-        packed = self.packed(x) if has_kernel("swiglu_packed", x) else None
+        packed = self.project_packed(x) if has_kernel("swiglu_packed", x) else None
         return super().hidden(x) if packed is None else swiglu(packed)
 
 
@@ -121,9 +121,9 @@ class FusedGateUp(PackedGateUp):
 
     fused_linear: FusedLinear
 
-    def packed(self, x: Tensor) -> Tensor | None:
+    def project_packed(self, x: Tensor) -> Tensor | None:
         together = self.fused_linear.prefill(x)
-        return super().packed(x) if together is None else together
+        return super().project_packed(x) if together is None else together
 
     def hidden(self, x: Tensor) -> Tensor:
         if isinstance(x, PreNorm):

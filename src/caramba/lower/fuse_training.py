@@ -24,9 +24,9 @@ MIN_ROWS = 1024
 class TrainingQkv(PackedQkv):
     """A projection whose queries, keys and values are one product of a training step."""
 
-    def packed(self, x: Tensor) -> Tensor | None:
+    def project_packed(self, x: Tensor) -> Tensor | None:
         together = fused_product(x, (self.q, self.k, self.v))
-        return super().packed(x) if together is None else together
+        return super().project_packed(x) if together is None else together
 
     def linears(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
         found = products(x, (self.q, self.k, self.v)) if rows is None else None
@@ -36,9 +36,9 @@ class TrainingQkv(PackedQkv):
 class TrainingGateUp(PackedGateUp):
     """A gated network whose gate and up are one product of a training step."""
 
-    def packed(self, x: Tensor) -> Tensor | None:
+    def project_packed(self, x: Tensor) -> Tensor | None:
         together = fused_product(x, (self.gate, self.up))
-        return super().packed(x) if together is None else together
+        return super().project_packed(x) if together is None else together
 
     def linears(self, x: Tensor) -> tuple[Tensor, ...]:
         found = products(x, (self.gate, self.up))

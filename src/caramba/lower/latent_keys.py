@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from caramba.layer.latent import LatentProjection
 from caramba.layer.score import HALF_PRECISION
-from caramba.lower.replaced import Replaced, is_plain, replace_each
+from caramba.lower.replaced import Replaced, is_unmodified, replace_each
 
 
 class FusedLatentKeys(LatentProjection):
@@ -36,7 +36,7 @@ class FusedLatentKeys(LatentProjection):
         is_cheaper = c.is_cuda and c.dtype in HALF_PRECISION and self.dims.rope <= self.query_dim
         if not (torch.is_grad_enabled() and is_cheaper):
             return super().keys_values(streams)
-        v = self.head_values(c).transpose(1, 2)
+        v = self.project_values(c).transpose(1, 2)
         keys = self.keys_by_one_product(c, k_geo).unflatten(-1, (self.dims.n_heads, -1))
         return keys.transpose(1, 2), v
 
@@ -59,5 +59,5 @@ def fuse_latent_keys(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
         model,
         LatentProjection,
         FusedLatentKeys,
-        lambda module: is_plain(module.c, nn.Linear) and is_plain(module.k_geo, nn.Linear),
+        lambda module: is_unmodified(module.c, nn.Linear) and is_unmodified(module.k_geo, nn.Linear),
     )

@@ -20,7 +20,7 @@ from caramba.layer.rope import RotaryEmbedding
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.pre_norm import NormLinear, PreNorm, linear_residual
-from caramba.lower.replaced import Replaced, has_hooks, is_plain, replace_class
+from caramba.lower.replaced import Replaced, has_hooks, is_unmodified, replace_class
 from caramba.model.topology import ResidualTopology
 from caramba.ops import has_kernel
 from caramba.ops.latent_queries import HALF
@@ -64,7 +64,7 @@ def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     """
     replaced: list[Replaced] = []
     for block in model.modules():
-        if not isinstance(block, ResidualTopology) or not is_plain(block, ResidualTopology):
+        if not isinstance(block, ResidualTopology) or not is_unmodified(block, ResidualTopology):
             continue
         readers, output = match_block(block)
         if readers and (dtypes := fusible_dtypes((*readers, output))):
@@ -76,16 +76,16 @@ def fuse_norm_linear(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
 
 
 def match_block(block: ResidualTopology) -> tuple[tuple[nn.Module, ...], nn.Module]:
-    """Return the linear layers that read a block's norm, none if it may not be fused, and the one behind them."""
+    """Return the linear layers after a block's norm, none where they cannot fuse, and their layer."""
     if isinstance(block, SmallBatchResidual) or len(block.layers) != 2:
         return (), block
     norm, layer = block.layers
     # Exact classes: tensor parallelism changes the class of a layer.
-    if not is_plain(norm, RMSNormLayer):
+    if not is_unmodified(norm, RMSNormLayer):
         return (), block
-    if isinstance(layer, SwiGLULayer) and is_plain(layer, SwiGLULayer):
+    if isinstance(layer, SwiGLULayer) and is_unmodified(layer, SwiGLULayer):
         return (layer.gate, layer.up), layer.down
-    if isinstance(layer, AttentionLayer) and is_plain(layer, AttentionLayer):
+    if isinstance(layer, AttentionLayer) and is_unmodified(layer, AttentionLayer):
         return readers_of(layer.projection), layer.out
     return (), block
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.first_tokens import FirstTokens
 from caramba.layer.score import CausalScore, supports_two_widths
-from caramba.lower.replaced import Replaced, has_hooks, is_plain, replace_class
+from caramba.lower.replaced import Replaced, has_hooks, is_unmodified, replace_class
 from caramba.ops import has_kernel
 from caramba.ops.prefix_attention import has_fused_widths, prefix_attention
 
@@ -53,7 +53,7 @@ def fuse_prefix_attention(model: nn.Module, *, is_compiled: bool) -> list[Replac
     return [
         replace_class(first, PrefixAttention)
         for layer in model.modules()
-        if isinstance(layer, AttentionLayer) and is_plain(layer.score, CausalScore)
+        if isinstance(layer, AttentionLayer) and is_unmodified(layer.score, CausalScore)
         for first in [getattr(layer.projection, "first", None)]
         if isinstance(first, FirstTokens) and not isinstance(first, PrefixAttention)
         if has_kernel("prefix_attention", first.k.weight) and not has_hooks(first)

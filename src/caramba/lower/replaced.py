@@ -35,7 +35,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, kind: type[nn.Module]) -> bool:
     """True if a module is of exactly this class, lowered or not, without hooks or a forward of its own.
 
     Adapters, quantisation and tensor parallelism change the class.

@@ -34,7 +34,7 @@ class SplitKeys(LatentProjection):
         if not self._takes(score, q, streams["c"].shape[2], self.query_dim, are_concatenated=False):
             return super().attend_expanded(q, streams, score, documents)
         c, k_geo = (streams[name].to(q.dtype).transpose(1, 2) for name in ("c", "k_geo"))
-        keys, values = self.head_keys(c.squeeze(2)), self.head_values(c.squeeze(2))
+        keys, values = self.project_keys(c.squeeze(2)), self.project_values(c.squeeze(2))
         return split_key_attention(q, keys, k_geo, values, documents)
 
     def attend_absorbed(
