@@ -19,7 +19,7 @@ from caramba.data.sources import DocumentSource
 from caramba.data.tokenizer import Tokenizer, train_bpe
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
-from caramba.runs.files import RECORD, record_files, whole_file, write_json
+from caramba.runs.files import RECORD, named_when_full, record_files, whole_file, write_json
 
 SPLIT_RULE = (
     "val if the first 7 bytes of sha256('split:' + text), as a fraction of 2**56, are below val_frac: equal documents"
@@ -264,6 +264,7 @@ def lock_part(part: Path) -> Iterator[None]:
             raise DataError(
                 f"{part}: another process is preparing this output; wait for it, or give another --output"
             ) from error
-        yield
+        with named_when_full(part):
+            yield
     finally:
         os.close(descriptor)

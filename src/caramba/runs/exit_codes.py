@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self
 
 from caramba.console import logger, visible
 from caramba.errors import LONGEST_MESSAGE, BatchReduced, CarambaError, Preempted, clip
-from caramba.runs.files import home
+from caramba.runs.files import FULL, home
 from caramba.runs.ranks import is_rank
 
 
@@ -52,7 +52,6 @@ INTERRUPTED = 130
 TERMINATED = 143
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 """Errors of a path that no program could open: the user wrote it."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHM = Path("/dev/shm")
 _FULL_SHM = (
     "unable to write to file </torch_",
@@ -141,11 +140,11 @@ def _full_disk(error: BaseException) -> str | None:
             f"free it (df {SHM}), enlarge it (docker --shm-size), or set train.num_workers=0"
         )
     for item in chain:
-        if isinstance(item, OSError) and item.errno in _FULL:
+        if isinstance(item, OSError) and item.errno in FULL:
             place = f"{os.fsdecode(item.filename)}: " if item.filename else ""
             reason = f"{place}{item.strerror}"
         elif any(
-            os.strerror(number) in str(item) for number in _FULL
+            os.strerror(number) in str(item) for number in FULL
         ):  # A library that raises its own error.
             reason = str(item)
         else:

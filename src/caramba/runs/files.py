@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -25,7 +26,20 @@ def home() -> Path:
     return Path(os.environ.get("CARAMBA_HOME", ".caramba")).absolute()
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, a full quota and a file over the size limit."""
 _RANDOM = re.compile(r"[a-z0-9_]{8}\.part")
+
+
+@contextlib.contextmanager
+def named_when_full(path: Path) -> Iterator[None]:
+    """Within, a full disk is reported with `path`, which an error of a write to an open file lacks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -43,7 +57,8 @@ def part_of(path: Path, *, folder: bool = False) -> Iterator[Path]:
         while (lock := try_lock(part)) is None:  # another writer took it for abandoned before it was locked
             part = _make_part(path, folder)
     try:
-        yield part
+        with named_when_full(path):
+            yield part
     finally:
         if lock is not None:
             os.close(lock)

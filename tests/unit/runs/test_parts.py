@@ -66,3 +66,14 @@ def test_a_file_system_without_locks_is_written_to_and_no_part_is_removed(
     write_atomic(tmp_path / "out", "text")
     assert (tmp_path / "out").read_text() == "text"
     assert sorted(os.listdir(tmp_path)) == [".out.abcdefgh.part", "out"]
+
+
+def test_an_error_of_a_full_disk_names_the_file_that_was_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="No space left on device") as found,
+        part_of(tmp_path / "tokens.npy"),
+        open("/dev/full", "w") as full,
+    ):
+        full.write("x")
+    assert found.value.filename == str(tmp_path / "tokens.npy")
+    assert list(tmp_path.iterdir()) == []
