@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from caramba.console import logger
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
 from caramba.layer.projection import Angles, Queries
-from caramba.lower.absorb_latent import AbsorbedLatent
 from caramba.lower.replaced import Replaced, has_hooks, replace_each
 from caramba.ops import fused_decode_available
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import kernel_takes
 from caramba.ops.decode_arguments import MAX_QUERIES
+
+if TYPE_CHECKING:
+    from caramba.lower.absorb_latent import AbsorbedLatent
 
 
 class DecodeAttention(AttentionLayer):
@@ -49,8 +52,10 @@ class DecodeAttention(AttentionLayer):
         """Store a step's tokens; return its queries and what they attend to."""
         self.check_step(ctx, x.shape[1])
         cache, projection, angles = ctx.next_cache(), self.projection, self._angles(x, ctx)
-        if isinstance(projection, AbsorbedLatent) and angles is not None and projection.takes_step(x):
-            return projection.step(x, ctx, cache, *angles), ctx.view(cache)
+        if angles is not None and hasattr(projection, "takes_step"):  # by name: other models need not load it
+            latent = cast("AbsorbedLatent", projection)
+            if latent.takes_step(x):
+                return latent.step(x, ctx, cache, *angles), ctx.view(cache)
         q, streams = projection(x, ctx.offset, angles=angles)
         rotated = -1 if angles is None else cache.names.index(projection.rotated_stream)
         cos, sin = (None, None) if angles is None else angles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, NamedTuple
@@ -10,44 +11,54 @@ import torch
 from torch import nn
 
 from caramba.kernels import uses_reference
-from caramba.lower.absorb_latent import absorb_latent
-from caramba.lower.cpu_decode import cpu_decode
-from caramba.lower.decode_attention import lower_decode_attention
-from caramba.lower.float8_swiglu import fuse_float8_swiglu
-from caramba.lower.fuse_linears import fuse_linears
-from caramba.lower.fuse_training import fuse_training
-from caramba.lower.latent_keys import fuse_latent_keys
-from caramba.lower.latent_queries import fuse_latent_queries
-from caramba.lower.norm_linear import fuse_norm_linear
-from caramba.lower.prefix_attention import fuse_prefix_attention
 from caramba.lower.replaced import Replaced, refuse_hooks
-from caramba.lower.small_batch_head import small_batch_head
-from caramba.lower.split_keys import split_keys
 
 Mode = Literal["train", "prefill", "decode"]
 
 
 class Pass(NamedTuple):
-    """A rewrite of a model: returns the modules that it replaced."""
+    """A rewrite of a model.
+
+    Attributes:
+        layer: name of a class; a model without a module of it is passed over. Empty for every model.
+        apply: returns the modules that it replaced.
+    """
 
     name: str
     modes: tuple[Mode, ...]
+    layer: str
     apply: Callable[..., list[Replaced]]
 
 
+def _of(module: str, function: str) -> Callable[..., list[Replaced]]:
+    """Return a function of a module of this package that is imported at the first call."""
+
+    def apply(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
+        return getattr(importlib.import_module(f"caramba.lower.{module}"), function)(
+            model, is_compiled=is_compiled
+        )
+
+    return apply
+
+
 PASSES = (
-    Pass("float8_swiglu", ("train",), fuse_float8_swiglu),
-    Pass("fuse_training", ("train",), fuse_training),
-    Pass("fuse_linears", ("decode",), fuse_linears),
-    Pass("latent_keys", ("train",), fuse_latent_keys),
-    Pass("latent_queries", ("train", "decode"), fuse_latent_queries),
-    Pass("prefix_attention", ("train",), fuse_prefix_attention),
-    Pass("split_keys", ("train", "prefill", "decode"), split_keys),
-    Pass("absorb_latent", ("decode",), absorb_latent),
-    Pass("decode_attention", ("prefill", "decode"), lower_decode_attention),
-    Pass("norm_linear", ("decode",), fuse_norm_linear),
-    Pass("small_batch_head", ("decode",), small_batch_head),
-    Pass("cpu_decode", ("decode",), cpu_decode),
+    Pass("float8_swiglu", ("train",), "Float8Linear", _of("float8_swiglu", "fuse_float8_swiglu")),
+    Pass("fuse_training", ("train",), "", _of("fuse_training", "fuse_training")),
+    Pass("fuse_linears", ("decode",), "", _of("fuse_linears", "fuse_linears")),
+    Pass("latent_keys", ("train",), "LatentProjection", _of("latent_keys", "fuse_latent_keys")),
+    Pass(
+        "latent_queries",
+        ("train", "decode"),
+        "LatentProjection",
+        _of("latent_queries", "fuse_latent_queries"),
+    ),
+    Pass("prefix_attention", ("train",), "FirstTokens", _of("prefix_attention", "fuse_prefix_attention")),
+    Pass("split_keys", ("train", "prefill", "decode"), "LatentProjection", _of("split_keys", "split_keys")),
+    Pass("absorb_latent", ("decode",), "LatentProjection", _of("absorb_latent", "absorb_latent")),
+    Pass("decode_attention", ("prefill", "decode"), "", _of("decode_attention", "lower_decode_attention")),
+    Pass("norm_linear", ("decode",), "", _of("norm_linear", "fuse_norm_linear")),
+    Pass("small_batch_head", ("decode",), "", _of("small_batch_head", "small_batch_head")),
+    Pass("cpu_decode", ("decode",), "", _of("cpu_decode", "cpu_decode")),
 )
 """In the order in which they run: later ones build on earlier ones."""
 
@@ -95,9 +106,10 @@ def lower(
     if uses_reference(device):
         return lowered
     try:
+        layers = {"", *(kind.__name__ for module in model.modules() for kind in type(module).__mro__)}
         for one in PASSES:
             if mode in one.modes:
-                found = one.apply(model, is_compiled=is_compiled)
+                found = one.apply(model, is_compiled=is_compiled) if one.layer in layers else []
                 lowered._replaced += found
                 lowered.replaced[one.name] = len(found)
         lowered._allow_hooks = refuse_hooks(lowered._replaced)
