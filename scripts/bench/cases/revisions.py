@@ -22,9 +22,10 @@ import tomllib
 from pathlib import Path
 
 from record import Record, machine_facts
-from registry import UsageError
+from registry import UsageError, check_names
 
-SMOKE_OPTIONS = ("--base", "HEAD", "--rounds", "1", "--only", "compile")
+OPTIONS = """--base= --head=HEAD --rounds=5 --steps=120 --new=512 --only=compile,cfg,train,decode"""
+SMOKE_OPTIONS = """--base HEAD --rounds 1 --only compile"""
 TINY = ["model=tiny", "train=pretrain", "verify=none", "benchmark=none"]
 CORPUS = ["data.max_bytes=200000", "data.vocab_size=400", "model.embedder.vocab_size=400"]
 COMMANDS = {
@@ -109,22 +110,12 @@ def measure(tree: Path, words: argparse.Namespace) -> dict[str, Seconds]:
     return found
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", required=True, metavar="COMMIT", help="the commit to compare with")
-    parser.add_argument("--head", default="HEAD", metavar="COMMIT", help="default: HEAD")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120, help="of training")
-    parser.add_argument("--new", type=int, default=512, help="tokens to decode")
-    parser.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=[*COMMANDS, "train", "decode"],
-        help="compile,cfg,train,decode",
-    )
-
-
 def run(words: argparse.Namespace, record: Record) -> None:
     """Measure, print the ratios, and write them after each round."""
+    check_names("--only", words.only, (*COMMANDS, "train", "decode"))
+    if not words.base:
+        raise UsageError("--base: got none, expected the commit to compare with, such as --base HEAD~20")
+    record.start(machine_facts())
     with tempfile.TemporaryDirectory() as place:
         trees = {side: unpack(getattr(words, side), Path(place) / side) for side in ("base", "head")}
         if words.rounds > 1:
@@ -145,7 +136,7 @@ def run(words: argparse.Namespace, record: Record) -> None:
                 kind: {clock: statistics.median(all_of) for clock, all_of in clocks.items()}
                 for kind, clocks in ratios.items()
             }
-            record.write(machine_facts(), median_ratio=medians, ratios=ratios, rounds=rounds)
+            record.save(median_ratio=medians, ratios=ratios, rounds=rounds)
     for kind, clocks in medians.items():
         print(
             kind,
