@@ -15,6 +15,7 @@ from caramba.config.manifest import RunConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.runs.files import remove_recorded
 from tests.integration.commands import only_run
 from tests.integration.export.samples import DBA, loud, make_run, transformer
 
@@ -62,7 +63,7 @@ def test_a_scripted_conversation_is_held_once_and_an_interrupted_one_goes_on(
     assert file.stat().st_mtime_ns == before
     # As an interrupt after the second answer leaves it: no stage, and a file of two turns.
     (stage,) = (run / "stages").glob("*-talk.json")
-    stage.unlink()
+    remove_recorded(stage)
     file.write_text(json.dumps(whole | {"turns": turns[:2]}))
     capsys.readouterr()
     assert main(["resume", str(run), "--quiet"]) == 0

@@ -13,6 +13,7 @@ from caramba import worker
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.manifest import GroupConfig
 from caramba.evaluation import Subjects, suite
+from caramba.runs.files import remove_recorded
 from caramba.runs.state import run_state
 from tests.integration.commands import caramba, only_run
 from tests.integration.export.samples import DBA, GQA, loud, make_run, transformer
@@ -71,7 +72,7 @@ def test_a_benchmark_that_failed_is_run_again_by_a_resume_and_no_other_is(
     run = only_run(tmp_path / "here")
     (stage,) = run.glob("stages/*-final.json")
     whole = json.loads(stage.read_text())["benchmarks"]
-    stage.unlink()
+    remove_recorded(stage)
 
     dispatch = suite._dispatch
 
@@ -91,7 +92,7 @@ def test_a_benchmark_that_failed_is_run_again_by_a_resume_and_no_other_is(
     record = json.loads(stage.read_text())
     record["benchmarks"][0]["seconds"] = 12345.0
     # Whatever number it has: someone may have taken a stage away.
-    stage.unlink()
+    remove_recorded(stage)
     stage = stage.with_name("09-final.json")
     stage.write_text(json.dumps(record))
     (run / "result.json").rename(run / "kept.json")
