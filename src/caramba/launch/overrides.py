@@ -8,12 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as File
-from typing import Any
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob
-from hydra.core.override_parser.types import Override as HydraOverride
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING, Any
 
 from caramba.config.resolve import (
     MOST_DEPTH,
@@ -28,6 +23,9 @@ from caramba.config.source import Path, is_index
 from caramba.config.train import PhaseConfig
 from caramba.errors import SYNONYMS, ConfigError, clip, nearest, quote
 from caramba.launch.config_files import config_file, groups, show_file
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override as HydraOverride
 
 EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|convert|call)_(?![A-Za-z0-9_])")
 
@@ -305,6 +303,9 @@ def rename_deleted(override: Override, name: str) -> Override:
 
 
 def _parse(typed: str, text: str) -> HydraOverride:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     try:
         override = OverridesParser.create().parse_override(text)
         if not override.is_sweep_override():
@@ -392,6 +393,8 @@ def split_sign(word: str) -> tuple[str, HydraOverride]:
 
 
 def _values(override: HydraOverride, key: str, config_dirs: Sequence[File]) -> list[str]:
+    from hydra.core.override_parser.types import Glob
+
     value = override.value()
     if isinstance(value, Glob):
         return value.filter(sorted(groups(config_dirs).get(key, {})))

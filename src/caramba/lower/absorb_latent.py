@@ -77,5 +77,5 @@ def absorb_latent(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
         model,
         LatentProjection,
         AbsorbedLatent,
-        lambda module: any(has_kernel(op, module.k_geo.weight) for op in KERNELS),
+        lambda module: any(has_kernel(op, module.q_sem_map) for op in KERNELS),
     )

@@ -236,9 +236,10 @@ def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], T
 
 
 def _reader(projection: Projection) -> Callable[[Tensor, int], tuple[Tensor, dict[str, Tensor]]]:
-    is_fused = isinstance(projection, FusedQkv) and plain_class(projection) is StandardProjection
-    if is_fused and isinstance(projection.q_norm, nn.Identity) and projection.fused_linear.scale is None:
-        return _FusedQkv(projection, projection.fused_linear)
+    if isinstance(projection, FusedQkv) and plain_class(projection) is StandardProjection:
+        fused = projection.fused_linear
+        if isinstance(projection.q_norm, nn.Identity) and fused.scale is None:
+            return _FusedQkv(projection, fused)
     return lambda rows, position: projection.forward(rows.unsqueeze(1), position)
 
 

@@ -36,8 +36,11 @@ class PreNorm(NamedTuple):
 class LinearWeights(Protocol):
     """What a product needs of a linear layer, fused or not."""
 
-    weight: Any
-    bias: Any
+    @property
+    def weight(self) -> Any: ...
+
+    @property
+    def bias(self) -> Any: ...
 
 
 def norm_linear(layer: LinearWeights, rows: PreNorm, *, gated: bool = False) -> Tensor:
@@ -61,6 +64,9 @@ def linear_residual(layer: LinearWeights, x: Tensor, residual: Tensor) -> Tensor
 
 class NormLinear(nn.Module):
     """A linear layer, quantised or not, that normalises a `PreNorm` as it reads it."""
+
+    weight: Any
+    bias: Any
 
     def forward(self, input: Tensor, *rest: object) -> Tensor:
         if isinstance(input, PreNorm):

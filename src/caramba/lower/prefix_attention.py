@@ -56,5 +56,5 @@ def fuse_prefix_attention(model: nn.Module, *, is_compiled: bool) -> list[Replac
         if isinstance(layer, AttentionLayer) and is_unmodified(layer.score, CausalScore)
         for first in [getattr(layer.projection, "first", None)]
         if isinstance(first, FirstTokens) and not isinstance(first, PrefixAttention)
-        if has_kernel("prefix_attention", first.k.weight) and not has_hooks(first)
+        if has_kernel("prefix_attention", next(first.parameters())) and not has_hooks(first)
     ]

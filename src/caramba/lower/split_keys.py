@@ -90,7 +90,7 @@ def split_keys(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
         and not isinstance(layer.projection, SplitKeys)
         and layer.projection.null_c is None
         and layer.projection.first is None
-        and has_kernel(OP, layer.out.weight)
+        and has_kernel(OP, layer.projection.q_sem_map)
         # Tensor parallelism has a score op of its own.
         and type(layer.score).forward is CausalScore.forward
         and not any(has_hooks(part) for part in (layer.score, layer.projection))

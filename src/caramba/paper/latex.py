@@ -315,7 +315,8 @@ class _Reader:
         texts = [self.found.paragraphs[-1], self.formula or []]
         kept = [len(text) for text in texts]
         self._put(HOLE, SCRIPT)
-        self.walk(item.nodelist if isinstance(item, self.tex.LatexGroupNode) else [], in_math=True)
+        is_group = isinstance(item, self.tex.LatexGroupNode)
+        self.walk(getattr(item, "nodelist", []) if is_group else [], in_math=True)
         if isinstance(item, tuple):
             self._sign(item[0], self._at(item[1]))
         elif not isinstance(item, self.tex.LatexGroupNode):

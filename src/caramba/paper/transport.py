@@ -69,7 +69,8 @@ def read_limits(config: PaperConfig) -> int | None:
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(f"paper.api.base_url={url}: no server answers there ({reason}); start it") from None
-    models = plain.get("data") if isinstance(plain.get("data"), list) else []
+    listed = plain.get("data")
+    models = listed if isinstance(listed, list) else []
     found = [
         item.get("max_model_len")
         for item in models

@@ -143,9 +143,7 @@ def _full_disk(error: BaseException) -> str | None:
         if isinstance(item, OSError) and item.errno in FULL:
             place = f"{os.fsdecode(item.filename)}: " if item.filename else ""
             reason = f"{place}{item.strerror}"
-        elif any(
-            os.strerror(number) in str(item) for number in FULL
-        ):  # A library that raises its own error.
+        elif any(os.strerror(number) in str(item) for number in FULL):  # A library that raises its own error.
             reason = str(item)
         else:
             continue
