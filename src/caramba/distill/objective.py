@@ -175,7 +175,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
         hidden_weight: float = 0.0,
     ) -> None:
         super().__init__(model, chunk=chunk, lora=lora)
-        self.teacher, self.kl_weight, self.temperature = teacher, kl_weight, temperature
+        self.teacher = self._live = teacher
+        self.kl_weight, self.temperature = kl_weight, temperature
         self.cache, self.top_k, self.half, self.tail = cache, top_k, half, tail
         self.hidden_weight, self.left = hidden_weight, 1.0
         self.residual = ResidualDistance(model, teacher) if hidden_weight else None
@@ -195,7 +196,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
     def compilable(self) -> list[nn.Module]:
         if self.residual is None:  # which hooks the blocks within a repeat
             self._join()
-        return [*compilable_regions(self.model.topology), *compilable_regions(self.teacher.topology)]
+        return [*compilable_regions(self.model.topology), *compilable_regions(self._live.topology)]
 
     def losses(self, batch: Batch) -> VocabularyLosses:
         return vocabulary_losses(
@@ -212,8 +213,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
     def _rows(self, batch: Batch) -> RowsOf:
         tokens, documents, samples = batch[0], documents_of(batch), samples_of(batch)
         if self.cache is None or samples is None:  # held-out batches carry no index
-            hidden = self.teacher.hidden(tokens, documents=documents).flatten(0, 1)
-            return LiveTeacher(self.teacher, hidden, self.temperature)
+            hidden = self._live.hidden(tokens, documents=documents).flatten(0, 1)
+            return LiveTeacher(self._live, hidden, self.temperature)
         kept = self.cache.fetch(
             samples,
             lambda rows: self._top_rows(tokens[rows], None if documents is None else documents[rows]),
@@ -222,7 +223,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
 
     def _top_rows(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
         rows = LiveTeacher(
-            self.teacher, self.teacher.hidden(tokens, documents=documents).flatten(0, 1), self.temperature
+            self._live, self._live.hidden(tokens, documents=documents).flatten(0, 1), self.temperature
         )
         n_tokens = tokens.numel()
         found = [
