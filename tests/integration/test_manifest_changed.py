@@ -16,7 +16,7 @@ from tests.integration.commands import SMALL, caramba, interrupt_when, only_run
 
 WORDS = [
     *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu", *SMALL),
-    *("train.batch_size=2", "train.block_size=32", "train.steps=8", "train.save_every=2"),
+    *("train.batch_size=2", "train.block_size=32", "train.steps=24", "train.save_every=2"),
     *("settings.instrument=none", "train.compile=false"),
 ]
 
