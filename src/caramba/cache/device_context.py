@@ -1,4 +1,7 @@
-"""Cache state with lengths counted on the device, so that decode steps can be compiled or captured in a graph."""
+"""Cache state with lengths counted on the device, so that decode steps can be compiled or captured in a graph.
+
+Its slot cache keeps one sequence per slot, so that an engine may replace sequences between steps.
+"""
 
 from __future__ import annotations
 
