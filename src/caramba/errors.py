@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from enum import StrEnum
@@ -211,6 +210,8 @@ SYNONYMS = {other: name for name, others in _SAME.items() for other in others.sp
 
 def nearest(name: object, options: Iterable[object]) -> str:
     """Return "; did you mean 'x'?" for a synonym or the closest option, or an empty string."""
+    import difflib  # only a message needs it
+
     if len(str(name)) > LONGEST_NAME:
         return ""
     known = [str(option) for option in options]

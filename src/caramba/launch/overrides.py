@@ -20,7 +20,6 @@ from caramba.config.resolve import (
     too_deep,
 )
 from caramba.config.source import Path, is_index
-from caramba.config.train import PhaseConfig
 from caramba.errors import SYNONYMS, ConfigError, clip, nearest, quote
 from caramba.launch.config_files import config_file, groups, show_file
 
@@ -290,6 +289,8 @@ def aliases_of(path: Sequence[str | int]) -> tuple[str, ...]:
     last = str(path[-1])
     if "train" not in path[:-1]:
         return (last,)
+    from caramba.config.train import PhaseConfig  # pydantic takes longer to load than help to print
+
     name = PhaseConfig.aliases.get(last, last)
     return (name, *(alias for alias, target in PhaseConfig.aliases.items() if target == name))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from caramba.errors import AgentError, ConfigError
+from caramba.runs.files import append_line, whole_lines
 
 CALLS = "calls.jsonl"
 
@@ -55,11 +55,7 @@ class Journal:
         """Write a reply to disk before anything follows from it."""
         digest = digest_of(request)
         line = {"step": self.step, "sha256": digest, "request": request, "reply": reply}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.file, "ab") as file:
-            file.write((json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.file, json.dumps(line, ensure_ascii=False, sort_keys=True))
         self._known[self.step, digest] = line
 
 
@@ -70,14 +66,8 @@ def digest_of(request: dict[str, Any]) -> str:
 
 def _read(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the calls of a file; half a last line is what a kill left, and is cut off."""
-    if not file.is_file():
-        return {}
-    content = file.read_bytes()
-    whole, newline, rest = content.rpartition(b"\n")
-    if rest:
-        os.truncate(file, len(whole) + len(newline))
     try:
-        lines = [json.loads(text) for text in (whole.split(b"\n") if newline else [])]
+        lines = [json.loads(text) for text in whole_lines(file)]
         return {(line["step"], digest_of(line["request"])): line for line in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -120,6 +120,25 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def append_line(file: Path, text: str) -> None:
+    """Append a line to a record and sync it, so that it is on disk before anything follows from it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "ab") as stream:
+        stream.write(f"{text}\n".encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def whole_lines(file: Path) -> list[bytes]:
+    """Return the lines of a record. Half a last line, which a kill left, is cut off."""
+    if not file.is_file():
+        return []
+    whole, newline, rest = file.read_bytes().rpartition(b"\n")
+    if rest:
+        os.truncate(file, len(whole) + len(newline))
+    return whole.split(b"\n") if newline else []
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

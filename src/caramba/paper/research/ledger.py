@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, cast
 
 from caramba.errors import ConfigError
+from caramba.runs.files import append_line, whole_lines
 
 LEDGER = "research.jsonl"
 FIRST = "0" * 64
@@ -53,11 +53,7 @@ class Ledger:
         previous = self.events[-1]["sha256"] if self.events else FIRST
         line: dict[str, Any] = {"n": len(self.events) + 1, "previous": previous, "event": event, **fields}
         line["sha256"] = _hash(line)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.file, "ab") as file:
-            file.write((_text(line) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.file, _text(line))
         self.events.append(line)
         return line
 
@@ -74,15 +70,9 @@ def read_ledger(file: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a line that is not the one that was written.
     """
-    if not file.is_file():
-        return []
-    content = file.read_bytes()
-    whole, newline, rest = content.rpartition(b"\n")
-    if rest:
-        os.truncate(file, len(whole) + len(newline))
     lines: list[dict[str, Any]] = []
     previous = FIRST
-    for number, text in enumerate(whole.split(b"\n") if newline else [], 1):
+    for number, text in enumerate(whole_lines(file), 1):
         wrong = f"{file}, line {number}: "
         try:
             plain: Any = json.loads(text)
