@@ -1,19 +1,27 @@
 """Attack the paper tools: corpus, proposals, planted defects and scripted sessions; counts for research_attacks.json.
 
-python scripts/research_attacks.py --sessions 1000 --out docs/benchmarks/research_attacks.json
+python scripts/research_attacks.py --sessions 1000 --jobs 32 --out docs/benchmarks/research_attacks.json
 
-A session is a random script of good and hostile tool calls. `--latex N` compiles the papers of the first N sessions.
+A session is a random script of honest and hostile tool calls. What it leaves is read without the scanner of the gate:
+digits outside of commands, and keys of citations that references.bib lacks. Only `--latex N` needs pdflatex: it
+compiles the papers of the first N sessions and reads the digits of their pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import random
+import re
+import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +41,25 @@ from caramba.paper.check import check_section  # noqa: E402
 from caramba.paper.compile import Compiled, compile_paper  # noqa: E402
 from caramba.paper.document import read_sections  # noqa: E402
 from caramba.paper.evidence import Evidence, read_evidence  # noqa: E402
-from caramba.paper.folder import PAPER, PaperFolder  # noqa: E402
+from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PaperFolder  # noqa: E402
+from caramba.paper.printed import unknown_digits  # noqa: E402
 from caramba.paper.review import check_paper  # noqa: E402
 from caramba.runs.files import write_json  # noqa: E402
 
 SEED = 37
 LIMIT = 60_000  # tokens of a session
+KINDS = ("unverifiable_citations", "ungrounded_numbers", "broken_heads", "spend_over_cap")
+WORKS = "".join(
+    f"@misc{{{key}, title={{{work.title}}}, author={{{work.authors[0]}}}, year={work.year},"
+    f" abstract={{{work.abstract}}}}}\n"
+    for key, work in corpus.CITED.items()
+)
+# Arguments of commands that name something, whose digits are not printed.
+_NAMING = re.compile(
+    r"\\(?:result|resultvalue|setting|derived|claim|artifacttable|label|(?:eq|page|auto)?ref|cite\w*)\*?"
+    r"(?:\[[^\]]*\])*(?:\{[^{}]*\})+"
+)
+_CITING = re.compile(r"\\cite\w*(?:\[[^\]]*\])*\{([^{}]*)\}")
 
 
 def main() -> None:
@@ -47,15 +68,17 @@ def main() -> None:
     )
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--latex", type=int, default=0, help="sessions whose papers are compiled by pdflatex")
+    parser.add_argument("--jobs", type=int, default=1, help="processes among which the sessions are spread")
     parser.add_argument("--out", type=Path, help="JSON file; default: print only")
     words = parser.parse_args()
-    logger.quiet = True
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         write_run(run)
         record = {"script": "scripts/research_attacks.py", **of_corpus(run), **of_defects(run)}
-        record["sessions"] = run_sessions(run, Path(name), words.sessions, words.latex)
+        record["sessions"] = run_sessions(run, Path(name), words.sessions, words.latex, words.jobs)
     print(json.dumps(record, indent=1))
+    print(f"{sum(os.times()[:4]):.0f} seconds of CPU, {time.perf_counter() - began:.0f} in all")
     if words.out is not None:
         write_json(words.out, record)
 
@@ -115,10 +138,11 @@ class Hostile:
         )
         attack = chance.choice(corpus.ATTACKS)["body"]
         good = chance.choice(
-            ("A cache is studied.", rf"It has \result{{{NLL}}}.", r"\artifacttable{comparison} lists all.")
+            (*HONEST, rf"It has \result{{{NLL}}}.", r"\artifacttable{comparison} lists all.")
         )
         bodies = {
-            key: chance.choice((good, good, attack, f"{good} {attack}")) for key in ("abstract", "results")
+            key: chance.choice((good, good, attack, f"{good} {attack}", rf"{good} \citep{{a2018x}}"))
+            for key in ("abstract", "results")
         }
         match name:
             case "write_tex_file":
@@ -126,43 +150,71 @@ class Hostile:
             case "update_section":
                 return name, {"section": "results", "body": bodies["results"], "base_hash": ""}
             case "add_citation":
-                return name, {"source_id": chance.choice(("arxiv:1", "../../etc/passwd", "bib:x"))}
+                works = [f"bib:{key}" for key in corpus.CITED]
+                return name, {"source_id": chance.choice(("arxiv:1", "../../etc/passwd", "bib:x", *works))}
             case _:
                 return name, {"path": chance.choice(("paper.tex", "/etc/passwd", "../manifest.json"))}
 
 
-def run_sessions(run: Path, folder: Path, count: int, with_latex: int) -> dict[str, Any]:
+def loose_digits(body: str) -> list[str]:
+    """Return the digits of a text that stand outside of commands, found without the gate's scanner."""
+    left, before = body, ""
+    while left != before:
+        left, before = _NAMING.sub(" ", left), left
+    return [letter for letter in left if letter.isnumeric()]
+
+
+# Honest drafts without digits of their own, so that any digit in a head was smuggled in.
+HONEST = [body for body in corpus.CORPUS["honest"] if not loose_digits(body) and "ref{" not in body]
+
+
+def run_sessions(run: Path, folder: Path, count: int, with_latex: int, jobs: int = 1) -> dict[str, Any]:
     """Return how many sessions adopted a version, and how many left what no session may leave."""
-    evidence = read_evidence(run, run)
+    (folder / "works.bib").write_text(WORKS, encoding="utf-8")
+    session = functools.partial(run_session, run, folder, with_latex)
+    if jobs == 1:
+        found = [session(number) for number in range(count)]
+    else:
+        with ProcessPoolExecutor(jobs) as pool:
+            found = list(pool.map(session, range(count), chunksize=4))
+    total: Counter[str] = Counter()
+    for faults in found:
+        total.update(faults)
+    kinds = {kind: total[kind] for kind in KINDS}
+    return {"count": count, "with_latex": with_latex, "adopted": total["adopted"], **kinds}
+
+
+def run_session(run: Path, folder: Path, with_latex: int, number: int) -> Counter[str]:
+    """Draft with a hostile writer, and count what is wrong with what it leaves."""
+    logger.quiet = True
+    has_latex = number < with_latex
+    if not has_latex:
+        drafter.need_latex = lambda where: None
+        gate.compile_paper = _compiled
+        gate.unknown_digits = lambda *arguments: []
+    else:
+        gate.compile_paper, gate.unknown_digits = compile_paper, unknown_digits
     config = PaperConfig.model_validate({
-        "model": "stub", "sections": ["abstract", "results"], "citations": {"enabled": False},
+        "model": "stub", "sections": ["abstract", "results"],
+        "citations": {"enabled": False, "bibliography": str(folder / "works.bib")},
         "api": {"base_url": "http://127.0.0.1:9/v1", "retries": 0},
         "budget": {"max_iterations": 12, "max_tokens": LIMIT, "max_reply_tokens": 200},
     })  # fmt: skip
-    drafter.need_latex = lambda where: None
-    faults: Counter[str] = Counter()
-    adopted = 0
-    for number in range(count):
-        has_latex = number < with_latex
-        gate.compile_paper = compile_paper if has_latex else _compiled
-        if not has_latex:
-            gate.unknown_digits = lambda *arguments: []
-        model, output = Hostile(SEED + number), folder / f"session{number}"
-        client.open_transport = model.open
-        try:
-            PaperDrafter(config, output, sleep=lambda seconds: None).draft_sync(run)
-            adopted += 1
-        except CarambaError:
-            pass
-        faults.update(find_faults(output, evidence, has_latex=has_latex))
-        faults["spend_over_cap"] += model.tokens > LIMIT
-    kinds = ("unverifiable_citations", "ungrounded_numbers", "broken_heads", "spend_over_cap")
-    return {
-        "count": count,
-        "with_latex": with_latex,
-        "adopted": adopted,
-        **{kind: faults[kind] for kind in kinds},
-    }
+    model, output = Hostile(SEED + number), folder / f"session{number}"
+    client.open_transport = model.open
+    found: Counter[str] = Counter()
+    try:
+        PaperDrafter(config, output, sleep=lambda seconds: None).draft_sync(run)
+        found["adopted"] += 1
+    except CarambaError:
+        pass
+    found.update(find_faults(output, _evidence(run), has_latex=has_latex))
+    found["spend_over_cap"] += model.tokens > LIMIT
+    shutil.rmtree(output, ignore_errors=True)
+    return found
+
+
+_evidence = functools.cache(lambda run: read_evidence(run, run))
 
 
 def find_faults(output: Path, evidence: Evidence, *, has_latex: bool) -> Counter[str]:
@@ -176,9 +228,14 @@ def find_faults(output: Path, evidence: Evidence, *, has_latex: bool) -> Counter
     names = [name for name in head["files"] if not name.endswith(".pdf")]
     if has_latex and compile_paper({name: (output / name).read_bytes() for name in names}).pdf is None:
         found["broken_heads"] += 1
+    works = (output / BIBLIOGRAPHY).read_text(encoding="utf-8")
     for name, body in read_sections(file.read_text(encoding="utf-8"), str(file)).items():
-        for problem in check_section(name, body, evidence, {}).problems:
-            found["unverifiable_citations" if "citation" in problem.text else "ungrounded_numbers"] += 1
+        keys = {key.strip() for keys in _CITING.findall(body) for key in keys.split(",")}
+        found["unverifiable_citations"] += any(
+            key not in corpus.CITED or f"{{{key}," not in works for key in keys
+        )
+        problems = check_section(name, body, evidence, corpus.CITED).problems
+        found["ungrounded_numbers"] += bool(loose_digits(body) or problems)
     return found
 
 
