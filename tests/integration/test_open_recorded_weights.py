@@ -13,6 +13,7 @@ import torch
 from caramba.data.checkpoint.locate import find_checkpoint
 from caramba.errors import CheckpointError
 from caramba.model import load_pretrained, save_model
+from caramba.runs.events import PHASE_FINISHED, append_event
 from tests.integration.export.samples import GQA, loud, make_run, transformer
 
 
@@ -93,6 +94,25 @@ def test_find_checkpoint_refuses_a_record_that_leaves_the_run(run: Path) -> None
     record = {"phase": {"id": "global", "trains": "student", "checkpoint": "../other.safetensors"}}
     (run / "stages/01-global.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="expected a file inside the run"):
+        find_checkpoint(run, role="student")
+
+
+@pytest.mark.parametrize("is_all", [True, False])
+def test_find_checkpoint_refuses_an_earlier_phase_where_events_name_a_later_one(
+    run: Path, is_all: bool
+) -> None:
+    """Its record, the sums and its weights are removed, or all records."""
+    for phase in ("transplant", "global"):
+        append_event(run, PHASE_FINISHED, phase=phase, steps=1, seconds=1.0, loss=2.0)
+    (run / "checksums.json").unlink(missing_ok=True)
+    (run / "checkpoints/global.safetensors").unlink()
+    if is_all:
+        shutil.rmtree(run / "stages")
+    else:
+        (run / "stages/01-global.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no record of phase global, which events\.jsonl has as finished"
+    ):
         find_checkpoint(run, role="student")
 
 

@@ -244,6 +244,14 @@ def test_cfg_job_and_info_and_completion_pass_through(caramba, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_hydra_help_advises_nothing_that_is_refused(caramba):
+    shown = caramba("--hydra-help", module="caramba.launch").stdout
+    assert "--cfg,-c : Show config instead of running [job]" in shown
+    assert "--experimental-rerun : not taken: caramba rerun RUN" in shown
+    assert "--config-path,-cp : not taken: --config-dir DIR adds a folder of groups\n--config-name" in shown
+    assert not any(word in shown for word in ("--cfg hydra", "|all]", "hydra/launcher", "hydra/job_logging"))
+
+
 def test_cfg_job_of_a_sweep_is_a_document_for_each_point(called):
     words = ("launch", "-m", "--cfg", "job", "model=tiny", "train=pretrain", "seed=1,2")
     made = list(yaml.safe_load_all(called(*words).out))

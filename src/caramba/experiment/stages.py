@@ -30,7 +30,7 @@ from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal
 from caramba.model.topology.base import custom_layers_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
-from caramba.runs.events import append_event
+from caramba.runs.events import PHASE_FINISHED, append_event
 from caramba.runs.exit_codes import until_recorded
 from caramba.runs.shell import show_path
 from caramba.runtime import (
@@ -210,7 +210,7 @@ def fit_phase(
     log_throughput(name, outcome.measured)
     append_event(
         session.run_dir,
-        "phase_finished",
+        PHASE_FINISHED,
         phase=name,
         steps=outcome.steps,
         seconds=outcome.seconds,

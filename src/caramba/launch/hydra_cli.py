@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import sys
 from typing import Any
 
@@ -15,7 +17,7 @@ from caramba.config.source import is_mapping, mapping_of
 from caramba.errors import ConfigError, nearest
 from caramba.launch.completion import complete_word
 from caramba.launch.compose import compose
-from caramba.launch.overrides import CommandLine, refuse_unsafe_folder, refuse_unsafe_overrides
+from caramba.launch.overrides import HYDRA_FLAGS, CommandLine, refuse_unsafe_folder, refuse_unsafe_overrides
 
 
 @hydra.main(config_path="pkg://caramba.conf", config_name="config", version_base="1.3")
@@ -63,8 +65,32 @@ def _ask_hydra(args: CommandLine) -> int:
     folders = [item for folder in args.config_dirs for item in ("--config-dir", str(folder))]
     program = "caramba" if sys.argv[0].endswith((".py", "-c")) else sys.argv[0]
     sys.argv = [program, *args.native, *folders, *args.overrides]
-    _composed()
+    if "--hydra-help" not in args.native:
+        _composed()
+        return 0
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            _composed()
+    except SystemExit as ended:  # Hydra ends the process when it has answered
+        if ended.code:
+            raise
+    print(correct_hydra_help(shown.getvalue()))
     return 0
+
+
+def correct_hydra_help(text: str) -> str:
+    """Return Hydra's help with what is done in place of the flags and groups that are not taken."""
+    flags = text.partition("== Configuration groups ==")[0].replace("[job|hydra|all]", "[job]")
+
+    def answer(match: re.Match[str]) -> str:
+        instead = HYDRA_FLAGS.get(match["flag"])
+        return match[0] if instead is None else f"{match['names']} : not taken: {instead}\n"
+
+    flags = re.sub(r"(?m)^(?P<names>(?P<flag>--[\w-]+)\S*) : .*\n(?: {8,}\S.*\n)*", answer, flags)
+    return (
+        f"{flags.rstrip()}\n\nGroups and settings of Hydra are fixed: caramba --info config shows them, "
+        "caramba launch --cfg job what runs."
+    )
 
 
 def show_config(args: CommandLine) -> int:

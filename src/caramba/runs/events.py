@@ -15,7 +15,7 @@ from caramba.runs.files import write_whole
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.csv"
-RUN_STARTED, PHASE_STARTED = "run_started", "phase_started"
+RUN_STARTED, PHASE_STARTED, PHASE_FINISHED = "run_started", "phase_started", "phase_finished"
 REPEATED = ("metrics", "step_skipped")
 """Events of a step, which a run that resumes from an earlier state records again."""
 
@@ -50,6 +50,16 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError:
             if number + 1 < len(lines) and not lines[number + 1].startswith("{"):
                 raise
+
+
+def finished_phases(run_dir: Path) -> list[str]:
+    """Return the phases that events.jsonl has as finished. Other events, which may be many, are not parsed."""
+    mark = f'"event": "{PHASE_FINISHED}"'
+    try:
+        with open(run_dir / EVENTS, encoding="utf-8", errors="replace") as file:
+            return [str(json.loads(line)["phase"]) for line in file if mark in line and line.endswith("}\n")]
+    except FileNotFoundError:
+        return []
 
 
 def metric_rows(run_dir: Path) -> Iterator[tuple[str, int, dict[str, float]]]:

@@ -10,6 +10,7 @@ from caramba.data.checkpoint.folder import MODEL, is_dcp, latest_sharded_state, 
 from caramba.data.checkpoint.header import read_metadata
 from caramba.errors import CheckpointError
 from caramba.runs import MANIFEST, read_manifest
+from caramba.runs.events import EVENTS, finished_phases
 from caramba.runs.files import check_file, write_json
 from caramba.runs.stages import STAGES, FinishedStage, read_finished_stages
 
@@ -61,7 +62,8 @@ def _finished(place: Path) -> list[FinishedStage]:
     A run without any record has the files of checkpoints/: one for each role, or the error names them.
 
     Raises:
-        CheckpointError: a damaged record, or several files of one role and no record.
+        CheckpointError: a damaged record, several files of one role and no record, or neither record nor weights of a
+            phase that events.jsonl has as finished.
     """
     groups = sorted(place.glob("groups/*"), key=lambda folder: _group_order(place, folder.name))
     found: list[FinishedStage] = []
@@ -76,6 +78,12 @@ def _finished(place: Path) -> list[FinishedStage]:
                     f"{folder}: has no record of its stages and several checkpoints, "
                     f"{', '.join(file.name for file in files)}; name the file to open"
                 )
+        missing = [phase for phase in finished_phases(folder) if phase not in {stage.id for stage in stages}]
+        if missing:
+            raise CheckpointError(
+                f"{folder / STAGES}: has no record of phase {missing[0]}, which {EVENTS} has as finished; restore it, "
+                "resume the run, or name a checkpoint file"
+            )
         found += [stage for stage in stages if stage.role != "control"]
     return found
 
