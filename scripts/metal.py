@@ -31,7 +31,7 @@ STUCK_S = 7200.0
 
 
 def spread(jobs: int, items: Sequence[Any], work: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each item with what `work` returns for it in a process of its own, in the order of their ends."""
+    """Yield each item with its result of `work`, from a process of its own, in the order of their ends."""
 
     def prepare(_: Path) -> Callable[[int], dict[str, Any]]:
         import torch

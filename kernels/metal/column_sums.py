@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from caramba.kernels.metal.library import WIDEST_GROUP, find, group_size, type_of
+from caramba.kernels.metal.library import MOST_THREADS, WIDEST_GROUP, find, group_size, type_of
 from torch import Tensor
 
 ROWS_PER_GROUP, MOST_COLUMNS = 128, 16
@@ -25,13 +25,15 @@ class Shares:
 
     @classmethod
     def of(cls, x: Tensor) -> Shares | None:
-        """Plan for x [..., D]; None where a row is too wide for the registers, or there is nothing."""
+        """Plan for x [..., D]; None where a row is too wide for the registers, rows too many, or none."""
         width = x.shape[-1]
         if not x.numel() or width > WIDEST_GROUP * MOST_COLUMNS:
             return None
         size = group_size(width, 256 if width <= 256 * 8 else WIDEST_GROUP)
         columns = 4 if width <= 4 * size else MOST_COLUMNS
         rows = x.numel() // width
+        if -(-rows // ROWS_PER_GROUP) * size > MOST_THREADS:
+            return None
         return cls(rows, width, size, columns, -(-rows // ROWS_PER_GROUP))
 
     def room(self, x: Tensor, vector: Tensor | None) -> Tensor:

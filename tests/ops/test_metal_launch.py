@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from caramba.kernels.metal import library
 
 from caramba import kernels
 from caramba.console import logger
-from caramba.errors import KernelUnavailable
+from caramba.errors import ConfigError, KernelUnavailable
 from caramba.ops.dba_decode import StoredStream, dba_decode
-from caramba.ops.rms_norm import reference_rms_norm
+from caramba.ops.layer_norm import add_layer_norm, layer_norm
+from caramba.ops.lion import lion_step
+from caramba.ops.rms_norm import add_rms_norm, reference_rms_norm, rms_norm
+from caramba.ops.rope import rope
 from tests.ops.decode_cases import Case
 from tests.ops.emulated import needs_compiler
 from tests.ops.metal_cases import Call, decode_call, launcher, reference
@@ -89,6 +93,91 @@ def test_a_head_too_wide_is_admitted_to_the_reference() -> None:
         found = launcher("dba_decode")(*given, admit=_admit)
         assert emulator.launches == []
     torch.testing.assert_close(found[0], expected[0])
+
+
+def test_a_torch_without_shaders_is_named_with_the_version_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.delattr(torch.mps, "compile_shader")
+    monkeypatch.setattr(kernels, "METAL_AVAILABLE", True)
+    monkeypatch.setattr(kernels, "_policies", {})
+    monkeypatch.setattr(logger, "info", said.append)
+    assert set(kernels.load("mps").values()) == {"reference"}
+    (line,) = said
+    assert line.endswith("has no torch.mps.compile_shader; install torch 2.7 or later")
+    with pytest.raises(KernelUnavailable, match=r"mps: .*no torch\.mps\.compile_shader.*use kernels: auto"):
+        kernels.load("mps", "require")
+
+
+def test_a_tensor_on_another_device_is_refused_with_both_devices() -> None:
+    x, q, k = torch.randn(2, 8), torch.randn(1, 1, 2, 8), StoredStream("fp32", torch.randn(1, 1, 4, 8))
+    w, table, lengths = torch.randn(8), torch.randn(1, 2, 4), torch.tensor([4], dtype=torch.int32)
+    far = StoredStream("fp32", torch.empty(1, 1, 4, 8, device="meta"))
+    calls: dict[str, Callable[[], object]] = {
+        "rms_norm: weight": lambda: rms_norm(x, w.to("meta")),
+        "add_rms_norm: residual": lambda: add_rms_norm(x, x.to("meta"), w),
+        "layer_norm: bias": lambda: layer_norm(x, w, w.to("meta")),
+        "add_layer_norm: weight": lambda: add_layer_norm(x, x, w.to("meta"), w),
+        "rope: cos": lambda: rope(q, table.to("meta"), table.to("meta")),
+        "lion_step: momentum 0": lambda: lion_step([x], [x.to("meta")], [x], lr=1.0, beta1=0.9, beta2=0.9),
+        "dba_decode: k_geo": lambda: dba_decode(q, q, k, far, k, lengths),
+    }
+    for place, call in calls.items():
+        with pytest.raises(ConfigError, match=f"{place}.* on meta.* cpu"):
+            call()
+
+
+def test_calls_with_more_threads_than_a_grid_has_positions_have_no_kernel() -> None:
+    """Views whose rows are all one row: 2^28 rows of a simdgroup each, more elements than 32 bits count."""
+    x = torch.zeros(1, 1).expand(2**28, 32)
+    tall, tall_stat = torch.zeros(1, 1).expand(2**36, 32), torch.zeros(1).expand(2**36)
+    groups = [[torch.zeros(1).expand(2**32)] for _ in range(3)]
+    table = torch.zeros(1, 1, 1).expand(1, 2**28, 16)
+    calls: dict[str, tuple[Any, ...]] = {
+        "rms_norm": (x, None, 1e-6),
+        "add_rms_norm": (x, x, None, 1e-6),
+        "layer_norm": (x, None, None, 1e-6),
+        "add_layer_norm": (x, x, None, None, 1e-6),
+        "rms_norm_backward": (tall, None, tall, tall_stat, None),
+        "layer_norm_backward": (tall, None, tall, tall_stat, tall_stat, None, None),
+        "rope": (x.expand(1, 1, 2**28, 32), table, table, 1.0, False, torch.float32),
+        "lion_step": (*groups, 1e-3, 0.9, 0.99, 0.0),
+    }
+    with emulated_metal() as emulator:
+        for op, args in calls.items():
+            module = importlib.import_module(f"caramba.kernels.metal.{MODULES.get(op, op)}")
+            assert getattr(module, op)(*args) is NotImplemented, op
+        assert emulator.launches == []
+
+
+MODULES = {
+    **{"add_rms_norm": "rms_norm", "rms_norm_backward": "rms_norm", "add_layer_norm": "layer_norm"},
+    **{"layer_norm_backward": "layer_norm", "lion_step": "lion"},
+}
+
+
+def test_a_nan_in_the_unused_tail_of_a_cache_changes_no_bit() -> None:
+    lengths = torch.tensor([3, 40], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2, 1, 16, generator=generator)
+    caches = [torch.randn(2, 2, 70, 16, generator=generator) for _ in range(3)]
+
+    def attend(tail: float) -> list[torch.Tensor]:
+        stored = [[cache.clone()] for cache in caches]
+        for (cache,) in stored:
+            for row, length in enumerate(lengths):
+                cache[row, :, length:] = tail
+        args = (q, q, ["fp32"] * 3, *stored, lengths, None, [], 0, 0, 2)
+        return [*launcher("dba_decode")(*args), *reference("dba_decode")(*args)]
+
+    with emulated_metal() as emulator:
+        expected = attend(0.0)
+        for tail in (float("nan"), float("inf")):
+            found = attend(tail)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert emulator.launches.count("dba_decode") == 3
+    assert all(x.isfinite().all() for x in expected)
 
 
 KERNEL = """

@@ -64,7 +64,9 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
         )
     if policy == "auto" and kind in BACKENDS and missing and kind not in _logged:
         _logged.add(kind)
-        logger.info(f"kernels on {kind}: {', '.join(missing)} run the {REFERENCE} implementation")
+        reasons = set(missing.values())
+        shared = f": {reasons.pop()}" if len(reasons) == 1 and len(missing) == len(chosen) else ""
+        logger.info(f"kernels on {kind}: {', '.join(missing)} run the {REFERENCE} implementation{shared}")
     kept = [op for op, backend in chosen.items() if backend != REFERENCE]
     if policy == "reference" and kept and (message := f"{kind}, {policy}") not in _logged:
         _logged.add(message)
@@ -88,6 +90,10 @@ def _attach_all(kind: str) -> dict[str, str]:
         return dict.fromkeys(ops, f"there are no kernels for {kind}")
     if not {"triton": TRITON_AVAILABLE, "metal": METAL_AVAILABLE}[backend]:
         return dict.fromkeys(ops, f"{backend} is not available")
+    if backend == "metal" and not hasattr(torch.mps, "compile_shader"):
+        return dict.fromkeys(
+            ops, f"torch {torch.__version__} has no torch.mps.compile_shader; install torch 2.7 or later"
+        )
     missing: dict[str, str] = {}
     for name, op in ops.items():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -60,17 +61,25 @@ def need_model(config: PaperConfig, where: str) -> None:
     """Refuse, before anything is loaded or sent, when the model cannot be asked from here.
 
     Raises:
-        ConfigError: a library of the extra `paper` is not installed, or the named variable holds no key.
+        ConfigError: a library of the extra `paper` is not installed, or the named variable holds no key, or one that no
+            header carries.
     """
     own = () if config.api.base_url is not None else ("litellm",)
     for library in (*own, "pylatexenc", "pybtex", "pypdf"):
         need_library(library, "paper", where)
     key = config.api.key_env
-    if key is not None and not os.environ.get(key, "").strip():
-        shown = config.api.shown_key_env
+    if key is None:
+        return
+    shown, held = config.api.shown_key_env, os.environ.get(key, "").strip()
+    if not held:
         name = shown if shown != "…" else "NAME"
         raise ConfigError(
             f"{where}.api.key_env={shown}: no such variable is set; export {name}=… and give its name, not the key"
+        )
+    if not re.fullmatch(r"[!-~]+", held):
+        raise ConfigError(
+            f"{where}.api.key_env={shown}: the variable holds blanks or characters that a header cannot carry; export "
+            "the key as the server has it, in ASCII"
         )
 
 

@@ -52,7 +52,7 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
                 raise
 
 
-def finished_phases(run_dir: Path) -> list[str]:
+def read_finished_phases(run_dir: Path) -> list[str]:
     """Return the phases that events.jsonl has as finished. Other events, which may be many, are not parsed."""
     mark = f'"event": "{PHASE_FINISHED}"'
     try:

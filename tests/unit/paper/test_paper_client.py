@@ -259,6 +259,18 @@ def test_models_and_keys_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> 
         LanguageModel(PaperConfig.model_validate({"api": {"key_env": "NO_SUCH"}}))
 
 
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "sk-\u2013a", "line\nbreak", "\udcff"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(
+        ConfigError, match=r"paper\.api\.key_env=MY_KEY: the variable holds blanks"
+    ) as refused:
+        LanguageModel(PaperConfig.model_validate({"api": {"key_env": "MY_KEY"}}))
+    assert key not in str(refused.value)
+
+
 def test_an_absent_litellm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"paper: litellm is not installed; pip install 'caramba\[paper\]'"):

@@ -10,7 +10,7 @@ from caramba.data.checkpoint.folder import MODEL, is_dcp, latest_sharded_state, 
 from caramba.data.checkpoint.header import read_metadata
 from caramba.errors import CheckpointError
 from caramba.runs import MANIFEST, read_manifest
-from caramba.runs.events import EVENTS, finished_phases
+from caramba.runs.events import EVENTS, read_finished_phases
 from caramba.runs.files import check_file, write_json
 from caramba.runs.stages import STAGES, FinishedStage, read_finished_stages
 
@@ -78,7 +78,9 @@ def _finished(place: Path) -> list[FinishedStage]:
                     f"{folder}: has no record of its stages and several checkpoints, "
                     f"{', '.join(file.name for file in files)}; name the file to open"
                 )
-        missing = [phase for phase in finished_phases(folder) if phase not in {stage.id for stage in stages}]
+        missing = [
+            phase for phase in read_finished_phases(folder) if phase not in {stage.id for stage in stages}
+        ]
         if missing:
             raise CheckpointError(
                 f"{folder / STAGES}: has no record of phase {missing[0]}, which {EVENTS} has as finished; restore it, "
