@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from caramba.errors import CarambaError, nearest
 from caramba.paper.evidence import Evidence
 from caramba.paper.latex import NotAllowed, Scanned, Use, scan
-from caramba.paper.numbers import Names, adjacent, in_formula, in_prose, of_formula
+from caramba.paper.numbers import Names, adjacent, as_prose, in_formulas, in_prose
 from caramba.paper.records import Record
 from caramba.paper.vocabulary import DIRECTIONS, OPERATIONS
 
 CITING = ("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear")
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
 MOST = 12
+UNGROUNDED = (
+    "is a number that no artifact vouches for; write \\result{KEY}, \\setting{PATH}, \\derived{ratio}{KEY}{KEY}, "
+    "\\citednumber{CITATION}{VALUE} or \\citeyear{CITATION}, or use words"
+)
 
 
 @dataclass(frozen=True)
@@ -153,16 +157,11 @@ def section_names(scanned: Scanned, evidence: Evidence, cited: Mapping[str, Reco
 
 def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> list[Problem]:
     names = section_names(scanned, evidence, cited)
-    faults = [found for formula in scanned.formulas for found in of_formula(formula)]
-    faults += [found for paragraph in scanned.paragraphs for found in adjacent(paragraph)]
-    numbers = [found for formula in scanned.formulas for found in in_formula(formula)]
-    numbers += [found for paragraph in scanned.paragraphs for found in in_prose(paragraph, names)]
-    return [Problem(name, line, text) for text, line in faults] + [
-        Problem(
-            name,
-            line,
-            f"{text!r} is a number that no artifact vouches for; write \\result{{KEY}}, \\setting{{PATH}}, "
-            "\\derived{ratio}{KEY}{KEY}, \\citednumber{CITATION}{VALUE} or \\citeyear{CITATION}, or use words",
-        )
-        for text, line in numbers
+    found = [item for part in scanned.paragraphs for item in in_formulas(part)]
+    for part in map(as_prose, scanned.paragraphs):
+        found += [(text, line, False) for text, line in adjacent(part)]
+        found += [(text, line, True) for text, line in in_prose(part, names)]
+    return [
+        Problem(name, line, f"{text!r} {UNGROUNDED}" if is_number else text)
+        for text, line, is_number in found
     ]

@@ -1,4 +1,4 @@
-"""Flattens the LaTeX of a section, parsed by pylatexenc, to what it prints: prose, formulas, and the names it uses."""
+"""Flattens the LaTeX of a section, parsed by pylatexenc, to what it prints and the names it uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,20 +15,6 @@ from caramba.config.optional_deps import need_library
 from caramba.errors import nearest
 from caramba.paper import vocabulary as words
 
-HOLE = "\ufffc"
-"""Replaces in prose what another command or sign prints there."""
-# Characters that no section may hold; each represents a number that code prints.
-VALUE, REFERENCE, YEAR, AUTHOR = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
-# In formulas: the ends of a script, and of a fraction, root or matrix; what prints nothing; a bar between two parts.
-SCRIPT, SCRIPT_END, CELL, CELL_END, EMPTY = "\ue010", "\ue011", "\ue012", "\ue013", "\ue014"
-OPERATOR = "="
-_MARKS = {
-    **dict.fromkeys(("result", "resultvalue", "setting", "derived", "citednumber"), VALUE),
-    **dict.fromkeys(("ref", "pageref"), REFERENCE),
-    **dict.fromkeys(("citeyear", "citealt", "citealp"), YEAR),
-    **dict.fromkeys(("citeauthor", "citet"), AUTHOR),
-}
-_BREAK = " ; "  # between cells and items, which are separate on the page
 _DEEPEST = 60  # groups within each other
 _CELLS = frozenset(("frac", "tfrac", "dfrac", "binom", "sqrt"))
 _APART = frozenset(("footnote", "caption", "paragraph", "subsection", "subsubsection", "artifactfigure"))
@@ -59,32 +45,24 @@ class Use:
 
 
 Text = list[tuple[str, int]]
-"""Characters, each with its line."""
-
-
-@dataclass
-class Formula:
-    """What a formula prints, with operators as `=`, Greek letters and functions as x, and marks around its parts."""
-
-    is_display: bool
-    text: Text = field(default_factory=lambda: [])
+"""Characters and the marks of `vocabulary`, each with its line."""
 
 
 @dataclass
 class Scanned:
-    """What a section holds. `paragraphs` are its running text; the letters of formulas are in it too."""
+    """What a section uses, and its paragraphs with their formulas."""
 
     uses: list[Use] = field(default_factory=lambda: [])
     paragraphs: list[Text] = field(default_factory=lambda: [[]])
-    formulas: list[Formula] = field(default_factory=lambda: [])
 
     def uses_of(self, *commands: str) -> Iterable[Use]:
         """Yield the uses of some commands, in order."""
         return (use for use in self.uses if use.command in commands)
 
-    def digits_of_formulas(self) -> Iterator[str]:
-        """Yield every digit that a formula prints."""
-        return (letter for item in self.formulas for letter, _ in item.text if letter.isnumeric())
+    def digits_of_formulas(self) -> str:
+        """Return every digit that a formula prints."""
+        letters = (letter for part in self.paragraphs for letter, _ in part)
+        return "".join(str(words.DIGITS.index(letter)) for letter in letters if letter in words.DIGITS)
 
 
 def scan(source: str) -> Scanned:
@@ -116,7 +94,7 @@ def _check_characters(source: str) -> None:
     for line, text in enumerate(source.split("\n"), 1):
         for letter in text:
             category = unicodedata.category(letter)
-            if (category in ("Cc", "Cf", "Co", "Cs", "Cn") and letter != "\t") or letter == HOLE:
+            if (category in ("Cc", "Cf", "Co", "Cs", "Cn") and letter != "\t") or letter == words.HOLE:
                 raise NotAllowed(f"character U+{ord(letter):04X} is not allowed; write plain text", line)
             if category[0] == "L" and unicodedata.decomposition(letter).startswith("<"):
                 plain = unicodedata.normalize("NFKC", letter)
@@ -218,7 +196,7 @@ class _Reader:
     def __init__(self, source: str, tex: Any) -> None:
         self.source, self.tex, self.found = source, tex, Scanned()
         self.tables = 0  # that are open
-        self.formula: Text | None = None
+        self.is_in_formula = False
         self._ends = [at for at, letter in enumerate(source) if letter == "\n"]
         self._line = 1
 
@@ -227,10 +205,8 @@ class _Reader:
         self._line = bisect.bisect_left(self._ends, at) + 1
         return self._line
 
-    def _put(self, prose: str, formula: str | None = None) -> None:
-        self.found.paragraphs[-1].extend((letter, self._line) for letter in prose)
-        if self.formula is not None:
-            self.formula.extend((letter, self._line) for letter in (prose if formula is None else formula))
+    def _put(self, letters: str) -> None:
+        self.found.paragraphs[-1].extend((letter, self._line) for letter in letters)
 
     def walk(self, nodes: Iterable[Any], *, in_math: bool = False, in_table: bool = False) -> None:
         """Read text or mathematics."""
@@ -243,106 +219,84 @@ class _Reader:
                 items.append(node)
         left = iter(items)
         for item in left:
-            if not isinstance(item, tuple):
-                self._node(item, in_math=in_math)
-            elif not in_math:
-                self._letter(*item, in_table=in_table)
-            elif item[0] in "^_":
+            if in_math and isinstance(item, tuple) and item[0] in "^_":
                 self._script(next(left, None), self._at(item[1]))
             else:
-                self._sign(item[0], self._at(item[1]))
+                self._item(item, in_math=in_math, in_table=in_table)
 
-    def _node(self, node: Any, *, in_math: bool) -> None:
-        line = self._at(node.pos)
-        if isinstance(node, self.tex.LatexGroupNode):
-            self._group(node.nodelist, in_math=in_math)
-        elif isinstance(node, self.tex.LatexEnvironmentNode):
-            self._environment(node, in_math=in_math)
-        elif not isinstance(node, self.tex.LatexMathNode):
-            self._command(node, words.MATH_COMMANDS if in_math else words.PROSE_COMMANDS)
+    def _item(self, item: Any, *, in_math: bool, in_table: bool = False) -> None:
+        line = self._at(item[1] if isinstance(item, tuple) else item.pos)
+        if isinstance(item, tuple):
+            self._letter(*item, in_math=in_math, in_table=in_table)
+        elif isinstance(item, self.tex.LatexGroupNode):
+            self._group(item.nodelist, in_math=in_math)
+        elif isinstance(item, self.tex.LatexEnvironmentNode):
+            self._environment(item, in_math=in_math)
+        elif not isinstance(item, self.tex.LatexMathNode):
+            self._command(item, words.MATH_COMMANDS if in_math else words.PROSE_COMMANDS)
         elif in_math:
-            raise NotAllowed(f"{node.delimiters[0]} within mathematics; close the formula before", line)
+            raise NotAllowed(f"{item.delimiters[0]} within mathematics; close the formula before", line)
         else:
-            is_empty = all(isinstance(part, self.tex.LatexCommentNode) for part in node.nodelist)
-            if node.delimiters[0] == "$$" or (node.delimiters[0] == "$" and is_empty):
+            is_empty = all(isinstance(part, self.tex.LatexCommentNode) for part in item.nodelist)
+            if item.delimiters[0] == "$$" or (item.delimiters[0] == "$" and is_empty):
                 raise NotAllowed("$$ is not allowed; use the environment equation", line)
-            self._formula(node.nodelist, is_display=node.displaytype == "display")
+            self._formula(item.nodelist, is_display=item.displaytype == "display")
 
     def _group(self, nodes: list[Any], *, in_math: bool) -> None:
         """Read a group; one of mathematics that prints nothing is no base of a script."""
-        before = len(self.formula or ())
+        before = len(self.found.paragraphs[-1])
         self.walk(nodes, in_math=in_math)
-        if in_math and len(self.formula or ()) == before:
-            self._put("", EMPTY)
+        if in_math and len(self.found.paragraphs[-1]) == before:
+            self._put(words.EMPTY)
 
-    def _letter(self, letter: str, at: int, *, in_table: bool) -> None:
-        line = self._at(at)
-        if letter in "^_#":
-            raise NotAllowed(rf"{letter} outside of mathematics; write \{letter} for the sign", line)
-        if letter == "&" and not in_table:
-            raise NotAllowed(r"& outside of a table; write \& for the sign", line)
-        if letter == "\n" and _BLANK_LINE.match(self.source, at):
+    def _letter(self, letter: str, at: int, *, in_math: bool, in_table: bool) -> None:
+        if letter == "#" or (letter in "^_$" and not (in_math and letter != "$")):
+            where = "in" if in_math else "outside of"
+            raise NotAllowed(rf"{letter} {where} mathematics; write \{letter} for the sign", self._line)
+        if letter == "&" and not (in_table or in_math):
+            raise NotAllowed(r"& outside of a table; write \& for the sign", self._line)
+        if letter == "\n" and not self.is_in_formula and _BLANK_LINE.match(self.source, at):
             self.found.paragraphs.append([])
-        else:
-            self._put(_BREAK if letter == "&" else " " if letter in "~\n\t" else letter)
+        elif in_math and letter in "0123456789":
+            self._put(words.DIGITS[int(letter)])
+        elif not (in_math and letter in "'~"):
+            self._put(words.BREAK if letter == "&" else " " if letter in "~\n\t" else letter)
 
     def _formula(self, nodes: list[Any], *, is_display: bool) -> None:
         r"""Read mathematics: a formula of its own, or a part of the one whose \text it is in."""
-        is_whole = self.formula is None
-        if is_whole:
-            self.found.formulas.append(Formula(is_display))
-            self.formula = self.found.formulas[-1].text
+        is_whole = not self.is_in_formula
+        self.is_in_formula = True
+        self._put((words.DISPLAY if is_display else words.FORMULA) if is_whole else "")
         self.walk(nodes, in_math=True)
-        if is_whole:
-            self.formula = None
-
-    def _sign(self, letter: str, line: int) -> None:
-        """Take one character of mathematics."""
-        if letter in "$#":
-            raise NotAllowed(rf"{letter} in mathematics; write \{letter} for the sign", line)
-        if letter.isnumeric() and not letter.isascii():
-            raise NotAllowed(f"{letter!r} is a number that no artifact vouches for", line)
-        if letter.isnumeric():
-            self._put(HOLE, letter)
-        elif letter not in "'~":
-            mark = letter if letter in ",:;" else words.FORMULA_MARKS.get(letter, letter)
-            self._put(_BREAK if letter == "&" else letter, mark)
+        self._put(words.FORMULA_END if is_whole else "")
+        self.is_in_formula = not is_whole
 
     def _script(self, item: Any, line: int) -> None:
-        name = item[0] if isinstance(item, tuple) else getattr(item, "macroname", "^")
-        if item is None or (name in ("^", "_") and not isinstance(item, self.tex.LatexGroupNode)):
+        if item is None or (item[0] if isinstance(item, tuple) else getattr(item, "macroname", "")) in (
+            "^",
+            "_",
+        ):
             raise NotAllowed("a sub- or superscript is missing behind ^ or _; write it in braces", line)
-        texts = [self.found.paragraphs[-1], self.formula or []]
-        kept = [len(text) for text in texts]
-        self._put(HOLE, SCRIPT)
-        is_group = isinstance(item, self.tex.LatexGroupNode)
-        self.walk(getattr(item, "nodelist", []) if is_group else [], in_math=True)
-        if isinstance(item, tuple):
-            self._sign(item[0], self._at(item[1]))
-        elif not isinstance(item, self.tex.LatexGroupNode):
-            self._node(item, in_math=True)
-        if len(texts[1]) == kept[1] + 1:  # an empty script parts no word
-            for text, length in zip(texts, kept, strict=True):
-                del text[length:]
-        else:
-            self._put(HOLE, SCRIPT_END)
+        self._put(words.SCRIPT)
+        self._item(item, in_math=True)
+        self._put(words.SCRIPT_END)
 
     def _cells(self, parts: Iterable[list[Any]]) -> None:
         """Read what is above and below another."""
-        self._put("", CELL)
+        self._put(words.CELL)
         for nodes in parts:
-            self._put(HOLE, OPERATOR)
+            self._put("=")
             self.walk(nodes, in_math=True)
-        self._put(HOLE, CELL_END)
+        self._put(words.CELL_END)
 
     def _command(self, node: Any, allowed: dict[str, str]) -> None:
         name, line, in_math = _plain(node.macroname), self._line, allowed is words.MATH_COMMANDS
         if name not in allowed:
             raise _unknown_command(name, line, allowed)
-        if not in_math:
-            self._put(_BREAK if name == "\\" and self.tables else words.PRINTED.get(name, ""))
-        elif not allowed[name]:
-            self._put(words.MATH_PRINTED.get(name, HOLE), words.FORMULA_MARKS.get(name, HOLE))
+        if in_math or (name == "\\" and self.tables):
+            self._put(words.MATH_PRINTED.get(name, "") if in_math else words.BREAK)
+        else:
+            self._put(words.PRINTED.get(name, ""))
         kinds = re.findall(r"\??\w", allowed[name])
         given = node.nodeargd.argnlist if node.nodeargd is not None else []
         given = given[len(given) - len(kinds) :]  # \operatorname has a star before
@@ -357,15 +311,15 @@ class _Reader:
             if kind[-1] == "m":
                 self._group(part.nodelist, in_math=True)
             elif kind[-1] == "p":
-                self._put(_BREAK if name in _APART else "")
+                self._put(words.BREAK if name in _APART else "")
                 self.walk(part.nodelist)
-                self._put(_BREAK if name in _APART else "")
+                self._put(words.BREAK if name in _APART else "")
             else:
                 names.append(self._verbatim(part, name, line))
         if names:
             self._line = line
             self.found.uses.append(Use(name, tuple(names), line))
-            self._put("" if name in ("label", "claim") else _MARKS.get(name, HOLE))
+            self._put(words.MARKS.get(name, words.HOLE))
 
     def _argument(self, name: str, kind: str, part: Any, line: int) -> Any:
         opening = "[" if kind[0] == "?" else "{"
@@ -399,8 +353,8 @@ class _Reader:
             columns = self._verbatim(part, "begin{tabular}", line)
             if not columns or set(columns) - set("lcr|"):
                 raise NotAllowed(f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line)
-        self._put(" " if is_table else _BREAK)  # a table may be next to what is before it
+        self._put(" " if is_table else words.BREAK)  # a table may be next to what is before it
         self.tables += is_table
         self.walk(node.nodelist, in_table=is_table)
         self.tables -= is_table
-        self._put(" " if is_table else _BREAK)
+        self._put(" " if is_table else words.BREAK)

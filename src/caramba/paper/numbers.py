@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
-from caramba.paper import latex
-from caramba.paper.latex import HOLE, REFERENCE, VALUE, YEAR, Formula, Text
+from caramba.paper import vocabulary as words
+from caramba.paper.latex import Text
 
 Found = tuple[str, int]
 """A number or what is wrong, and its line."""
@@ -19,7 +18,7 @@ _NAMES = (
     "a100 h100 h200 b200 gpt-2 gpt-3 gpt-4 t5"
 )
 KNOWN_NAMES = frozenset(_NAMES.split())
-_WORDS = re.compile(rf"[^\s()\[\]{{}};\"'/\u2013\u2014{HOLE}]+")
+_WORDS = re.compile(rf"[^\s()\[\]{{}};\"'/\u2013\u2014{words.HOLE}]+")
 _NAME = re.compile(r"[a-z][\w.+-]*")
 _LINKS = re.compile(r"[-_/:\s]+")
 
@@ -43,8 +42,19 @@ class Names:
         return any(phrase in text for text in self._phrases)
 
 
+_UNPRINTED = frozenset((words.FORMULA, words.DISPLAY, words.FORMULA_END, words.EMPTY))
+_HOLES = frozenset((words.SCRIPT, words.SCRIPT_END, words.CELL, words.CELL_END, words.LETTER, *words.DIGITS))
+
+
+def as_prose(text: Text) -> Text:
+    """Return a paragraph with holes in place of what formulas print besides letters and signs."""
+    return [
+        (words.HOLE if item[0] in _HOLES else item[0], item[1]) for item in text if item[0] not in _UNPRINTED
+    ]
+
+
 def in_prose(text: Text, names: Names) -> Iterator[Found]:
-    """Yield the numbers and number words of a paragraph that are no name."""
+    """Yield the numbers and number words of a paragraph (from `as_prose`) that are no name."""
     letters = "".join(letter for letter, _ in text)
     before = ""
     for found in _WORDS.finditer(letters):
@@ -91,7 +101,7 @@ def claims(text: str) -> Iterator[tuple[str, int]]:
     """
     for pattern in (_CLAIM, _ROMAN):
         for found in pattern.finditer(text):
-            yield " ".join(found[0].replace(HOLE, " ").split()), found.start()
+            yield " ".join(found[0].replace(words.HOLE, " ").split()), found.start()
 
 
 GLUED = (
@@ -99,107 +109,107 @@ GLUED = (
     "between them"
 )
 BASELESS = (
-    "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no "
-    "base for one"
+    "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no base"
 )
-_OPEN, _CLOSE = latex.SCRIPT + latex.CELL, latex.SCRIPT_END + latex.CELL_END
+_FORMULA = re.compile(f"[{words.FORMULA}{words.DISPLAY}]([^{words.FORMULA_END}]*)")
+_OPEN, _CLOSE = words.SCRIPT + words.CELL, words.SCRIPT_END + words.CELL_END
 _INNERMOST = re.compile(f"[{_OPEN}]([^{_OPEN}{_CLOSE}]*)[{_CLOSE}]")
-_NUMBERED_SCRIPT, _OTHER_SCRIPT, _NUMBERED_CELL = "\ue015", "\ue016", "\ue017"
-_NUMBER = re.compile(f"[0-9]+|{VALUE}|{_NUMBERED_CELL}")
+_NUMBERED_SCRIPT, _OTHER_SCRIPT, _NUMBERED_CELL = "\ue019", "\ue01b", "\ue01c"
+_NUMBER = re.compile(f"[0-9]+|{words.VALUE}|{_NUMBERED_CELL}")
+_PARTS = re.compile(r"[^=+*/<>\u00d7\n-]+")  # between operators
+_HAS_LETTER = re.compile(rf"[^\W\d]|{words.LETTER}")
 
 
-def of_formula(formula: Formula) -> Iterator[Found]:
-    """Yield what is wrong with the values and scripts of a formula, no matter who wrote it."""
-    letters = "".join(letter for letter, _ in formula.text)
-    for at, letter in enumerate(letters):
-        before = letters[at - 1 : at]
-        is_closed = before in (")", "|") and letters[: at - 1].strip()[-1:] not in ("", "(")
-        if letter == latex.SCRIPT and not (before.isalpha() or before == latex.SCRIPT_END or is_closed):
-            yield BASELESS, formula.text[at][1]
-    yield from (found for found in _rows(formula) if found[0] == GLUED)
+def in_formulas(text: Text) -> Iterator[tuple[str, int, bool]]:
+    """Yield what is wrong with the numbers of formulas, and whether it is a number itself.
 
-
-def in_formula(formula: Formula) -> Iterator[Found]:
-    """Yield the numbers of a formula that are more than structure.
-
-    Structure is an index or exponent of one digit, and 0, 1 or 2 in a displayed formula, a fraction or a root.
-    Numbers without an operator between them are read together.
+    Numbers without an operator between them are read together, and scripts need a base. A number alone is structure as
+    an index or exponent of one digit, and as 0, 1 or 2 in a displayed formula, a fraction or a root.
     """
-    return (found for found in _rows(formula) if found[0] != GLUED)
+    letters = "".join(
+        str(words.DIGITS.index(letter)) if letter in words.DIGITS else letter for letter, _ in text
+    )
+    for found in _FORMULA.finditer(letters):
+        inside, lines = found[1], [line for _, line in text[found.start(1) : found.end(1)]]
+        for at, letter in enumerate(inside):
+            before = inside[at - 1 : at]
+            is_closed = before in tuple(")]}|") and inside[: at - 1].strip()[-1:] not in ("", *"([{")
+            has_base = before.isalpha() or before in (words.LETTER, words.SCRIPT_END) or is_closed
+            if letter == words.SCRIPT and (not before or not has_base or inside[at + 1] == words.EMPTY):
+                yield BASELESS, lines[at], False
+        while part := _INNERMOST.search(inside):
+            is_script = inside[part.start()] == words.SCRIPT
+            yield from _in_row(part[1], lines[part.start() :], is_script=is_script, is_inner=not is_script)
+            inside = inside[: part.start()] + _mark(part[1], is_script=is_script) + inside[part.end() :]
+            del lines[part.start() + 1 : part.end()]
+        yield from _in_row(inside, lines, is_script=False, is_inner=letters[found.start()] == words.DISPLAY)
 
 
-def _rows(formula: Formula) -> Iterator[Found]:
-    """Read scripts and cells from the innermost on, each replaced by one character in what it is in."""
-    text = list(formula.text)
-    while found := _INNERMOST.search("".join(letter for letter, _ in text)):
-        is_script = text[found.start()][0] == latex.SCRIPT
-        yield from _row(text[found.start(1) : found.end(1)], is_script=is_script, is_inner=not is_script)
-        number = _NUMBER.search(found[1])
-        if is_script:
-            mark = _NUMBERED_SCRIPT if number and len(found[1]) == 1 else _OTHER_SCRIPT
-        else:
-            has_letter = re.search(r"[^\W\d]", found[1])
-            mark = (
-                VALUE
-                if VALUE in found[1]
-                else _NUMBERED_CELL
-                if number
-                else "x"
-                if has_letter
-                else latex.EMPTY
-            )
-        text[found.start() : found.end()] = [(mark, text[found.start()][1])]
-    yield from _row(text, is_script=False, is_inner=formula.is_display)
+def _mark(inside: str, *, is_script: bool) -> str:
+    """Return what a script or a cell is to what is around it."""
+    number = _NUMBER.search(inside)
+    if is_script:
+        return _NUMBERED_SCRIPT if number and len(inside) == 1 else _OTHER_SCRIPT
+    has_letter = _HAS_LETTER.search(inside)
+    return (
+        words.VALUE
+        if words.VALUE in inside
+        else _NUMBERED_CELL
+        if number
+        else words.LETTER
+        if has_letter
+        else words.EMPTY
+    )
 
 
-def _row(row: Text, *, is_script: bool, is_inner: bool) -> Iterator[Found]:
-    letters = "".join(letter for letter, _ in row)
-    for part in re.finditer(f"[^{latex.OPERATOR}\n]+", letters):
-        numbers = list(_NUMBER.finditer(letters, part.start(), part.end()))
-        runs = [[number] for number in numbers[:1]]
-        for one, other in pairwise(numbers):
-            gap = letters[one.end() : other.start()]
-            if re.search(r"[^\W\d]", gap) and re.search("[,;:|]", gap):
-                runs.append([other])
+def _in_row(
+    row: str, lines: list[int], *, is_script: bool, is_inner: bool
+) -> Iterator[tuple[str, int, bool]]:
+    for part in _PARTS.finditer(row):
+        runs: list[list[re.Match[str]]] = []
+        for number in _NUMBER.finditer(row, part.start(), part.end()):
+            gap = row[runs[-1][-1].end() : number.start()] if runs else ""
+            if runs and not (_HAS_LETTER.search(gap) and re.search("[,;:|]", gap)):
+                runs[-1].append(number)
             else:
-                runs[-1].append(other)
+                runs.append([number])
         for run in runs:
             start, number = run[0].start(), run[0][0]
-            joined = re.sub(r"[^0-9.,:]", "", letters[start : run[-1].end()])
-            is_behind_script = letters[start - 1 : start] == _NUMBERED_SCRIPT
-            is_index = is_script and len(number) == 1
-            if len(run) > 1 or is_behind_script:
-                has_value = any(item[0] == VALUE for item in run)
-                yield GLUED if has_value else joined[:60] or "fractions side by side", row[start][1]
-            elif (
-                number not in (VALUE, _NUMBERED_CELL)
-                and not is_index
-                and not (is_inner and number in ("0", "1", "2"))
-            ):
-                yield joined, row[start][1]
+            joined = re.sub(r"[^0-9.,:]", "", row[start : run[-1].end()])
+            is_structure = (is_script and len(number) == 1) or (is_inner and number in ("0", "1", "2"))
+            if len(run) > 1 or row[start - 1 : start] == _NUMBERED_SCRIPT:
+                has_value = any(item[0] == words.VALUE for item in run)
+                yield (
+                    GLUED if has_value else joined[:60] or "fractions side by side",
+                    lines[start],
+                    not has_value,
+                )
+            elif number not in (words.VALUE, _NUMBERED_CELL) and not is_structure:
+                yield joined, lines[start], True
 
 
-_ANY = f"{VALUE}{REFERENCE}{YEAR}"
+_V = words.VALUE
+_ANY = f"{_V}{words.REFERENCE}{words.YEAR}"
 _MEETING = re.compile(rf"[{_ANY}](?=(?P<joint>[\s.,:;'`\"eE|\u00b7]*)[{_ANY}])")
 _LISTED = re.compile(r"[.,:]\s+|[\s;]*;\s+")  # ends a sentence or parts a list, as on paper
 _PATTERNS = {
     "a minus before a value changes it; \\result and \\derived print the sign that a value has": re.compile(
-        rf"(?:^|[^\w)\]}}\ufffc{VALUE}-])[-\u2212\u2013]+\s*(?={VALUE})|(?<!{VALUE} )\b(?:minus|negative)\s+(?={VALUE})"
+        rf"(?:^|[^\w)\]}}\ufffc{_V}-])[-\u2212\u2013]+\s*(?={_V})|(?<!{_V} )\b(?:minus|negative)\s+(?={_V})"
     ),
     "letters are directly behind a value and would scale it; put a space before a unit": re.compile(
-        rf"{VALUE}(?!(?:x|th|D|B)(?![^\W\d_]))(?=[^\W\d_])"
+        rf"{_V}(?!(?:x|th|D|B)(?![^\W\d_]))(?=[^\W\d_])"
     ),
     "a value touches digits and reads as one number with them; put words between them": re.compile(
-        rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]"
+        rf"[0-9][.,]?{_V}|{_V}[.,]?[0-9]"
     ),
 }
 _NUMBERED = re.compile(
     r"(?:\b(?:tables?|tabs?\.?|figures?|figs?\.?|sections?|secs?\.?|equations?|eqs?\.?|appendix|appendices|chapters?|"
     rf"pages?|p\.|items?|lines?|footnotes?)|\u00a7|(?-i:\bSee)|\(see)[\s(]*$|"
-    rf"{REFERENCE}(?:,\s+|\)?,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*)\(?$",
+    rf"{words.REFERENCE}(?:,\s+|\)?,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*)\(?$",
     re.IGNORECASE,
 )
-_AUTHORED = re.compile(rf"(?:{latex.AUTHOR}|\b[A-Z][^\W\d_]+|\bal\.)(?:['\u2019]s?)?,?\s*$")
+_AUTHORED = re.compile(rf"(?:{words.AUTHOR}|\b[A-Z][^\W\d_]+|\bal\.)(?:['\u2019]s?)?,?\s*$")
 _BEHIND_YEAR = re.compile(r"\s*(?:$|[).,;:\]?!])")
 _NEAR = 60  # characters before a mark that are looked at
 
@@ -226,9 +236,9 @@ def adjacent(text: Text) -> Iterator[Found]:
         if not _LISTED.fullmatch(found["joint"]):
             yield VALUES_MEET, text[found.start()][1]
     for at, letter in enumerate(letters):
-        before = letters[max(0, at - _NEAR) : at] if letter in (REFERENCE, YEAR) else ""
-        if letter == REFERENCE and not _NUMBERED.search(before):
+        before = letters[max(0, at - _NEAR) : at] if letter in (words.REFERENCE, words.YEAR) else ""
+        if letter == words.REFERENCE and not _NUMBERED.search(before):
             yield UNNAMED, text[at][1]
         is_named = _AUTHORED.search(before) or before.rfind("(") > before.rfind(")")
-        if letter == YEAR and not (is_named and _BEHIND_YEAR.match(letters, at + 1)):
+        if letter == words.YEAR and not (is_named and _BEHIND_YEAR.match(letters, at + 1)):
             yield YEAR_LOOSE, text[at][1]

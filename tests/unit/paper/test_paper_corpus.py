@@ -69,7 +69,7 @@ def test_plain_counts_are_no_claims() -> None:
     assert list(claims("It takes fifty steps.")) == [("fifty", 9)]
 
 
-@pytest.mark.parametrize("word", ["one ", "twenty ", "one and ", "a half ", "X ", "five 5 ", "1 2 ", "$x$ "])
+@pytest.mark.parametrize("word", ["one ", "a half ", "X ", "five 5 ", "$x$ "])
 def test_long_texts_take_little_time(word: str, evidence: Evidence) -> None:
     def took(count: int) -> float:
         began = time.process_time()

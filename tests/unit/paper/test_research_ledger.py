@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,16 @@ class Launcher:
         return 0
 
 
-@pytest.fixture(name="base")
-def _base(tmp_path: Path) -> Path:
-    run = tmp_path / "base"
+@pytest.fixture(name="plain_run", scope="module")
+def _plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("plain_run")
     write_run(run, labels={})
     return run
+
+
+@pytest.fixture(name="base")
+def _base(plain_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(plain_run, tmp_path / "base")
 
 
 @pytest.fixture(autouse=True)

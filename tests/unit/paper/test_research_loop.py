@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from finished_run import write_run
 from stub_model import FINDING, StubModel, called, said
 from test_research_ledger import GATE, Launcher
 
@@ -43,11 +43,9 @@ def _without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(name="base")
-def _base(tmp_path: Path) -> Path:
-    run = tmp_path / "base"
-    write_run(run)
+def _base(run: Path, tmp_path: Path) -> Path:
     (tmp_path / "held_out.npy").write_bytes(b"")
-    return run
+    return shutil.copytree(run, tmp_path / "base")
 
 
 def settings(base: Path, **keys: Any) -> ResearchLoopConfig:
