@@ -50,7 +50,7 @@ x ref eqref pageref autoref
 PRINTED = {" ": " ", "item": BREAK, "textendash": "\u2013", "textemdash": "\u2014", "textmu": "\u00b5",
            "S": "\u00a7", "P": "\u00b6", "ldots": "\u2026", "dots": "\u2026"}  # fmt: skip
 PRINTED |= _each("quad qquad par newline \\ , ; :", " ") | {letter: letter for letter in "%&$#_{}ijlLoO"}
-# What stands for the number that a command prints, or for the name before it.
+# What represents the number that a command prints, or for the name before it.
 MARKS = {
     **_each("result resultvalue setting derived citednumber", VALUE),
     **_each("ref pageref", REFERENCE),

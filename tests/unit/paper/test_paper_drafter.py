@@ -97,6 +97,7 @@ def test_every_tool_leads_to_an_adopted_version(
     assert events[-1] == "adopted"
 
 
+@pytest.mark.usefixtures("without_latex")
 def test_without_a_proxy_nothing_is_marked(config: Make, tmp_path: Path) -> None:
     write_run(tmp_path, labels={})
     with chat_server(whole(), says("done")) as server:
@@ -178,6 +179,7 @@ def told(request: dict[str, Any]) -> str:
     return next(iter(answers[-1]["accepted"].values()))
 
 
+@pytest.mark.usefixtures("without_latex")
 def test_figures_that_were_changed_are_refused(config: Make, own: Path, tmp_path: Path) -> None:
     figure = own / "artifacts/summary.png"
     figure.write_bytes(b"\x89PNG other")

@@ -35,13 +35,13 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_fuzzed_sessions_leave_nothing_ungrounded(
     script: ModuleType, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = script.run_sessions(own, tmp_path, 8, 0)
+    counts = script.run_sessions(own, tmp_path, 5, 0)
     assert counts["adopted"] > 0
     assert {kind: counts[kind] for kind in script.KINDS} == dict.fromkeys(script.KINDS, 0)
     monkeypatch.setattr(
         gate.Gate, "problems", lambda *arguments: []
     )  # the count sees what the gate lets through
-    counts = script.run_sessions(own, tmp_path, 8, 0)
+    counts = script.run_sessions(own, tmp_path, 5, 0)
     assert counts["ungrounded_numbers"] > 0
     assert counts["unverifiable_citations"] > 0
 

@@ -71,7 +71,7 @@ def test_budgets_are_compared_as_shares() -> None:
 def test_simulated_loops_keep_the_level_and_find_a_true_improvement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts/bench"))
     module = importlib.import_module("cases.research_gate")
-    rows = module.simulate(1000)["rows"]
+    rows = module.simulate(300)["rows"]
     for name, row in rows.items():
         if name.startswith("no effect"):
             assert row["loops_with_a_win"] <= 0.055, name
