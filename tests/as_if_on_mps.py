@@ -199,6 +199,13 @@ def _asked(watch: Watch, name: str, function: Callable[..., Any]) -> Callable[..
     return run
 
 
+def _forget_availability() -> None:
+    """Let Lightning, if it is loaded, ask again whether MPS is there: it keeps the first answer of a process."""
+    module = sys.modules.get("lightning.fabric.accelerators.mps")
+    if module is not None:
+        module.MPSAccelerator.is_available.cache_clear()
+
+
 @contextlib.contextmanager
 def as_if_on_mps(memory: int = 2**34) -> Iterator[Watch]:
     """Run a block as if this machine had Apple's GPU with so many bytes; its kernels attach, and references run."""
@@ -239,6 +246,8 @@ def as_if_on_mps(memory: int = 2**34) -> Iterator[Watch]:
         replace(kernels, "attach", attach)
         for held in (backend._attached, backend.launchers):
             stack.enter_context(mock.patch.dict(held))
+        _forget_availability()
+        stack.callback(_forget_availability)
         stack.enter_context(_Operators(watch))
         stack.enter_context(_Functions(watch))
         yield watch

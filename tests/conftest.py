@@ -19,6 +19,9 @@ from caramba.runs.exit_codes import imports_without_gc
 
 # Tensors of the tests are tiny: more threads would wait for each other. Read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads of commands that set their own number sleep while they wait: spinning beside other tests takes 12 times the
+# CPU time of the work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 LEFT_OUT = ("compile", "process", "slow")
 TORCH_FREE = ("artifact", "collect", "config", "cost", "paper", "runs")

@@ -29,15 +29,16 @@ ONE_BLOCK = (
     *SMALL,
 )
 SHORT = (*ONE_BLOCK, "train.block_size=64", "train.steps=2", "logger.tensorboard=false")
-STEP, ROOM = 64 * 2**20, 440 * 2**20
-"""Address space above that of the loaded libraries, whose size differs between machines: three times 127 sequences of 64
-tokens do not fit, 127 do. The limit is a multiple of a step, so that two starts have the same, as their plans need."""
+ROOM = 440 * 2**20
+"""Address space above that of the loaded libraries, whose size differs between machines."""
 
 
-def limit() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    steps = -(-pages * resource.getpagesize() // STEP)
-    resource.setrlimit(resource.RLIMIT_AS, (steps * STEP + ROOM, steps * STEP + ROOM))
+def limit(kept: Path) -> None:
+    """Give a process ROOM, and each later one the same limit: their plans are for so much memory."""
+    if not kept.exists():
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        kept.write_text(str(pages * resource.getpagesize() + ROOM))
+    resource.setrlimit(resource.RLIMIT_AS, (int(kept.read_text()),) * 2)
 
 
 def plan_of(run: Path) -> dict[str, dict[str, object]]:
@@ -46,7 +47,7 @@ def plan_of(run: Path) -> dict[str, dict[str, object]]:
 
 @pytest.mark.slow
 def test_a_batch_that_fits_is_found_once_and_replayed(tmp_path: Path, cache: Path) -> None:
-    run = partial(caramba, folder=tmp_path, cache=cache, preexec_fn=limit)
+    run = partial(caramba, folder=tmp_path, cache=cache, preexec_fn=partial(limit, tmp_path / "limit"))
     words = (*SHORT, "train.batch_size=auto", "resume=never", "seed=5")
     first = run([*words, "plan=refresh"])
     assert first.returncode == 0, first.stderr
@@ -72,16 +73,6 @@ def only_run_named(folder: Path, plan: str) -> Path:
     return found
 
 
-@pytest.mark.slow
-def test_out_of_memory_is_caught_once_with_a_smaller_batch(tmp_path: Path, cache: Path) -> None:
-    done = caramba([*SHORT, "train.batch_size=381"], tmp_path, cache, preexec_fn=limit)
-    assert done.returncode == 0, done.stderr
-    assert "out of memory at step 0 with batch_size=381" in done.stderr + done.stdout
-    decisions = plan_of(only_run(tmp_path))
-    assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)
-    assert "127 x 3 sequences a step are as many as before" in decisions["batch_size"]["reason"]
-
-
 MEMORY_SCHEMA = """
 from typing import Literal
 from caramba.config import CallbackConfig
@@ -89,6 +80,7 @@ from caramba.config import CallbackConfig
 class LessMemoryConfig(CallbackConfig):
     target = "less_memory:LessMemory"
     type: Literal["LessMemory"] = "LessMemory"
+    step: int
     rank: int
 """
 MEMORY_IMPL = """
@@ -100,13 +92,13 @@ from lightning.pytorch import Callback
 
 class LessMemory(Callback):
     def __init__(self, config):
-        self.rank = config.rank
+        self.step, self.rank = config.step, config.rank
         # What a step frees goes back to the system, so that the next one has to ask for it again.
         M_MMAP_THRESHOLD = -3
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step != 2 or int(os.environ.get("RANK", "0")) != self.rank:
+        if trainer.global_step != self.step or int(os.environ.get("RANK", "0")) != self.rank:
             return
         try:
             Path("limited").touch(exist_ok=False)
@@ -118,18 +110,34 @@ class LessMemory(Callback):
 """
 
 
+def limited(step: int, rank: int, folder: Path) -> list[str]:
+    """Return the words of a run whose address space ends 256 MB above what the process has at the start of a step: one
+    of 381 sequences takes 420 MB, one of 127 takes 140 MB."""
+    (folder / "less_memory_schema.py").write_text(MEMORY_SCHEMA)
+    (folder / "less_memory.py").write_text(MEMORY_IMPL)
+    callback = f"{{type: LessMemory, step: {step}, rank: {rank}}}"
+    plugin = ("plugins=[less_memory_schema]", f"callbacks=[{callback}]")
+    return [*SHORT, "train.batch_size=381", "device=cpu", *plugin]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FORKS, reason="sets a limit of address space")
+def test_out_of_memory_is_caught_once_with_a_smaller_batch(tmp_path: Path, cache: Path) -> None:
+    done = caramba(limited(0, 0, tmp_path), tmp_path, cache)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("out of memory at step 0 with batch_size=381") == 1
+    decisions = plan_of(only_run(tmp_path))
+    assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)
+    assert "127 x 3 sequences a step are as many as before" in decisions["batch_size"]["reason"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not FORKS, reason="sets a limit of address space")
 @pytest.mark.parametrize("rank", [None, 1], ids=["alone", "one of two ranks"])
 def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
     rank: int | None, tmp_path: Path, cache: Path
 ) -> None:
-    """The limit is set at the start of a step, 256 MB above what the process has: a step of 381 sequences takes
-    420 MB, one of 127 takes 140 MB."""
-    (tmp_path / "less_memory_schema.py").write_text(MEMORY_SCHEMA)
-    (tmp_path / "less_memory.py").write_text(MEMORY_IMPL)
-    words = [*SHORT, "train.steps=4", "train.batch_size=381", "train.save_every=1", "device=cpu"]
-    words += ["plugins=[less_memory_schema]", f"callbacks=[{{type: LessMemory, rank: {rank or 0}}}]"]
+    words = [*limited(2, rank or 0, tmp_path), "train.steps=4", "train.save_every=1"]
     words += [] if rank is None else ["parallel=ddp", "parallel.dp=2", "launcher=torchrun"]
     done = caramba(words, tmp_path, cache)
     text = done.stdout + done.stderr
