@@ -48,8 +48,12 @@ class StubModel:
     """Answers requests; `bodies` are those that were paid for. `review` overrides what the n-th review submits."""
 
     def __init__(
-        self, review: Callable[[int], dict[str, Any]] | None = None, proposal: dict[str, Any] | None = None
+        self,
+        review: Callable[[int], dict[str, Any]] | None = None,
+        proposal: dict[str, Any] | None = None,
+        bodies: dict[str, str] | None = None,
     ) -> None:
+        self.sections = bodies or {"abstract": ABSTRACT, "results": RESULTS}
         self.proposal = proposal or PROPOSAL
         self.bodies: list[str] = []
         self.n_reviews = self.n_drafts = 0
@@ -70,13 +74,8 @@ class StubModel:
         if last["role"] == "tool" and "accepted" in last["content"]:
             return said("done")
         if "Nothing is written yet" in messages[1]["content"]:
-            bodies = {"abstract": ABSTRACT, "results": RESULTS}
-            return called(
-                (
-                    "write_tex_file",
-                    {"sections": [{"section": name, "body": body} for name, body in bodies.items()]},
-                )
-            )
+            sections = [{"section": name, "body": body} for name, body in self.sections.items()]
+            return called(("write_tex_file", {"sections": sections}))
         if last["role"] == "user":
             return called(("read_tex_file", {}))
         read = json.loads(last["content"])["sections"]

@@ -1,0 +1,81 @@
+"""`caramba research` offline: a stub model on loopback, two real runs of an experiment, real LaTeX, and a replay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.commands import caramba, only_run
+from tests.paper_servers import Answer, chat_server
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "paper"))
+
+from stub_model import NLL, PROPOSAL, StubModel
+
+pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
+pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+
+BENCHMARK = "{id:perplexity,config:{type:perplexity,block_size:32,batch_size:2,num_batches:2}}"
+LAUNCH = (
+    *("launch", "model=tiny", "model.embedder.vocab_size=257", "data=stdlib_bytes", "data.max_bytes=100000"),
+    *(
+        "device=cpu",
+        "train=pretrain",
+        "train.steps=4",
+        "train.batch_size=2",
+        "train.block_size=32",
+        "verify=none",
+    ),
+    *("benchmark=smoke", f"benchmark.benchmarks=[{BENCHMARK}]", "paper=report", "paper.enabled=false"),
+    *("paper.sections=[abstract,results]", "paper.model=scripted", "paper.api.retries=0"),
+)
+# Five seeds can decide only if the candidate wins all of them, so the first loss ends it: two runs.
+LOOP = (
+    *("research", "latest", "--model", "scripted", "--auto-run", "--metric", NLL, "--direction", "less"),
+    *("--seeds", "5", "--candidates", "1", "--held-out", "fresh.npy"),
+)
+HARMFUL = {**PROPOSAL, "patches": [{"key": "lr", "value": 1e-6}]}
+BODIES = {"abstract": "A model is trained.", "results": rf"It has \result{{{NLL}}}."}
+WRITTEN = (
+    "paper.tex",
+    "results.tex",
+    "paper.pdf",
+    "review_iter1.json",
+    "review_iter2.json",
+    "proposed_lower_lr.yml",
+)
+
+
+def test_a_loop_ends_with_a_paper_after_a_real_experiment_and_replays(tmp_path: Path, cache: Path) -> None:
+    done = caramba(LAUNCH, tmp_path, cache, draws=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "fresh.npy").write_bytes(b"")
+    model = StubModel(proposal=HARMFUL, bodies=BODIES)
+
+    def answer(request: dict[str, Any]) -> Answer:
+        return Answer(json.dumps(model.send(request)).encode())
+
+    with chat_server(*[answer] * 20) as server:
+        done = caramba([*LOOP, "--base-url", server.url], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "research: approved: score 8, no blocking finding" in done.stdout
+    run = only_run(tmp_path)
+    text = (run / "paper" / "paper.tex").read_text()
+    assert r"\result{research.lower_lr.candidate}" in text
+    assert r"lower\_lr/seed1" in text
+    assert (run / "paper" / "paper.pdf").read_bytes().startswith(b"%PDF")
+    verified = caramba(["research", "verify", str(run / "research")], tmp_path, cache)
+    assert "2 runs, 1 looks, 1 decisions" in verified.stdout, verified.stderr
+    n_paid = len(model.bodies)
+    calls = str(run / "research" / "calls.jsonl")
+    done = caramba([*LOOP, "--base-url", "http://127.0.0.1:9/v1", "--replay", calls, "--output-dir", "again"],
+                   tmp_path, cache)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(model.bodies) == n_paid
+    for name in WRITTEN:
+        assert (tmp_path / "again" / name).read_bytes() == (run / "paper" / name).read_bytes(), name
