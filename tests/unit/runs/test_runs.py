@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from caramba.runs import (
     read_manifest,
     resolve_run,
 )
+from caramba.runs.environment import list_installed_packages
 from caramba.runs.exit_codes import run_command
 from caramba.runs.files import drop_mark, home, marks_of, remove_parts, write_json
 from caramba.runs.state import lacks_benchmarks
@@ -348,3 +350,9 @@ def test_a_folder_of_caches_that_cannot_be_written_is_named_with_its_variable(tm
     assert run_command(lambda: write_json(home() / "x.json", 1) or 0) == 2
     assert "set CARAMBA_HOME to a folder that can be written" in capsys.readouterr().err
     assert run_command(lambda: write_json(tmp_path / "file" / "other" / "x.json", 1) or 0) == 1
+
+
+def test_installed_packages_are_those_of_their_metadata() -> None:
+    whole = {str(item.metadata["Name"]): item.version for item in importlib.metadata.distributions()}
+    assert list_installed_packages() == whole
+    assert whole["torch"]
