@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -24,7 +24,7 @@ from caramba.config.source import Path, SourceMap
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.config.verify import VerifyConfig
-from caramba.errors import quote
+from caramba.errors import SYNONYMS, quote
 
 # A name becomes a file name, to which a control adds two others and a temporary file its own part: 255 bytes in all.
 Slug = Annotated[str, Field(pattern=SLUG, max_length=100)]
@@ -39,6 +39,13 @@ ExperimentName = Literal["baseline", "gqa", "bottleneck", "decoupled"]
 
 class SettingsConfig(Config):
     """Experiment-wide settings; single-file manifests may call this section `defaults`."""
+
+    @classmethod
+    def hint(cls, key: str, names: Sequence[str]) -> str:
+        name = SYNONYMS.get(key, key)
+        if name in PhaseConfig.model_fields and name not in names:
+            return f"; did you mean 'train.{name}', a key of phases?"
+        return nearest(key, names)
 
     tokenizer: Literal["bpe", "byte", "model", "auto"] | None = Field(
         default=None, description="overrides data.tokenizer; a single-file manifest may call model llama"
