@@ -37,12 +37,12 @@ class Trace:
         self.calls: Counter[str] = Counter()
 
     def start(self) -> None:
-        threading.setprofile(self._record)
-        sys.setprofile(self._record)
+        threading.settrace(self._record)
+        sys.settrace(self._record)
 
     def stop(self) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)
+        sys.settrace(None)
+        threading.settrace(None)
 
     def _record(self, frame: FrameType, event: str, arg: Any) -> None:
         name = frame.f_code.co_filename
@@ -62,6 +62,9 @@ class Trace:
 
 
 def training() -> dict[str, Any]:
+    import hydra  # noqa: F401 - here, where nothing is traced: no file of the project runs
+    import lightning.pytorch  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     trace = Trace()
