@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from caramba.kernels.triton import dba_append, dba_decode, launch
 from torch import Tensor
 
 from caramba.errors import ConfigError
@@ -17,6 +16,11 @@ from caramba.ops.dba_append import dba_append as dba_append_op
 from caramba.ops.dba_decode import _admit
 from tests.ops import test_dba_append as appends
 from tests.ops.decode_cases import Case, arguments
+
+pytest.importorskip("triton")  # a Mac has none
+
+from caramba.kernels.triton import dba_append, dba_decode, launch
+
 from tests.unit.kernels.test_launch import Compiled
 
 STREAM = 5

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from caramba.kernels.triton import launch, store_tokens
 from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops import backend
 from caramba.ops.store_tokens import check_store_tokens
 from caramba.ops.store_tokens import store_tokens as store_tokens_op
-from tests.ops.test_decode_launches import STREAM, Kernel
 from tests.ops.test_store_tokens import CASES, arguments
+
+pytest.importorskip("triton")
+
+from caramba.kernels.triton import launch, store_tokens
+
+from tests.ops.test_decode_launches import STREAM, Kernel
 
 # Which stream and which buffer each of the three has, in the kernel's order; the first where there are fewer.
 ORDER = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "triton"
@@ -25,3 +26,12 @@ def test_names_are_of_the_oldest_triton() -> None:
     assert "to_tensor" not in NAMES, "3.5 has it in `triton.language.core`"
     lacking = {name: sorted(names - NAMES) for name, names in found.items() if names - NAMES}
     assert not lacking
+
+
+def test_files_of_tests_that_need_triton_are_skipped_without_it() -> None:
+    """Else `pytest -m mps tests/ops` ends on a Mac before a test runs."""
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        text = file.read_text()
+        needs = re.search(r"(?m)^(import triton|from (triton|caramba\.kernels\.triton)\b)", text)
+        guard = text.find('pytest.importorskip("triton")')
+        assert needs is None or -1 < guard < needs.start(), file.name
