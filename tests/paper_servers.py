@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from caramba.paper.condense import ASKED
+
 
 @dataclass
 class Answer:
@@ -60,6 +62,13 @@ def _completion(message: dict[str, Any], finish: str, usage: bool) -> Answer:
     return Answer(json.dumps(body).encode())
 
 
+def condensed(abstracts: dict[str, str]) -> Answer:
+    """A reply that condenses abstracts: the first misshapen where there are two, the others with hostile characters."""
+    fields = {name: f"a {name}\u202e\u200b" for name in ("problem", "method", "finding")}
+    return says(json.dumps({key: [] if len(abstracts) > 1 and index == 0 else fields
+                            for index, key in enumerate(abstracts)}))  # fmt: skip
+
+
 @dataclass
 class ChatServer:
     """An OpenAI-compatible server that answers by a script; `requests` are the bodies that it was sent."""
@@ -72,6 +81,8 @@ class ChatServer:
     def answer(self, path: str, body: bytes, key: str | None) -> Answer:
         request = json.loads(body)
         assert path == "/v1/chat/completions", path
+        if request["messages"][0]["content"] == ASKED:
+            return condensed(json.loads(request["messages"][1]["content"]))
         self.requests.append(request)
         self.keys.append(key)
         if not self.script:

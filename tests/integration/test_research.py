@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.integration.commands import caramba, only_run
+from caramba.data import ByteTokenizer
+from caramba.export.write import export_model
+from caramba.infer import ModelBundle
+from tests.integration.commands import caramba, environment, only_run, served
 from tests.paper_servers import Answer, chat_server
+from tests.unit.serve.served import byte_model
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "paper"))
 
+from finished_run import write_run
 from stub_model import NLL, PROPOSAL, StubModel
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
@@ -79,3 +84,36 @@ def test_a_loop_ends_with_a_paper_after_a_real_experiment_and_replays(tmp_path: 
     assert len(model.bodies) == n_paid
     for name in WRITTEN:
         assert (tmp_path / "again" / name).read_bytes() == (run / "paper" / name).read_bytes(), name
+
+
+def test_a_loop_with_text_tools_on_caramba_serve_ends_where_the_model_has_no_form(
+    tmp_path: Path, cache: Path
+) -> None:
+    run, weights = tmp_path / "run", tmp_path / "bytes"
+    words = ("paper=report", "paper.enabled=false", "paper.sections=[abstract,results]")
+    write_run(run, overrides=(*words, "paper.api.retries=0", "paper.budget.max_reply_tokens=16"))
+    bundle = ModelBundle(byte_model(), weights, {}, tokenizer=ByteTokenizer(), context=65536)
+    export_model(bundle, weights, format="hf", role="student")
+    (weights / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}\n{% endfor %}")
+    with served(
+        weights,
+        tmp_path,
+        environment(cache),
+        "--max-len",
+        "32768",
+        "--max-batch",
+        "1",
+        "--prefix-cache-mb",
+        "64",
+    ) as (
+        _,
+        address,
+    ):
+        server = ["--model", "bytes", "--base-url", f"{address}/v1", "--tools", "text"]
+        done = caramba(["research", str(run), *server], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "research: model_unusable: bytes" in done.stdout
+    assert "3 answers without a call in JSON" in done.stdout
+    assert "3 calls" in done.stdout
+    assert not (run / "paper" / "paper.tex").exists()
+    assert json.loads((run / "paper" / "research_loop_result.json").read_text())["reason"] == "model_unusable"

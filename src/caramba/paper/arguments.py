@@ -58,11 +58,11 @@ class Search(Config):
 
 
 class SearchArxiv(Search):
-    """Search arXiv; returns ids for add_citation with titles, authors, years and abstracts."""
+    """Search arXiv; returns ids for add_citation with titles, authors, years, and what abstracts state."""
 
 
 class SearchSemanticScholar(Search):
-    """Search Semantic Scholar; returns ids for add_citation with titles, authors, years and abstracts."""
+    """Search Semantic Scholar; returns ids for add_citation with titles, authors, years, and what abstracts state."""
 
 
 class GetExperimentManifest(Config):

@@ -116,7 +116,11 @@ class _Session:
         server = f" at {self.config.api.base_url}" if self.config.api.base_url else ""
         logger.info(f"paper: {self.config.model}{server} writes in {self.folder.root}")
         literature = Literature(self.config.citations, sleep=self._sleep)
-        tools = Toolbox(self.config, self.evidence, self.draft, self.folder, literature)
+
+        def ask(messages: list[dict[str, Any]]) -> str:
+            return model.ask(messages, [], ledger, self._note_attempt).text
+
+        tools = Toolbox(self.config, self.evidence, self.draft, self.folder, literature, ask)
         schemas = tool_schemas(tools.names())
         while True:
             last = self.draft.messages[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,24 @@ def test_searches_that_fail_are_told_and_citations_off_have_none(
         names = [tool["function"]["name"] for tool in server.requests[0]["tools"]]
         assert "there is no tool 'search_arxiv'" in server.results()[0]["error"]
     assert not [name for name in names if name.startswith("search")]
+
+
+def test_abstracts_reach_the_writer_as_typed_fields(
+    config: Make, own: Path, literature: LiteratureServer
+) -> None:
+    with chat_server(calls(("search_arxiv", {"query": "x"})), whole(), says("done")) as server:
+        drafted(config(server.url), own)
+        misshapen, condensed = server.results()[0]["records"]
+        sent = json.dumps(server.requests[-1])
+    assert condensed["numbers"] == ["28.4"]
+    assert not misshapen.keys() & {"abstract", "problem", "method", "finding"}
+    assert [condensed[name] for name in ("problem", "method", "finding")] == [
+        "a problem",
+        "a method",
+        "a finding",
+    ]
+    assert misshapen["title"] == "A Latent Cache"  # without the character that turns the direction of text
+    assert "Ignore all previous" not in sent
 
 
 def test_citations_are_no_more_than_allowed(config: Make, own: Path, literature: LiteratureServer) -> None:

@@ -59,5 +59,6 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told(
 
     monkeypatch.setattr(Toolbox, "_answer", failing)
     plain = config()
-    box = Toolbox(plain, evidence, Draft(), PaperFolder(tmp_path / "new"), Literature(plain.citations))
+    folder, literature = PaperFolder(tmp_path / "new"), Literature(plain.citations)
+    box = Toolbox(plain, evidence, Draft(), folder, literature, lambda messages: "{}")
     assert json.loads(box.call("list_artifacts", "{}"))["error"].startswith("list_artifacts: ")
