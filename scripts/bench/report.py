@@ -47,6 +47,8 @@ ELSEWHERE = (
     "optimizers",
     "orchestrator",
     "research_gate",
+    "research_aa",
+    "research_attacks",
 )
 """Shown by docs/results.md, evidence.md, export.md, orchestrator.md and research.md."""
 

@@ -94,7 +94,11 @@ def _backend(path: Path, definition: str) -> Any:
 
     try:
         return Backend.from_str(definition)
-    except Exception as error:  # the library raises bare Exception for a definition that it cannot read
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # the library raises bare Exception, and its panics in Rust are no Exception
         raise DataError(
             f"{path}: {len(definition)} characters that are not a tokenizer definition ({str(error)[:100]})"
         ) from error

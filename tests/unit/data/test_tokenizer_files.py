@@ -184,3 +184,19 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
     with pytest.raises(DataError, match="name '</s>' as a mark, and the vocabulary has no such entry"):
         load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_that_lacks_a_merged_token_is_refused(tmp_path: Path) -> None:
+    """The library panics on some of these, which is no Exception."""
+    intact = train_bpe(["some text to train a tokenizer on " * 20], 280).definition
+    vocab = json.loads(intact)["model"]["vocab"]
+    panics = []
+    for token in sorted(vocab, key=vocab.get)[260:]:
+        broken = json.loads(intact)
+        del broken["model"]["vocab"][token]
+        text = json.dumps(broken)
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(DataError, match=r"tokenizer\.json: .* not a tokenizer definition") as refusal:
+            load_tokenizer(tmp_path)
+        panics.append(not isinstance(refusal.value.__cause__, Exception))
+    assert any(panics)
