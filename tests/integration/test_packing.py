@@ -19,7 +19,8 @@ WORDS = [
     *("experiment=smoke", "settings.instrument=none", "train.save_every=4"),
     *(f"model.embedder.vocab_size={VOCAB}", f"model.teacher.manifest.embedder.vocab_size={VOCAB}"),
     *("train.phases.pretrain.steps=12", "train.steps=null", "train.eval_every=8"),
-    *("train.phases.blockwise.steps=8", "train.phases.global.steps=8"),
+    *(f"train.phases.{phase}.steps=4" for phase in ("blockwise", "drift", "global")),
+    "trainer.limit_val_batches=2",
 ]
 
 
