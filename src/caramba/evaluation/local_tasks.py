@@ -121,7 +121,7 @@ def score_task(
     """
     if task.text is not None:
         return _score_text(task, model, tokenizer, max_length, batch_size, limit)
-    by_item = [_pairs_of(task.kind, item, tokenizer) for item in task.items]
+    by_item = _encode_pairs([_texts_of(task.kind, item) for item in task.items], tokenizer)
     pairs = [pair for item in by_item for pair in item]
     scored = iter(score_continuations(model, pairs, max_length=max_length - 1, batch_size=batch_size))
     records: list[Item] = []
@@ -270,19 +270,32 @@ def _limited(items: Sequence[Item], kind: str, limit: int | None) -> Iterator[It
         yield from (items[index * len(items) // n] for index in range(n))
 
 
-def _pairs_of(kind: str, item: Item, tokenizer: Tokenizer) -> list[Pair]:
+def _texts_of(kind: str, item: Item) -> list[tuple[str | None, str]]:
+    """Return each context, None for the start token alone, with its continuation."""
     if kind == "pair":
-        start = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
-        return [(start, tokenizer.encode(item[side])) for side in ("good", "bad")]
+        return [(None, item[side]) for side in ("good", "bad")]
     if kind == "cloze":
-        return [_split(item["context"], item["target"], tokenizer)]
-    partial = [_split(context, item["continuation"], tokenizer) for context in item.get("contexts", ())]
-    return partial + [_split(item["context"], choice, tokenizer) for choice in item.get("choices", ())]
+        return [(item["context"], item["target"])]
+    partial = [(context, item["continuation"]) for context in item.get("contexts", ())]
+    return [*partial, *((item["context"], choice) for choice in item.get("choices", ()))]
 
 
-def _split(context: str, continuation: str, tokenizer: Tokenizer) -> Pair:
-    both, cut = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
-    return both[:cut], both[cut:]
+def _encode_pairs(items: list[list[tuple[str | None, str]]], tokenizer: Tokenizer) -> list[list[Pair]]:
+    """Encode the texts of all items at once: choices share a context."""
+    pairs = [pair for item in items for pair in item]
+    texts = list(
+        dict.fromkeys(text for context, rest in pairs for text in (context or "", (context or "") + rest))
+    )
+    ids = dict(zip(texts, (found[:-1].tolist() for found in tokenizer.encode_documents(texts)), strict=True))
+    start = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
+
+    def encoded(context: str | None, rest: str) -> Pair:
+        if context is None:
+            return start, ids[rest]
+        both, cut = ids[context + rest], len(ids[context])
+        return both[:cut], both[cut:]
+
+    return [[encoded(*pair) for pair in item] for item in items]
 
 
 def _hits(kind: str, item: Item, logprobs: Sequence[float]) -> dict[str, bool]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
@@ -20,6 +21,9 @@ KINDS = {
     torch.float16: KVCacheKind.FP16,
     torch.bfloat16: KVCacheKind.BF16,
 }
+
+LOGIT_ROWS = {"cpu": 32, "cuda": 4096}
+"""Positions whose logits are computed at once: on a CPU those that its cache holds, on a GPU under 1 GB."""
 
 
 def default_kind(model: Model) -> KVCacheKind:
@@ -77,15 +81,32 @@ def score_continuations(
             tokens[at, : len(row) - 1] = torch.tensor(row[:-1], dtype=torch.int64)
         with unplanned_attention(device, tokens.numel() * width):
             hidden = model.hidden(tokens.to(device))
-        for at, (index, row) in enumerate(zip(chosen, rows, strict=True)):
-            targets = torch.tensor(pairs[index][1], dtype=torch.int64, device=device)
-            end = len(row) - 1
-            logits = model.logits(hidden[at, end - len(targets) : end])
-            logprobs = F.log_softmax(logits.float(), dim=-1)
-            total = logprobs.gather(1, targets[:, None]).cpu().double().sum().item()
-            is_greedy = bool(torch.equal(logits.argmax(-1), targets))
-            scores[index] = Scored(total, is_greedy, len(targets))
+        counts = [len(pairs[index][1]) for index in chosen]
+        places = [
+            (at, len(row) - 1 - n + i)
+            for at, (row, n) in enumerate(zip(rows, counts, strict=True))
+            for i in range(n)
+        ]
+        targets = torch.tensor([token for index in chosen for token in pairs[index][1]], dtype=torch.int64)
+        logprobs, is_best = _of_targets(
+            model, hidden, torch.tensor(places, dtype=torch.int64).view(-1, 2), targets
+        )
+        for index, own, best in zip(chosen, logprobs.split(counts), is_best.split(counts), strict=True):
+            scores[index] = Scored(own.sum().item(), bool(best.all()), len(own))
     return [scores[index] for index in range(len(pairs))]
+
+
+def _of_targets(model: Model, hidden: Tensor, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float64 log-probabilities of targets [N] after states at places [N, 2], and whether each is largest."""
+    found: list[tuple[Tensor, Tensor]] = []
+    size = LOGIT_ROWS.get(hidden.device.type, 1024)
+    for part, wanted in zip(places.split(size), targets.split(size), strict=True):
+        rows, columns = part.to(hidden.device).unbind(1)
+        wanted = wanted.to(hidden.device)
+        logits = model.logits(hidden[rows, columns])
+        logprobs = F.log_softmax(logits.float(), dim=-1).gather(1, wanted[:, None])[:, 0]
+        found.append((logprobs.cpu().double(), (logits.argmax(-1) == wanted).cpu()))
+    return torch.cat([logprobs for logprobs, _ in found]), torch.cat([best for _, best in found])
 
 
 @torch.inference_mode()
