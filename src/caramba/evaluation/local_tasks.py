@@ -289,13 +289,13 @@ def _encode_pairs(items: list[list[tuple[str | None, str]]], tokenizer: Tokenize
     ids = dict(zip(texts, (found[:-1].tolist() for found in tokenizer.encode_documents(texts)), strict=True))
     start = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
 
-    def encoded(context: str | None, rest: str) -> Pair:
+    def pair_of(context: str | None, rest: str) -> Pair:
         if context is None:
             return start, ids[rest]
         both, cut = ids[context + rest], len(ids[context])
         return both[:cut], both[cut:]
 
-    return [[encoded(*pair) for pair in item] for item in items]
+    return [[pair_of(*pair) for pair in item] for item in items]
 
 
 def _hits(kind: str, item: Item, logprobs: Sequence[float]) -> dict[str, bool]:
