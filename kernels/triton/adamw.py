@@ -15,7 +15,7 @@ import triton.language as tl
 COLUMNS = tl.constexpr(8)
 """Of the table: parameter, first moment, second moment, gradient, weight, step, size, number for random rounding."""
 COEFFICIENTS = tl.constexpr(4)
-FIRST_BITS, SECOND_BITS = tl.constexpr(11), tl.constexpr(5)  # as caramba.ops.packed_masters has them
+FIRST_BITS, SECOND_BITS = tl.constexpr(11), tl.constexpr(5)  # as caramba.ops.adamw has them
 FIRST_HALF, SECOND_HALF, HALF = tl.constexpr(1 << 10), tl.constexpr(1 << 4), tl.constexpr(1 << 15)
 ROWS = 128  # tensors of one program of the first launch
 

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from caramba.cache.view import zero_keys
-from caramba.ops.dba_decode import StoredStream
-from caramba.ops.decode_arguments import ZEROS
-from caramba.ops.dequantize import dequantize
-from caramba.ops.formats import STORED
-from caramba.ops.quantize import quantize
+from caramba.ops.dba_decode import ZEROS, StoredStream
+from caramba.ops.formats import STORED, dequantize, quantize
 
 NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

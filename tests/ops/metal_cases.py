@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from caramba.ops.backend import all_ops
-from caramba.ops.decode_arguments import ZEROS
+from caramba.ops.dba_decode import ZEROS
 from tests.ops.decode_cases import Case, arguments
 from tests.ops.metal_mutants import MUTANTS, Mutant
 

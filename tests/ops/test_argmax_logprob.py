@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops.argmax_logprob import argmax_logprob, reference_argmax_logprob
+from caramba.ops.sample import argmax_logprob, reference_argmax_logprob
 
 
 def test_it_is_argmax_and_log_softmax() -> None:

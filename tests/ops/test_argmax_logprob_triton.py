@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops.argmax_logprob import reference_argmax_logprob
+from caramba.ops.sample import reference_argmax_logprob
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available()

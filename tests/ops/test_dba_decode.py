@@ -12,8 +12,7 @@ import torch
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.ops.dba_decode import StoredStream, dba_decode
-from caramba.ops.decode_reference import reference_dba_decode
+from caramba.ops.dba_decode import StoredStream, dba_decode, reference_dba_decode
 from tests.ops.decode_cases import Case, arguments, expected
 
 KINDS = ("fp32", "fp16", "bf16", "q8_0", "q4_0", "nf4")

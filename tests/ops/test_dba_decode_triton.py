@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from caramba.ops.decode_arguments import ZEROS
+from caramba.ops.dba_decode import ZEROS
 from tests.ops.decode_cases import Case, arguments, expected
 from tests.ops.decode_runs import DEVICE, DTYPES, check, needs_gpu, runs
 

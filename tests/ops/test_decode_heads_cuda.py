@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from caramba.ops.decode_arguments import ZEROS
+from caramba.ops.dba_decode import ZEROS
 from tests.ops.decode_cases import Case, arguments, expected
 from tests.ops.emulated import DESCENDING, EARLY, KERNELS, MODES, EmulatedKernel, needs_compiler
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops.packed_int4 import dequantize_int4, reference_dequantize_int4
+from caramba.ops.small_batch_linear import dequantize_int4, reference_dequantize_int4
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available()

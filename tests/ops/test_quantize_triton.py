@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops.dequantize import reference_dequantize
-from caramba.ops.formats import NF4_LEVELS, STORED
-from caramba.ops.quantize import reference_quantize
+from caramba.ops.formats import NF4_LEVELS, STORED, reference_dequantize, reference_quantize
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"

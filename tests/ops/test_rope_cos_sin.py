@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops.rope_cos_sin import rope_cos_sin
+from caramba.ops.rope import rope_cos_sin
 
 
 def test_it_is_cos_and_sin_of_positions_times_frequencies() -> None:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.packed_int4 import dequantize_int4, pack_int4
-from caramba.ops.small_batch_linear import MAX_ROWS, small_batch_linear
+from caramba.ops.small_batch_linear import MAX_ROWS, dequantize_int4, pack_int4, small_batch_linear
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -114,7 +113,7 @@ def test_every_step_rounds_as_the_op_that_it_stands_for() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"x": drawn(MAX_ROWS + 1, 1, 6, seed=0)}, "x: got torch.float64 of shape .65, 1, 6."),
+        ({"x": drawn(MAX_ROWS + 1, 1, 6, seed=0)}, "x: got torch.float64 .65, 1, 6."),
         ({"weight": drawn(5, 7, seed=0)}, "weight: got .* expected .N, 6."),
         ({"weight": drawn(5, 6, seed=0), "gated": True}, "expected .2F, 6."),
         ({"bias": drawn(4, seed=0)}, "bias: got .*expected torch.float64 of shape .5,."),

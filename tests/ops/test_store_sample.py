@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.ops.store_sample import store_sample
+from caramba.ops.sample import store_sample
 
 
 def made(rows: int, columns: int) -> tuple[torch.Tensor, ...]:

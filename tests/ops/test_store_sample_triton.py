@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from caramba.ops.store_sample import reference_store_sample
+from caramba.ops.sample import reference_store_sample
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.store_tokens import reference_store_tokens, store_tokens
+from caramba.ops.dba_append import reference_store_tokens, store_tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"

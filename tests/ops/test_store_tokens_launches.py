@@ -11,8 +11,8 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops import backend
-from caramba.ops.store_tokens import check_store_tokens
-from caramba.ops.store_tokens import store_tokens as store_tokens_op
+from caramba.ops.dba_append import check_store_tokens
+from caramba.ops.dba_append import store_tokens as store_tokens_op
 from tests.ops.test_store_tokens import CASES, arguments
 
 pytest.importorskip("triton")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from caramba.ops.store_tokens import reference_store_tokens
+from caramba.ops.dba_append import reference_store_tokens
 from tests.ops.test_store_tokens import (
     CASES,
     DEVICE,

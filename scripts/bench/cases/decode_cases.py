@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.cache.view import zero_keys
-from caramba.ops.dba_decode import StoredStream
-from caramba.ops.decode_arguments import ZEROS
-from caramba.ops.dequantize import dequantize
-from caramba.ops.formats import STORED
+from caramba.ops.dba_decode import ZEROS, StoredStream
+from caramba.ops.formats import STORED, dequantize
 
 TAIL = 128
 PEERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)

@@ -20,8 +20,11 @@ from torch.nn import functional as F
 
 from caramba import kernels
 from caramba.ops import implementation
-from caramba.ops.cross_entropy_rows import reference_cross_entropy_rows
-from caramba.ops.linear_cross_entropy import linear_cross_entropy, rows_per_chunk
+from caramba.ops.linear_cross_entropy import (
+    linear_cross_entropy,
+    reference_cross_entropy_rows,
+    rows_per_chunk,
+)
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 ROUNDS = 9

@@ -31,8 +31,7 @@ from torch import Tensor
 from caramba import kernels
 from caramba.lower.quantize.int4 import group_of, quantize_int4
 from caramba.ops import backend
-from caramba.ops.packed_int4 import WORDS, dequantize_int4
-from caramba.ops.small_batch_linear import small_batch_linear
+from caramba.ops.small_batch_linear import WORDS, dequantize_int4, small_batch_linear
 from caramba.runs.files import write_json
 
 KERNEL = importlib.import_module("caramba.kernels.triton.small_batch_linear")

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.dequantize import dequantize
-from caramba.ops.formats import get_block_format
-from caramba.ops.hadamard import hadamard
-from caramba.ops.quantize import quantize
+from caramba.ops.formats import dequantize, get_block_format, hadamard, quantize
 
 TAIL_DTYPE = torch.bfloat16  # holds any bfloat16 model's keys and values as they are, and never overflows
 PACK_TOKENS = 1024  # quantised at once: bounds the float32 copy of a long prompt

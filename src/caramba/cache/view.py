@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caramba.ops.dba_decode import StoredStream, dba_decode
+from caramba.ops.dba_decode import ZEROS, StoredStream, dba_decode
 from caramba.ops.dba_decode_up import dba_decode_up
-from caramba.ops.decode_arguments import ZEROS
 
 ZERO_WIDTH = 16
 """Maximum features of `zero_keys`: the minimum key width of the kernels."""

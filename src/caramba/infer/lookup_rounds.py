@@ -14,7 +14,7 @@ from caramba.infer.row import GenerationRow
 from caramba.infer.sampling import chosen_tokens, uniforms
 from caramba.infer.verification import seen_along
 from caramba.infer.verify_forwards import WIDTHS, VerifyForwards
-from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.prompt_lookup_step import prompt_lookup_step
 from caramba.runtime.device import wide_dtype
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from caramba.cache import Context, DeviceContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.layer import unplanned_attention
-from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.dba_decode import MAX_QUERIES
 
 
 class Network(Protocol):

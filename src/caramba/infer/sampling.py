@@ -7,8 +7,7 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.ops import has_kernel
-from caramba.ops.argmax_logprob import argmax_logprob
-from caramba.ops.sample import draw, sample
+from caramba.ops.sample import argmax_logprob, draw, sample
 from caramba.runtime.device import wide_dtype
 
 

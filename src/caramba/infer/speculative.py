@@ -44,7 +44,7 @@ from caramba.infer.verification import SpeculativeStats, Verifier
 from caramba.infer.verify_forwards import VerifyForwards
 from caramba.lower.lowering import lower
 from caramba.model import EarlyExit, Model
-from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.runtime import synchronize
 
 DRAFT_SEED = 0x5BEC  # a row's draft and verification draw from a stream of their own

@@ -12,7 +12,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.sampling import chosen_tokens, uniforms
 from caramba.ops import has_kernel
-from caramba.ops.store_sample import store_sample
+from caramba.ops.sample import store_sample
 from caramba.runtime.device import wide_dtype
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from caramba.cache import DeviceContext
 from caramba.infer.device_steps import Captured, capture_graph, compile_logits, form_of, replay_graph
 from caramba.model import Model
-from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.dba_decode import MAX_QUERIES
 
 WIDTHS = (1, 2, 4, MAX_QUERIES)
 """Tokens per row that a forward takes: fewer are filled up, so that a few graphs serve every number of drafts."""

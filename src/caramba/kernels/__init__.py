@@ -111,12 +111,13 @@ def _attach_all(kind: str) -> dict[str, str]:
 
 
 def find_launcher(op: Op, backend: str) -> Callable[..., Any]:
-    """Return the function of the op's name from the kernel file of its name, or else of its contract's name.
+    """Return the function of the op's name from the kernel file of its name, of the op it is the backward or the
+    in-place form of, or else of its contract's name.
 
     Raises:
         KernelUnavailable: neither file has one.
     """
-    for name in (op.name, op.module.rpartition(".")[2]):
+    for name in (op.name, op.name.removesuffix("_").removesuffix("_backward"), op.module.rpartition(".")[2]):
         place = f"caramba.kernels.{backend}.{name}"
         if importlib.util.find_spec(place) is not None:
             launcher = getattr(importlib.import_module(place), op.name, None)

@@ -12,8 +12,7 @@ import torch
 from caramba.errors import KernelUnavailable
 from caramba.kernels import find_launcher, get_backend_info, load
 from caramba.ops.backend import all_ops
-from caramba.ops.dequantize import dequantize
-from caramba.ops.quantize import quantize
+from caramba.ops.formats import dequantize, quantize
 from caramba.runtime.device import metal_facts
 
 ROOF_BYTES = 2**30

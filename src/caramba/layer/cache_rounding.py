@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from caramba.config.kvcache import BLOCKS, KVCacheKind, Streams, kind_of_stream
-from caramba.ops.block_codes import round_to_blocks
+from caramba.ops.formats import round_to_blocks
 
 
 class CacheRounding(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from caramba.cache import LayerCache
 from caramba.errors import ConfigError
 from caramba.layer.varlen import active_kernel
-from caramba.ops.store_tokens import store_tokens
+from caramba.ops.dba_append import store_tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,7 @@ from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.ops import has_kernel, is_fused
 from caramba.ops.backend import upcast
-from caramba.ops.cos_sin import cos_sin
-from caramba.ops.rope import rope
-from caramba.ops.rope_cos_sin import rope_cos_sin
+from caramba.ops.rope import cos_sin, rope, rope_cos_sin
 
 MIN_TABLE_TOKENS = 64
 """Minimum tokens for which a compiled graph stores cos and sin: below it the launch costs more than it saves."""

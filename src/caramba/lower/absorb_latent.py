@@ -13,11 +13,10 @@ from caramba.layer.score import HALF_PRECISION, Null
 from caramba.lower.fuse_linears import FusedLatent
 from caramba.lower.replaced import Replaced, replace_each
 from caramba.ops import has_kernel
-from caramba.ops.absorbed_queries import absorbed_queries
-from caramba.ops.absorbed_step import absorbed_step
+from caramba.ops.absorbed_step import absorbed_queries, absorbed_step
 from caramba.ops.dba_append import dba_append
 from caramba.ops.latent_queries import has_narrow_queries
-from caramba.ops.per_head_linear import per_head_linear
+from caramba.ops.small_batch_linear import per_head_linear
 
 KERNELS = ("absorbed_queries", "dba_decode_up", "per_head_linear")
 

@@ -17,8 +17,7 @@ from caramba.layer.projection import Angles, Queries
 from caramba.lower.replaced import Replaced, has_hooks, replace_each
 from caramba.ops import fused_decode_available
 from caramba.ops.dba_append import dba_append
-from caramba.ops.dba_decode import kernel_takes
-from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.dba_decode import MAX_QUERIES, kernel_takes
 
 if TYPE_CHECKING:
     from caramba.lower.absorb_latent import AbsorbedLatent

@@ -17,8 +17,8 @@ from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.pre_norm import PreNorm, norm_linear
 from caramba.lower.replaced import Replaced, has_hooks, replace_class
 from caramba.ops import has_kernel
-from caramba.ops.decode_arguments import MAX_QUERIES
-from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.dba_decode import MAX_QUERIES
+from caramba.ops.rope import rope_qkv
 from caramba.ops.swiglu import swiglu
 
 

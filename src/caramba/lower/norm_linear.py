@@ -24,8 +24,7 @@ from caramba.lower.replaced import Replaced, has_hooks, is_unmodified, replace_c
 from caramba.model.topology import ResidualTopology
 from caramba.ops import has_kernel
 from caramba.ops.latent_queries import HALF
-from caramba.ops.packed_int4 import WORDS
-from caramba.ops.small_batch_linear import weight_fits
+from caramba.ops.small_batch_linear import WORDS, weight_fits
 
 
 class SmallBatchResidual(ResidualTopology):

@@ -1,4 +1,4 @@
-"""The op `caramba::dba_append`: new tokens into a cache's buffers, at positions that only the device knows."""
+"""Ops that write new tokens into cache buffers: at each row's length, or at listed rows and places."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op, direct, upcast
-from caramba.ops.decode_on_host import put
-from caramba.ops.first_order import refuse_gradients
+from caramba.ops.backend import caramba_op, describe, direct, refusal, refuse_gradients, upcast
+from caramba.ops.dba_decode import put
 
 
 def dba_append(
@@ -64,32 +62,49 @@ def check_dba_append(
 ) -> None:
     """Refuse what the op does not take, by shapes and dtypes alone."""
     if not streams or not buffers:
-        raise _wrong("streams, buffers", f"{len(streams)} and {len(buffers)}", "one at least of each")
+        raise refusal(
+            "dba_append", "streams, buffers", f"{len(streams)} and {len(buffers)}", "one at least of each"
+        )
     batch, heads, n_tokens = streams[0].shape[:3] if streams[0].dim() == 4 else ("B", "K", "T")
     device, capacity = streams[0].device, buffers[0].shape[2] if buffers[0].dim() == 4 else "S"
     for x in streams:
         fits = x.dim() == 4 and x.shape[:3] == (batch, heads, n_tokens) and x.device == device
         if not fits or not x.is_floating_point():
-            raise _wrong("streams", _said(x), f"floating [{batch}, {heads}, {n_tokens}, D] on {device}")
+            raise refusal(
+                "dba_append",
+                "streams",
+                describe(x),
+                f"floating [{batch}, {heads}, {n_tokens}, D] on {device}",
+            )
     for x in buffers:
         fits = x.dim() == 4 and x.shape[:3] == (batch, heads, capacity) and x.device == device
         if not fits or not x.is_floating_point():
-            raise _wrong("buffers", _said(x), f"floating [{batch}, {heads}, {capacity}, W] on {device}")
+            raise refusal(
+                "dba_append",
+                "buffers",
+                describe(x),
+                f"floating [{batch}, {heads}, {capacity}, W] on {device}",
+            )
         if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise _wrong("buffers", f"stride {x.stride(-1)} along the last axis", "1")
+            raise refusal("dba_append", "buffers", f"stride {x.stride(-1)} along the last axis", "1")
     if columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]) is None:
         widths = [x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]
-        raise _wrong(
-            "buffers", f"streams of width {widths[0]}", f"ones that fill widths {widths[1]} in order"
+        raise refusal(
+            "dba_append",
+            "buffers",
+            f"streams of width {widths[0]}",
+            f"ones that fill widths {widths[1]} in order",
         )
     if tuple(lengths.shape) != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
-        raise _wrong("lengths", _said(lengths), f"int32 [{batch}] on {device}")
+        raise refusal("dba_append", "lengths", describe(lengths), f"int32 [{batch}] on {device}")
     _check_tables(streams, cos, sin, rotated)
 
 
 def _check_tables(streams: list[Tensor], cos: Tensor | None, sin: Tensor | None, rotated: int) -> None:
     if not -1 <= rotated < len(streams) or (cos is None) != (rotated == -1) or (cos is None) != (sin is None):
-        raise _wrong("rotated", rotated, f"-1 without cos and sin, with them 0 to {len(streams) - 1}")
+        raise refusal(
+            "dba_append", "rotated", rotated, f"-1 without cos and sin, with them 0 to {len(streams) - 1}"
+        )
     if cos is None or sin is None:
         return
     batch, heads, n_tokens, width = streams[rotated].shape
@@ -104,9 +119,10 @@ def _check_tables(streams: list[Tensor], cos: Tensor | None, sin: Tensor | None,
     )
     places = cos.device == sin.device == streams[0].device
     if not (fits and places and cos.is_floating_point()) or sin.shape != table or sin.dtype != cos.dtype:
-        raise _wrong(
+        raise refusal(
+            "dba_append",
             "cos, sin",
-            f"{_said(cos)} and {_said(sin)}",
+            f"{describe(cos)} and {describe(sin)}",
             f"both floating [G, {n_tokens}, {width // 2}], or the same with {batch} in front, G a divisor of {heads}, "
             f"on {streams[0].device}",
         )
@@ -124,14 +140,6 @@ def columns(widths: Sequence[int], capacities: Sequence[int]) -> list[tuple[int,
         if column == capacities[buffer]:
             buffer, column = buffer + 1, 0
     return places if buffer == len(capacities) else None
-
-
-def _said(x: Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)} on {x.device}"
-
-
-def _wrong(name: str, got: object, expected: str) -> ConfigError:
-    return ConfigError(f"dba_append: {name}: got {got}, expected {expected}")
 
 
 def reference_dba_append(
@@ -198,3 +206,109 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3)
     first, second = wide.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+MOST_STREAMS = 3
+
+
+def store_tokens(streams: Sequence[Tensor], buffers: Sequence[Tensor], rows: Tensor, places: Tensor) -> None:
+    """Write token t of every stream at row rows[t] and place places[t] of the buffers, in their dtype.
+
+    Streams fill the buffers in order, side by side: a buffer as wide as two streams takes both. A token whose row or
+    place is outside the buffers is not written. Where several go to one place each number there is of one of them, and
+    which one may differ from number to number: nobody reads what padding left.
+
+    Shape: one to three streams [1, K_i, T, D_i] floating, of any strides; buffers [B, K_j, S, W_j] floating with a unit
+    stride along W, of the same B and S, sum of D_i = sum of W_j, and streams of the K_j of the buffer that takes them;
+    rows and places int64 [T].
+
+    Raises:
+        ConfigError: an argument of another shape, dtype, device or stride, or gradients that are wanted; it is a
+            ValueError.
+    """
+    given, into = list(streams), list(buffers)
+    refuse_gradients("store_tokens", *given)
+    run = (
+        direct("store_tokens", given[0], into[0], rows)
+        if given and into and not torch.is_grad_enabled()
+        else None
+    )
+    if run is not None:
+        run(given, into, rows, places, admit=check_store_tokens)
+        # As the op would, so that a backward through what has changed is refused.
+        torch.autograd.graph.increment_version([x for x in into if not x.is_inference()])
+        return
+    check_store_tokens(given, into, rows, places)
+    torch.ops.caramba.store_tokens.default(given, into, rows, places)
+
+
+def check_store_tokens(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> None:
+    """Refuse what the op does not take, by shapes and dtypes alone."""
+    if not 1 <= len(streams) <= MOST_STREAMS:
+        raise refusal("store_tokens", "streams", len(streams), f"1 to {MOST_STREAMS}")
+    if not buffers:
+        raise refusal("store_tokens", "buffers", 0, "one at least")
+    device, n_tokens = streams[0].device, streams[0].shape[2] if streams[0].dim() == 4 else "T"
+    for x in streams:
+        fits = x.dim() == 4 and x.shape[0] == 1 and x.shape[2] == n_tokens
+        if not fits or not x.is_floating_point() or x.device != device:
+            raise refusal(
+                "store_tokens", "streams", describe(x), f"floating [1, K, {n_tokens}, D] on {device}"
+            )
+    n_rows, capacity = (buffers[0].shape[0], buffers[0].shape[2]) if buffers[0].dim() == 4 else ("B", "S")
+    for x in buffers:
+        fits = x.dim() == 4 and (x.shape[0], x.shape[2]) == (n_rows, capacity)
+        if not fits or not x.is_floating_point() or x.device != device:
+            raise refusal(
+                "store_tokens", "buffers", describe(x), f"floating [{n_rows}, K, {capacity}, W] on {device}"
+            )
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise refusal("store_tokens", "buffers", f"stride {x.stride(-1)} along the last axis", "1")
+    widths = [x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]
+    found = columns(*widths)
+    if found is None:
+        raise refusal(
+            "store_tokens",
+            "buffers",
+            f"streams of width {widths[0]}",
+            f"ones that fill widths {widths[1]} in order",
+        )
+    for x, (buffer, _) in zip(streams, found, strict=True):
+        if x.shape[1] != buffers[buffer].shape[1]:
+            raise refusal(
+                "store_tokens",
+                "streams",
+                f"{x.shape[1]} heads",
+                f"the {buffers[buffer].shape[1]} of their buffer",
+            )
+    for name, x in (("rows", rows), ("places", places)):
+        if tuple(x.shape) != (n_tokens,) or x.dtype != torch.int64 or x.device != device:
+            raise refusal("store_tokens", name, describe(x), f"torch.int64 [{n_tokens}] on {device}")
+
+
+@caramba_op(
+    "store_tokens",
+    fake=check_store_tokens,
+    mutates=("buffers",),
+)
+def reference_store_tokens(
+    streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor
+) -> None:
+    """Compute the op in plain PyTorch, without a wait for the device."""
+    found = columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers])
+    assert found is not None  # checked before the call
+    n_rows, capacity = buffers[0].shape[0], buffers[0].shape[2]
+    if not (len(rows) and n_rows and capacity):
+        return
+    is_inside = (rows >= 0) & (rows < n_rows) & (places >= 0) & (places < capacity)
+    # In the place of a token that goes nowhere the first that goes somewhere is written once more. Without any, what
+    # is there is written back.
+    token = torch.where(
+        is_inside, torch.arange(len(rows), device=rows.device), is_inside.to(torch.int64).argmax()
+    )
+    row, place = rows[token].clamp(0, n_rows - 1), places[token].clamp(0, capacity - 1)
+    is_any = is_inside[token][:, None, None]
+    for x, (buffer, column) in zip(streams, found, strict=True):
+        into = buffers[buffer][..., column : column + x.shape[-1]].transpose(1, 2)
+        values = x[0].transpose(0, 1)[token].to(into.dtype)
+        into[row, place] = torch.where(is_any, values, into[row, place])

@@ -10,13 +10,18 @@ from torch import Tensor
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.ops.backend import REFERENCE, caramba_op, direct, implementation
-from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
-from caramba.ops.decode_arguments import check_dba_decode, check_lengths, span_of
-from caramba.ops.decode_on_host import host_dba_decode
-from caramba.ops.first_order import refuse_gradients
+from caramba.ops.backend import REFERENCE, caramba_op, direct, implementation, refuse_gradients
+from caramba.ops.dba_decode import (
+    StoredStream,
+    check_dba_decode,
+    check_lengths,
+    dba_decode,
+    host_dba_decode,
+    kernel_takes,
+    span_of,
+)
 from caramba.ops.latent_queries import HALF
-from caramba.ops.per_head_linear import per_head_linear, reference_per_head_linear
+from caramba.ops.small_batch_linear import per_head_linear, reference_per_head_linear
 
 
 def dba_decode_up(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import caramba_op, has_kernel, upcast
-from caramba.ops.first_order import refuse_tangents
+from caramba.ops.backend import caramba_op, has_kernel, refuse_tangents, upcast
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD, WIDEST_GEO = 128, 256

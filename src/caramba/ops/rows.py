@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import describe
 
 
 def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Tensor | None) -> None:
@@ -21,15 +22,13 @@ def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Ten
     if residual is not None and (
         residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
     ):
-        raise ConfigError(f"{op}: residual is {_told(residual)}, expected {_told(x)}, as x")
+        raise ConfigError(f"{op}: residual is {describe(residual)}, expected {describe(x)}, as x")
     width = x.shape[-1]
     for name, vector in affine.items():
         if vector is None:
             continue
         fits = vector.dim() == 1 and vector.shape[0] == width and vector.is_floating_point()
         if not fits or vector.device != x.device:
-            raise ConfigError(f"{op}: {name} is {_told(vector)}, expected floating ({width},) on {x.device}")
-
-
-def _told(x: Tensor) -> str:
-    return f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
+            raise ConfigError(
+                f"{op}: {name} is {describe(vector)}, expected floating ({width},) on {x.device}"
+            )

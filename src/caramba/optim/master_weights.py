@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.ops import has_kernel
-from caramba.ops.packed_masters import unpack_masters
+from caramba.ops.adamw import unpack_masters
 from caramba.ops.stochastic_round import chunks, reference_stochastic_round, stochastic_round
 from caramba.optim.adamw import AdamW, is_capturing
 from caramba.optim.groups import Named, call_closure, local, of_rank_0
@@ -29,7 +29,7 @@ class MasterWeights(torch.optim.Optimizer):
     optimisers, weights and gradients are copied for the step in parts, which bounds the extra memory.
 
     With `in_moments`, for AdamW only, the low bits of a master are stored in the last bits of the states
-    (`caramba.ops.packed_masters`): masters take no memory, and a weight is its master rounded to nearest. The low bits
+    (`caramba.ops.adamw`): masters take no memory, and a weight is its master rounded to nearest. The low bits
     of float32 weights at construction are lost.
 
     With `on_host` masters and states are in host memory and the step runs there: gradients are copied down and weights

@@ -13,9 +13,7 @@ from caramba.cache import Context, KVCacheKind, KVCacheTensor, KVCacheTensorConf
 from caramba.config.kvcache import bytes_of_streams
 from caramba.config.layer import AttentionDims, AttentionLayerConfig, AttentionMode
 from caramba.errors import CacheFull, ConfigError
-from caramba.ops.dequantize import dequantize
-from caramba.ops.hadamard import hadamard
-from caramba.ops.quantize import quantize
+from caramba.ops.formats import dequantize, hadamard, quantize
 
 KINDS = (KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4)
 TILE = 4

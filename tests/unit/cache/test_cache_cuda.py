@@ -8,10 +8,7 @@ import torch
 from caramba import kernels
 from caramba.cache import Context, KVCacheKind, new_layer_cache
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
-from caramba.ops.dequantize import dequantize
-from caramba.ops.formats import STORED
-from caramba.ops.hadamard import hadamard
-from caramba.ops.quantize import quantize
+from caramba.ops.formats import STORED, dequantize, hadamard, quantize
 
 pytestmark = [
     pytest.mark.gpu,

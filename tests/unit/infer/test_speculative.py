@@ -17,7 +17,7 @@ from caramba.infer.device_steps import DeviceDecoder, EagerDecoder
 from caramba.infer.sampling import distribution
 from caramba.infer.verification import SpeculativeStats, verify_drafts
 from caramba.model import Model, build_model
-from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.sample import draw
 from tests.unit.infer.test_step_pool import as_on_cuda, captured
 from tests.unit.model.model_specs import VOCAB, block, spec, transformer

@@ -23,7 +23,7 @@ from caramba.kernels.triton.dba_decode_table import (
 from caramba import kernels
 from caramba.config.kvcache import BLOCKS
 from caramba.errors import ConfigError
-from caramba.ops.decode_arguments import MAX_SPLITS
+from caramba.ops.dba_decode import MAX_SPLITS
 from caramba.runtime import tuned
 
 SHAPE = DecodeShape("sm90", ("q4_0", "q8_0"), (128, 64, 128), rows=32, lanes=8, tokens=32768)

@@ -13,9 +13,7 @@ from caramba.config.model import ModelSpec
 from caramba.infer import Generator
 from caramba.layer import AttentionLayer
 from caramba.model import build_model
-from caramba.ops.block_codes import round_to_blocks
-from caramba.ops.dequantize import dequantize
-from caramba.ops.quantize import quantize
+from caramba.ops.formats import dequantize, quantize, round_to_blocks
 
 BLOCKS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
 

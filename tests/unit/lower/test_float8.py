@@ -14,8 +14,7 @@ from caramba.lower.fuse_training import are_joinable, products
 from caramba.lower.lowering import lower
 from caramba.model.topology import build_node
 from caramba.ops import backend
-from caramba.ops.float8_cast import float8_cast
-from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
+from caramba.ops.float8_cast import float8_cast, float8_swiglu, float8_swiglu_backward
 
 RECIPES: tuple[RecipeName, ...] = ("rowwise", "tensorwise")
 

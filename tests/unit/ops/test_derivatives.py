@@ -18,8 +18,7 @@ from caramba.ops.layer_norm import add_layer_norm, layer_norm
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
 from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.rms_norm import add_rms_norm, reference_rms_norm, reference_rms_norm_backward, rms_norm
-from caramba.ops.rope import rope
-from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.rope import rope, rope_qkv
 from caramba.ops.swiglu import swiglu
 
 TARGETS = torch.tensor([0, 2, -100])

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops.float8_cast import float8_cast, reference_float8_cast
-from caramba.ops.float8_swiglu import (
+from caramba.ops.float8_cast import (
+    float8_cast,
     float8_swiglu,
     float8_swiglu_backward,
+    reference_float8_cast,
     reference_float8_swiglu,
     reference_float8_swiglu_backward,
 )

@@ -14,9 +14,9 @@ from caramba.lower import absorb_latent as latent
 from caramba.lower.lowering import lower
 from caramba.model import build_model
 from caramba.ops import backend
-from caramba.ops.absorbed_queries import absorbed_queries
+from caramba.ops.absorbed_step import absorbed_queries
 from caramba.ops.latent_queries import latent_queries
-from caramba.ops.per_head_linear import per_head_linear
+from caramba.ops.small_batch_linear import per_head_linear
 from tests.unit.model.model_specs import VOCAB, transformer
 
 OPS = torch.ops.caramba

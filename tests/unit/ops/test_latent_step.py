@@ -17,12 +17,11 @@ from caramba.lower import absorb_latent as latent
 from caramba.lower.lowering import lower
 from caramba.model import Model, build_model
 from caramba.ops import backend
-from caramba.ops.absorbed_queries import absorbed_queries
-from caramba.ops.absorbed_step import absorbed_step
+from caramba.ops.absorbed_step import absorbed_queries, absorbed_step
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode
 from caramba.ops.dba_decode_up import dba_decode_up
-from caramba.ops.per_head_linear import per_head_linear
+from caramba.ops.small_batch_linear import per_head_linear
 from tests.unit.model.model_specs import VOCAB, transformer
 
 OPS = torch.ops.caramba

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from caramba.ops import backend
-from caramba.ops.absorbed_queries import absorbed_queries, reference_absorbed_queries
-from caramba.ops.absorbed_step import absorbed_step
+from caramba.ops.absorbed_step import absorbed_queries, absorbed_step, reference_absorbed_queries
 from caramba.ops.dba_append import reference_dba_append
-from caramba.ops.per_head_linear import reference_per_head_linear
+from caramba.ops.small_batch_linear import reference_per_head_linear
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS

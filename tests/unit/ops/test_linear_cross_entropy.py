@@ -12,8 +12,7 @@ from torch import Tensor
 from caramba import kernels
 from caramba.errors import ConfigError
 from caramba.ops import get_backend_info
-from caramba.ops.cross_entropy_rows import cross_entropy_rows
-from caramba.ops.linear_cross_entropy import linear_cross_entropy, rows_per_chunk
+from caramba.ops.linear_cross_entropy import cross_entropy_rows, linear_cross_entropy, rows_per_chunk
 from tests.unit.ops.linear_cross_entropy_cases import dense, drawn
 
 SIZES = [(13, 8, 29, 5), (4, 3, 1, 1), (1, 2, 7, 9), (0, 4, 5, 2), (6, 4, 65, 6)]

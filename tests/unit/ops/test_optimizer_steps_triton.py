@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops.adamw import adamw_step, reference_adamw_step
+from caramba.ops.adamw import adamw_step, moments_of, pack_masters, reference_adamw_step, unpack_masters
 from caramba.ops.foreach_norm import foreach_norm
 from caramba.ops.lion import lion_step, reference_lion_step
-from caramba.ops.packed_masters import moments_of, pack_masters, unpack_masters
 from caramba.ops.stochastic_round import reference_stochastic_round, stochastic_round
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 

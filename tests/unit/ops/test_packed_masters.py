@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from caramba.ops.packed_masters import moments_of, pack_masters, unpack_masters
+from caramba.ops.adamw import moments_of, pack_masters, unpack_masters
 
 SPECIAL = (0.0, -0.0, 1.0, -1.5, 3.4e38, -3.4e38, 1e-40, -1e-45, torch.inf, -torch.inf)
 

@@ -11,10 +11,15 @@ from torch import Tensor
 from caramba.config.kvcache import BLOCKS
 from caramba.errors import ConfigError
 from caramba.ops.canonical import from_bitsandbytes, from_ggml, to_bitsandbytes, to_ggml
-from caramba.ops.dequantize import dequantize
-from caramba.ops.formats import NF4_LEVELS, STORED, pack_nibbles, unpack_nibbles
-from caramba.ops.hadamard import hadamard
-from caramba.ops.quantize import quantize
+from caramba.ops.formats import (
+    NF4_LEVELS,
+    STORED,
+    dequantize,
+    hadamard,
+    pack_nibbles,
+    quantize,
+    unpack_nibbles,
+)
 
 KINDS = tuple(STORED)
 # The largest error in units of the scale: half a step; a whole one where q4_0's levels end at +7; half NF4's widest gap.

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.rope import rope
-from caramba.ops.rope_qkv import rope_qkv
-from caramba.ops.scale import scale_
+from caramba.ops.linear_cross_entropy import scale_
+from caramba.ops.rope import rope, rope_qkv
 
 OPS = torch.ops.caramba
 HEADS, KV_HEADS, PAIRS = 4, 2, 3

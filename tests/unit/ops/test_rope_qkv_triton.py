@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops.rope_qkv import reference_rope_qkv, reference_rope_qkv_backward, rope_qkv
-from caramba.ops.scale import scale_
+from caramba.ops.linear_cross_entropy import scale_
+from caramba.ops.rope import reference_rope_qkv, reference_rope_qkv_backward, rope_qkv
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS

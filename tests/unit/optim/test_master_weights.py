@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from caramba.errors import ConfigError
-from caramba.ops.adamw import adamw_step, reference_adamw_step
-from caramba.ops.packed_masters import pack_masters
+from caramba.ops.adamw import adamw_step, pack_masters, reference_adamw_step
 from caramba.ops.stochastic_round import CHUNK, reference_stochastic_round, stochastic_round
 from caramba.optim import AdamW, MasterWeights, build_optimizer, master_weights
 from tests.unit.optim.test_optimizers import gradient, made, phase_of

@@ -10,8 +10,7 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.engine.upload import upload
 from caramba.infer.sampling import uniforms
-from caramba.ops.argmax_logprob import argmax_logprob
-from caramba.ops.sample import draw, sample
+from caramba.ops.sample import argmax_logprob, draw, sample
 from caramba.runtime.device import wide_dtype
 
 Form = tuple[bool, bool, bool, bool]

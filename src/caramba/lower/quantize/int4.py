@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.ops.backend import upcast
-from caramba.ops.packed_int4 import pack_int4
+from caramba.ops.small_batch_linear import pack_int4
 
 GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale and a zero; the largest that divides a layer's."""

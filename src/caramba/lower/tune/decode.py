@@ -15,11 +15,8 @@ import torch
 from caramba.cache.view import ZERO_WIDTH, zero_keys
 from caramba.console import logger
 from caramba.lower.tune.timing import Timed, time_interleaved
-from caramba.ops.dba_decode import StoredStream
-from caramba.ops.decode_arguments import ZEROS
-from caramba.ops.decode_reference import reference_dba_decode
-from caramba.ops.formats import STORED
-from caramba.ops.quantize import quantize
+from caramba.ops.dba_decode import ZEROS, StoredStream, reference_dba_decode
+from caramba.ops.formats import STORED, quantize
 
 COLD_BYTES = (
     200 * 10**6

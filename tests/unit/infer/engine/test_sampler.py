@@ -11,8 +11,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.infer.engine import sampler as sampler_module
 from caramba.infer.engine.sampler import SlotSampler
 from caramba.infer.sampling import distribution, uniforms
-from caramba.ops.argmax_logprob import argmax_logprob
-from caramba.ops.sample import draw
+from caramba.ops.sample import argmax_logprob, draw
 
 VOCAB, N = 31, 40
 SETTINGS: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ import torch
 
 from caramba.lower.quantize import int4 as module
 from caramba.lower.quantize.int4 import group_of, quantize_int4
-from caramba.ops.packed_int4 import dequantize_int4
+from caramba.ops.small_batch_linear import dequantize_int4
 
 
 def test_groups_are_the_largest_that_divide_a_width() -> None:

@@ -10,8 +10,7 @@ import torch
 from caramba.lower.tune import decode
 from caramba.lower.tune.decode import DecodeCase, _call, _copies, tune_case, tune_decode
 from caramba.lower.tune.timing import Timed, time_interleaved
-from caramba.ops.dba_decode import StoredStream, dba_decode
-from caramba.ops.decode_arguments import ZEROS
+from caramba.ops.dba_decode import ZEROS, StoredStream, dba_decode
 from caramba.ops.formats import STORED
 
 pytestmark = pytest.mark.skipif(
