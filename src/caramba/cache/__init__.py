@@ -9,9 +9,9 @@ from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
     from caramba.cache.context import Context
-    from caramba.cache.custom import CustomLayerCache
     from caramba.cache.device_context import DeviceContext, refusal
     from caramba.cache.layer import (
+        CustomLayerCache,
         DecoupledLayerKVCache,
         FirstTokensKVCache,
         LatentLayerKVCache,

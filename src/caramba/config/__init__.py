@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from caramba.config.layer import AttentionLayerConfig as AttentionLayerConfig
     from caramba.config.layer import AttentionMode as AttentionMode
     from caramba.config.layer import DropoutLayerConfig as DropoutLayerConfig
-    from caramba.config.layer import LayerConfig as LayerConfig
     from caramba.config.layer import LayerNormLayerConfig as LayerNormLayerConfig
     from caramba.config.layer import LinearLayerConfig as LinearLayerConfig
-    from caramba.config.layer import Positive as Positive
-    from caramba.config.layer import Probability as Probability
     from caramba.config.layer import RMSNormLayerConfig as RMSNormLayerConfig
-    from caramba.config.layer import RopeScalingConfig as RopeScalingConfig
     from caramba.config.layer import SwiGLULayerConfig as SwiGLULayerConfig
+    from caramba.config.layer_base import LayerConfig as LayerConfig
+    from caramba.config.layer_base import Positive as Positive
+    from caramba.config.layer_base import Probability as Probability
+    from caramba.config.layer_base import RopeScalingConfig as RopeScalingConfig
     from caramba.config.manifest import DebugConfig as DebugConfig
     from caramba.config.manifest import GroupConfig as GroupConfig
     from caramba.config.manifest import LoggerConfig as LoggerConfig

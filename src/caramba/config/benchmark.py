@@ -10,7 +10,7 @@ from caramba.config.base import Config, Later, PathText
 from caramba.config.extension import OrExtension, OwnBenchmarkConfig
 from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.ladder import LadderConfig
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.quantise import CalibrationConfig
 

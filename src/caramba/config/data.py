@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config, PathText
 from caramba.config.extension import DataSource
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 
 
 class DataConfig(Config):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -20,8 +25,63 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from caramba.config.base import Config, nearest, refuse_executable
 from caramba.config.cost import Cost, Width
 from caramba.config.source import is_mapping
-from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
+
+
+def load_class(config: ExtensionConfig) -> type:
+    """Import the class that an extension's `target` names.
+
+    Raises:
+        ConfigError: the import fails, or the class is not of its kind, with the expected signature.
+    """
+    where = f"{config.key}: {config.type}"
+    module, _, name = config.target.partition(":")
+    try:
+        with types_kept():
+            found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: cannot import target {config.target!r}: {user_traceback(error)}"
+        ) from error
+    problem = _problem(config, found)
+    if problem is not None:
+        raise ConfigError(f"{where}: target {config.target!r} {problem}; expected {config.signature()}")
+    return found
+
+
+def build_extension(config: ExtensionConfig, *arguments: Any) -> Any:
+    """Build an extension.
+
+    Raises:
+        ConfigError: as `load_class`, or the constructor fails.
+    """
+    cls = load_class(config)
+    try:
+        return cls(*arguments)
+    except Exception as error:
+        raise ConfigError(f"{config.key}: {config.type} cannot be built: {user_traceback(error)}") from error
+
+
+def _problem(config: ExtensionConfig, found: Any) -> str | None:
+    if not isinstance(found, type):
+        return "is no class"
+    if config.base is not None:
+        module, _, name = config.base.partition(":")
+        if not issubclass(found, getattr(importlib.import_module(module), name)):
+            return f"is no subclass of {name}"
+    for method, arguments in config.methods.items():
+        function = getattr(found, method, None)
+        if function is None:
+            return f"has no {method}"
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of C code
+            continue
+        try:
+            signature.bind(None, *arguments)
+        except TypeError:
+            return f"has {method}{signature}"
+    return None
 
 
 class NodeConfig(Config):
@@ -373,3 +433,31 @@ Callback = Annotated[Any, BeforeValidator(extension_of(CallbackConfig)), WithJso
 MetricLogger = Annotated[Any, BeforeValidator(extension_of(MetricLoggerConfig)), WithJsonSchema(MAPPING)]
 Loss = Annotated[Any, BeforeValidator(extension_of(LossConfig)), WithJsonSchema(MAPPING)]
 DataSource = Annotated[Any, BeforeValidator(extension_of(DataSourceConfig)), WithJsonSchema(MAPPING)]
+
+
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return `ZeroDivisionError: division by zero (my_pkg/layers.py:7)`, the innermost line that is the person's own.
+
+    Of an error without such a line, the innermost one outside of caramba and of the import machinery.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{type(error).__name__}: {error.msg} ({shown(error.filename)}:{error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<frozen ", _OURS))
+    ]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    place = next(reversed(own or frames), None)
+    return text if place is None else f"{text} ({shown(place.filename)}:{place.lineno})"
+
+
+def shown(file: str | Path) -> str:
+    """Return a file's path as a message names it: relative to the current folder if it is below it."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

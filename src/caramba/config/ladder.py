@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from caramba.config.base import Config
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 
 RowName = Literal[
     "baseline",

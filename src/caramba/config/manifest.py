@@ -12,7 +12,7 @@ from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback, MetricLogger
 from caramba.config.generate import ChatConfig, SampleConfig
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.model import FitConfig, ModelConfig
 from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.optimizer import Strategies
 
 OptimizerRow = Literal["adamw", "lion", "muon", "swats", "pidao", "pidao_adaptive", "nowcast", "orchestrator"]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from caramba.config.base import Config, Later
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.errors import is_secret, quote
 
 SectionName = Literal[

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from caramba.config.user_traceback import shown, user_traceback
+from caramba.config.extension import shown, user_traceback
 from caramba.errors import ConfigError
 
 

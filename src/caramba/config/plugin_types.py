@@ -16,11 +16,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from caramba.config.extension import KINDS, ExtensionConfig, NodeConfig, is_own, type_of
+from caramba.config.extension import (
+    KINDS,
+    ExtensionConfig,
+    NodeConfig,
+    is_own,
+    shown,
+    type_of,
+    user_traceback,
+)
 from caramba.config.layer_base import Decoding, LayerConfig
 from caramba.config.plugin_import import is_installed, load_from_source, root_of
 from caramba.config.topology import TopologyConfig
-from caramba.config.user_traceback import shown, user_traceback
 from caramba.errors import ConfigError, nearest
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

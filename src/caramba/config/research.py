@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config, PathText
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.review import Score
 
 

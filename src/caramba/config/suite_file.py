@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.parse import parse_as
 from caramba.config.resolve import load_nodes, load_tree
 from caramba.config.source import Path as Keys

@@ -11,10 +11,9 @@ from pydantic import Field
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.cost import MOST_RUNS, Cost, Unknown, Width, WidthError, container_cost
-from caramba.config.extension import Node, NodeConfig, is_own
+from caramba.config.extension import Node, NodeConfig, is_own, user_traceback
 from caramba.config.layer_base import LayerConfig
 from caramba.config.source import is_mapping, list_of
-from caramba.config.user_traceback import user_traceback
 
 
 class LayerError(Exception):

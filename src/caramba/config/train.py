@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from caramba.config.base import Config, PathText, Seed
 from caramba.config.extension import Loss, NameOrExtension, OptimizerConfig, ScheduleConfig, name_of
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.optimizer import (
     BETAS,
     DEFAULT_STRATEGIES,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from caramba.config.base import Config, nearest
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.source import is_mapping
 
 ELSEWHERE = {

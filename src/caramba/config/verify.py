@@ -10,7 +10,7 @@ from caramba.config.base import Config
 from caramba.config.benchmark import NOBODYS_CHOICE
 from caramba.config.extension import OrExtension, OwnCheckConfig
 from caramba.config.kvcache import CacheKind, KVCacheKind
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.source import is_mapping
 from caramba.errors import quote
 

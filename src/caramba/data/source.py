@@ -6,10 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from caramba.config.extension import DataSourceConfig
-from caramba.config.extension_target import build_extension
+from caramba.config.extension import DataSourceConfig, build_extension, user_traceback
 from caramba.config.plugin_types import read_source
-from caramba.config.user_traceback import user_traceback
 from caramba.errors import DataError, ExtensionFailedError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from caramba.config.user_traceback import user_traceback
+from caramba.config.extension import user_traceback
 from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, LanguageModelObjective
 from caramba.distill.vocabulary import cross_entropy

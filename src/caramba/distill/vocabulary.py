@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from caramba.data import IGNORED
 from caramba.distill.teacher_rows import StoredRows, TeacherRows, likeliest_losses
-from caramba.lower.replaced import has_hooks
+from caramba.lower.lowering import has_hooks
 from caramba.model import Model
 from caramba.model.model import Head, TiedHead
 from caramba.ops.backend import upcast

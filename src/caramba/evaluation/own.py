@@ -9,9 +9,13 @@ from typing import Any
 import torch
 
 from caramba.artifacts.key import MetricKey
-from caramba.config.extension import ExtensionConfig, OwnBenchmarkConfig, OwnCheckConfig
-from caramba.config.extension_target import build_extension
-from caramba.config.user_traceback import user_traceback
+from caramba.config.extension import (
+    ExtensionConfig,
+    OwnBenchmarkConfig,
+    OwnCheckConfig,
+    build_extension,
+    user_traceback,
+)
 from caramba.data import TokenDataset
 from caramba.errors import CarambaError, ExtensionFailedError
 from caramba.evaluation.subject import Subjects

@@ -44,7 +44,7 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         return _blockwise(session, phase, decided, model)
     lora = phase.lora and _lora(model, phase.lora)
     if phase.loss is not None:
-        from caramba.config.extension_target import build_extension
+        from caramba.config.extension import build_extension
         from caramba.distill.plugin_loss import PluginLossObjective
 
         return PluginLossObjective(
@@ -271,7 +271,7 @@ def check_builds(manifest: Manifest) -> None:
 
         check_named_loggers(manifest.logger.lightning)
     for extension in _extensions(manifest):
-        from caramba.config.extension_target import load_class
+        from caramba.config.extension import load_class
 
         load_class(extension)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from caramba.config.layer import AttentionLayerConfig, LayerConfig, RopeScalingConfig
+from caramba.config.layer import AttentionLayerConfig
+from caramba.config.layer_base import LayerConfig, RopeScalingConfig
 from caramba.config.model import ModelSpec
 from caramba.data.checkpoint.hf_names import hf_names, llama_blocks
 from caramba.errors import CheckpointError

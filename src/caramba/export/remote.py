@@ -64,7 +64,7 @@ NEVER_CALLED = (
 # No such folder holds custom layers, so their checks are empty.
 _OWN = "caramba.model.custom_layers"
 NO_OWN_LAYERS: dict[Place, tuple[str, str]] = {
-    ("caramba.model.topology.build", "own_config"): ("module", "None"),
+    ("caramba.model.topology.base", "own_config"): ("module", "None"),
     ("caramba.model.topology.base", "custom_layers_of"): ("model", "[]"),
     (_OWN, "refuse_documents"): ("model", "None"),
     (_OWN, "check_decoding"): ("model", "None"),
@@ -145,7 +145,7 @@ def remote_code(spec: ModelSpec) -> dict[str, str]:
 @lru_cache(maxsize=8)
 def _code(targets: tuple[tuple[str, str], ...], enums: tuple[tuple[str, str], ...]) -> dict[str, str]:
     bundle = Bundle(here={CONFIG: f".{Path(CONFIGURATION_FILE).stem}"})
-    bundle.move(("caramba.model.topology.build", "build_node"), (MODEL, "build_node"))
+    bundle.move(("caramba.model.topology.base", "build_node"), (MODEL, "build_node"))
     bundle.give(("caramba.cache.tensor", "open_store"), EXACT_STORE, [("caramba.cache.store", "ExactStore")])
     for name, arguments in ASKED.items():
         text = f'def {name}({arguments}):\n    """No kernels of ours are here."""\n    return False\n'

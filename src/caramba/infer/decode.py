@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
-from caramba.layer.backends import unplanned_attention
+from caramba.layer.score import unplanned_attention
 
 if TYPE_CHECKING:
     from caramba.cache import Context

@@ -8,11 +8,6 @@ from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
     from caramba.layer.attention import AttentionLayer
-    from caramba.layer.backends import (
-        attention_backends,
-        packed_attention,
-        unplanned_attention,
-    )
     from caramba.layer.decoupled import DecoupledProjection
     from caramba.layer.documents import Documents, StoredDocuments
     from caramba.layer.dropout import DropoutLayer
@@ -20,11 +15,15 @@ if TYPE_CHECKING:
     from caramba.layer.layer_norm import LayerNormLayer
     from caramba.layer.linear import LinearLayer
     from caramba.layer.memory_bank import MemoryBankLayer
-    from caramba.layer.projection import Projection
+    from caramba.layer.projection import Projection, StandardProjection
     from caramba.layer.rms_norm import RMSNormLayer
     from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
-    from caramba.layer.score import CausalScore
-    from caramba.layer.standard import StandardProjection
+    from caramba.layer.score import (
+        CausalScore,
+        attention_backends,
+        packed_attention,
+        unplanned_attention,
+    )
     from caramba.layer.swiglu import SwiGLULayer
 
 __all__ = [

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from caramba.cache.view import CacheView
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.gated import GatedProjection
 from caramba.layer.projection import (
     Angles,
+    GatedProjection,
     Queries,
     angles_at,
     attend_per_head,

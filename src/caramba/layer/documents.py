@@ -11,7 +11,7 @@ from torch import Tensor
 
 from caramba.cache import LayerCache
 from caramba.errors import ConfigError
-from caramba.layer.varlen import active_kernel
+from caramba.layer.score import active_kernel
 from caramba.ops.dba_append import store_tokens
 
 

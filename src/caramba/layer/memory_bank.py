@@ -15,9 +15,8 @@ from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
-from caramba.layer.projection import split_heads
+from caramba.layer.projection import StandardProjection, split_heads
 from caramba.layer.rope import rotate
-from caramba.layer.standard import StandardProjection
 from caramba.ops.backend import upcast
 from caramba.ops.memory_bank import MemoryState, memory_bank, slot_reads, write_slots
 

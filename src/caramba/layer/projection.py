@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from caramba.cache.view import CacheView
+from caramba.cache.view import ZERO_WIDTH, CacheView, zero_keys
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.documents import Documents
 from caramba.layer.rms_norm import RMSNorm
-from caramba.layer.rope import RotaryEmbedding
+from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
 from caramba.ops.backend import upcast
+from caramba.ops.dba_decode import StoredStream
 
 Angles = tuple[Tensor, Tensor] | None
 Queries = tuple[Tensor, Tensor]
@@ -160,3 +162,125 @@ def attend_per_head(
 def head_norm(config: AttentionLayerConfig, width: int) -> nn.Module:
     """Return the norm of each head's queries or keys before RoPE, the identity without `qk_norm`."""
     return RMSNorm(width, config.qk_norm_eps) if config.qk_norm else nn.Identity()
+
+
+class GatedProjection(Projection):
+    """A projection of two paths, semantic and geometric, that `decoupled_gate` weighs against each other.
+
+    Per head by 2 s and 2 - 2 s with s = sigmoid(gate), neutral at gate = 0; `decoupled_gate_dynamic` adds a
+    projection of x to the gate.
+    """
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        heads = self.dims.n_heads
+        self.gate = nn.Parameter(torch.zeros(heads)) if config.decoupled_gate else None
+        self.gate_dynamic = (
+            nn.Linear(config.d_model, heads, bias=False) if config.decoupled_gate_dynamic else None
+        )
+
+    def reset_parameters(self) -> None:
+        """Set gate and temperature to their neutral values."""
+        super().reset_parameters()
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+        if self.gate_dynamic is not None:
+            nn.init.zeros_(self.gate_dynamic.weight)
+
+    def _apply_gates(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both paths' queries [B, H, T, D] times their weights, in at least fp32."""
+        q_sem, q_geo = upcast(q_sem), upcast(q_geo)
+        if self.gate is None:
+            return q_sem, q_geo
+        logits = upcast(self.gate)[:, None, None]
+        if self.gate_dynamic is not None:
+            logits = logits + upcast(self.gate_dynamic(x)).transpose(1, 2)[..., None]
+        share = 2.0 * torch.sigmoid(logits)
+        return q_sem * share, q_geo * (2.0 - share)
+
+    def _concatenate_paths(
+        self, x: Tensor, q_sem: Tensor, q_geo: Tensor, dtype: torch.dtype, *extra: Tensor
+    ) -> Tensor:
+        """Return the gated and scaled queries of both paths concatenated, [B, H, T, Dsem + Dgeo] in `dtype`.
+
+        Ungated queries `extra` are appended.
+
+        They are cast first and concatenated in the projections' memory order [B, T, H, ·], which fused backends keep in
+        their output, so that no transposing copy is needed.
+        """
+        parts = [
+            self.scale_queries(part, dtype).transpose(1, 2)
+            for part in (*self._apply_gates(x, q_sem, q_geo), *extra)
+        ]
+        return torch.cat(parts, dim=-1).transpose(1, 2)
+
+
+class StandardProjection(Projection):
+    """Queries, keys and values of one width per head: standard, grouped-query and bottleneck attention.
+
+    q [H*Dqk, M], k [K*Dqk, M], v [K*Dv, M]; `qk_norm` normalises each head's query and key before RoPE.
+    """
+
+    rotated_stream = "k"
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        dims = self.dims
+        self.q = nn.Linear(config.d_model, dims.n_heads * dims.qk, bias=bool(config.bias))
+        self.k = nn.Linear(config.d_model, dims.n_kv_heads * dims.qk, bias=bool(config.bias))
+        self.v = nn.Linear(config.d_model, dims.n_kv_heads * dims.v, bias=bool(config.bias))
+        self.q_norm = head_norm(config, dims.qk)
+        self.k_norm = head_norm(config, dims.qk)
+        self.rope = (
+            RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
+        )
+
+    def forward(
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        q, k, v = self.linears(x, rows)
+        q = self.q_norm(split_heads(q, self.dims.n_heads))
+        k = self.k_norm(split_heads(k, self.dims.n_kv_heads))
+        v = split_heads(v, self.dims.n_kv_heads)
+        found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
+        if found is not None:
+            cos, sin = found
+            # Without a temperature the scale is one number, so the rotation applies it.
+            is_plain = self.temperature is None
+            dtype, scale = (v.dtype, self.scale) if is_plain else (None, 1.0)
+            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows), dtype, scale)
+            k = k if angles is not None else rotate(k, cos, sin, v.dtype)
+            if is_plain:
+                return q, {"k": k.to(v.dtype), "v": v}
+        return self.scale_queries(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+
+    def linears(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the queries of the tokens `rows`, and keys and values of all, before they are split into heads."""
+        return self.q(select_rows(x, rows)), self.k(x), self.v(x)
+
+    def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return streams["k"], streams["v"]
+
+    def _key_parts(self) -> tuple[int, int]:
+        """Return the two widths in which the kernel reads keys; the first is the largest power of two below Dqk."""
+        sem = 1 << max((self.dims.qk - 1).bit_length() - 1, 0)
+        return sem, self.dims.qk - sem
+
+    def cache_queries(self, q: Tensor) -> Queries:
+        """Return the queries, and a slice of them for the second key part, which is zeros for quantised keys."""
+        return q, q[..., :ZERO_WIDTH]
+
+    def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
+        k, v, kv_heads = keys.streams["k"], keys.streams["v"], self.dims.n_kv_heads
+        if k.scales is None:
+            widths = self._key_parts()
+            queries = in_parts(q[0], widths)
+            k_sem, k_geo = (StoredStream(k.kind, part) for part in k.values.split(widths, dim=-1))
+        else:  # not every format can split a head's blocks in two
+            queries, k_sem, k_geo = q, k, zero_keys(k, q[1].shape[-1])
+            if null is not None:
+                null_k = null[0].view(kv_heads, -1)
+                null = torch.cat((null_k, null_k.new_zeros(kv_heads, q[1].shape[-1])), dim=-1), null[1]
+            widths = (self.dims.qk, q[1].shape[-1])
+        split = replace(keys, streams={"k_sem": k_sem, "k_geo": k_geo, "v": v})
+        return attend_per_head(queries, split, widths, kv_heads, window, null)

@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.layer.small_batch import is_small_batch
-from caramba.ops.small_batch_linear import WORDS, dequantize_int4, int4_matmul, rows_fit, small_batch_linear
+from caramba.ops.small_batch_linear import (
+    WORDS,
+    dequantize_int4,
+    int4_matmul,
+    is_small_batch,
+    rows_fit,
+    small_batch_linear,
+)
 
 UNIT = 2.0**7
 """Codes are divided and scales multiplied by this, so that float16 represents both well."""

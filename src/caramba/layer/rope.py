@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.config.layer import RopeScalingConfig
+from caramba.config.layer_base import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.ops import has_kernel, is_fused
 from caramba.ops.backend import upcast

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
-from caramba.layer.projection import Projection
+from caramba.layer.projection import Projection, StandardProjection
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.rope import apply_rope_halves, rotate
-from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.fuse_linears import FusedGateUp, FusedLinear, FusedQkv, is_unmodified_linear
-from caramba.lower.replaced import Replaced, has_hooks, is_unmodified, plain_class, replace_class
+from caramba.lower.lowering import Replaced, has_hooks, is_unmodified, plain_class, replace_class
 from caramba.model.topology import NestedTopology, ResidualTopology, StackedTopology, Topology
 from caramba.ops import has_kernel
 from caramba.ops.backend import WIDE

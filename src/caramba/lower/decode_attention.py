@@ -14,7 +14,7 @@ from caramba.console import logger
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
 from caramba.layer.projection import Angles, Queries
-from caramba.lower.replaced import Replaced, has_hooks, replace_each
+from caramba.lower.lowering import Replaced, has_hooks, replace_each
 from caramba.ops import fused_decode_available
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import MAX_QUERIES, kernel_takes

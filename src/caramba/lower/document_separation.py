@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.varlen import WIDEST, find_kernel
+from caramba.layer.score import WIDEST, find_kernel
 from caramba.lower.split_keys import OP, uses_split_keys_kernel
 from caramba.runtime import AttentionChoice
 

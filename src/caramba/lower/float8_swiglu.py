@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from caramba.cache import Context
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.float8 import Float8Linear, float8_mm, float8_mm_exact, pad_rows, unpad_rows
-from caramba.lower.replaced import Replaced, is_unmodified, replace_each
+from caramba.lower.lowering import Replaced, is_unmodified, replace_each
 from caramba.ops.float8_cast import float8_cast, float8_swiglu, float8_swiglu_backward
 
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer.latent import LatentProjection
-from caramba.layer.projection import Angles
+from caramba.layer.projection import Angles, StandardProjection
 from caramba.layer.quantized_linear import QuantizedLinear, linear
-from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
-from caramba.lower.pre_norm import PreNorm, norm_linear
-from caramba.lower.replaced import Replaced, has_hooks, replace_class
+from caramba.lower.lowering import Replaced, has_hooks, replace_class
+from caramba.lower.norm_linear import PreNorm, norm_linear
 from caramba.ops import has_kernel
 from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.rope import rope_qkv

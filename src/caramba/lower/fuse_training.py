@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from caramba.layer.standard import StandardProjection
+from caramba.layer.projection import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.lower.float8 import Float8Linear, Float8Recipe, float8_linear
 from caramba.lower.float8_swiglu import Float8SwiGLU
 from caramba.lower.fuse_linears import FUSIBLE, PackedGateUp, PackedQkv
-from caramba.lower.replaced import Replaced, has_hooks, replace_each
+from caramba.lower.lowering import Replaced, has_hooks, replace_each
 
 FUSED_DEVICES = frozenset({"cuda"})
 """Devices whose matrix products are worth fusing: elsewhere it changes the order of sums and saves nothing."""

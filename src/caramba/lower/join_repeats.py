@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from caramba.lower.replaced import has_hooks
+from caramba.lower.lowering import has_hooks
 from caramba.model.topology import NestedTopology
 from caramba.model.topology.checkpointing import repeats
 

@@ -1,4 +1,4 @@
-"""Pass `norm_linear`: residual blocks of small-batch decode steps with norm and sum fused into the linear layers.
+"""Passes over small batches: the norm before linear layers, sums after them and the head by `small_batch_linear`.
 
 Where `small_batch_linear` has a kernel, a block of a norm and a layer runs as the layer's products alone: the time of
 such a step is that of reading the weights, and of the kernels between them.
@@ -7,6 +7,7 @@ such a step is that of reading the weights, and of the kernels between them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,90 @@ from caramba.layer.documents import Documents
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.rms_norm import RMSNorm, RMSNormLayer
 from caramba.layer.rope import RotaryEmbedding
-from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.layer.swiglu import SwiGLULayer
-from caramba.lower.pre_norm import NormLinear, PreNorm, linear_residual
-from caramba.lower.replaced import Replaced, has_hooks, is_unmodified, replace_class
+from caramba.lower.lowering import (
+    Replaced,
+    has_hooks,
+    is_unmodified,
+    plain_class,
+    replace_class,
+    replace_each,
+)
+from caramba.model.model import Head, TiedHead
 from caramba.model.topology import ResidualTopology
 from caramba.ops import has_kernel
 from caramba.ops.latent_queries import HALF
-from caramba.ops.small_batch_linear import WORDS, weight_fits
+from caramba.ops.small_batch_linear import (
+    SMALL_BATCH_ROWS,
+    WORDS,
+    is_small_batch,
+    rows_fit,
+    small_batch_linear,
+    weight_fits,
+)
+
+
+class PreNorm(NamedTuple):
+    """Rows x [..., M] and the norm that belongs before the linear layers that read them.
+
+    A textbook forward takes it in the place of norm(x); a layer that was not lowered to take it raises.
+    """
+
+    x: Tensor
+    norm: RMSNorm
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+
+class LinearWeights(Protocol):
+    """What a product needs of a linear layer, fused or not."""
+
+    @property
+    def weight(self) -> Any: ...
+
+    @property
+    def bias(self) -> Any: ...
+
+
+def norm_linear(layer: LinearWeights, rows: PreNorm, *, gated: bool = False) -> Tensor:
+    """Return layer(norm(x)), or silu(gate) * up of a fused layer if `gated`. Shape: [..., M] to [..., N]."""
+    return small_batch_linear(
+        rows.x,
+        layer.weight,
+        layer.bias,
+        scale=getattr(layer, "scale", None),
+        norm=rows.norm.weight,
+        eps=rows.norm.eps,
+        gated=gated,
+    )
+
+
+def linear_residual(layer: LinearWeights, x: Tensor, residual: Tensor) -> Tensor:
+    """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
+    scale = getattr(layer, "scale", None)
+    return small_batch_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)
+
+
+class NormLinear(nn.Module):
+    """A linear layer, quantised or not, that normalises a `PreNorm` as it reads it."""
+
+    weight: Any
+    bias: Any
+
+    def forward(self, input: Tensor, *rest: object) -> Tensor:
+        if isinstance(input, PreNorm):
+            return norm_linear(self, input)
+        return super().forward(input, *rest)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SmallBatchResidual(ResidualTopology):
@@ -134,3 +211,28 @@ def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bo
         if not weight_fits(layer.weight):
             return False
     return True
+
+
+class SmallBatchHead(nn.Module):
+    """A head, tied or not, that runs small batches by the kernel, and anything else by its own forward."""
+
+    def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
+        weight, bias = getattr(self, "weight", token_weight), getattr(self, "bias", None)
+        has_bias_of_input = bias is None or bias.dtype == input.dtype
+        if has_bias_of_input and is_small_batch(input) and has_kernel_weight(input, weight):
+            return small_batch_linear(input, weight, bias)
+        return super().forward(input, token_weight)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def small_batch_head(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
+    """Lower plain heads on a device with the kernel; return them."""
+    weight = next(model.parameters(), None)
+    if weight is None or not has_kernel("small_batch_linear", weight):
+        return []
+    # Exact classes: tensor parallelism and quantisation change the class of a head.
+    return replace_each(model, nn.Module, SmallBatchHead, lambda head: plain_class(head) in (Head, TiedHead))
+
+
+def has_kernel_weight(x: Tensor, weight: Tensor) -> bool:
+    """True if the small-batch kernel supports the product of x and a plain weight, not quantised or sharded."""
+    return type(weight) is nn.Parameter and rows_fit(x, weight)

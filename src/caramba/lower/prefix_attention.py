@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.first_tokens import FirstTokens
+from caramba.layer.latent import FirstTokens
 from caramba.layer.score import CausalScore, supports_two_widths
-from caramba.lower.replaced import Replaced, has_hooks, is_unmodified, replace_class
+from caramba.lower.lowering import Replaced, has_hooks, is_unmodified, replace_class
 from caramba.ops import has_kernel
 from caramba.ops.prefix_attention import has_fused_widths, prefix_attention
 

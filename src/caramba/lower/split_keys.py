@@ -15,9 +15,8 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
 from caramba.layer.latent import LatentProjection
-from caramba.layer.score import HALF_PRECISION, CausalScore
-from caramba.layer.varlen import WIDEST
-from caramba.lower.replaced import Replaced, has_hooks, replace_class
+from caramba.layer.score import HALF_PRECISION, WIDEST, CausalScore
+from caramba.lower.lowering import Replaced, has_hooks, replace_class
 from caramba.ops import has_kernel, implementation
 from caramba.ops.backend import REFERENCE
 from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from caramba.cache import CustomLayerCache, LayerCache, new_layer_cache
+from caramba.config.extension import user_traceback
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.user_traceback import user_traceback
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
-from caramba.model.topology.base import applications, custom_layers_of
-from caramba.model.topology.build import own_config
+from caramba.model.topology.base import applications, custom_layers_of, own_config
 
 if TYPE_CHECKING:
     from caramba.model.model import Model

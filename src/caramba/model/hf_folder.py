@@ -15,8 +15,7 @@ from caramba.data.checkpoint.network import check_network
 from caramba.data.checkpoint.shards import StoredTensor, StoredWeights
 from caramba.errors import CheckpointError
 from caramba.layer.rope import RotaryEmbedding, rope_frequencies
-from caramba.model.build import build_model
-from caramba.model.model import Model
+from caramba.model.model import Model, build_model
 
 
 def load_hf_folder(

@@ -18,9 +18,8 @@ from caramba.data.checkpoint.locate import FORMAT
 from caramba.data.checkpoint.network import check_network, read_spec, spec_of
 from caramba.data.checkpoint.shards import match_stored
 from caramba.errors import CheckpointError, DataError
-from caramba.model.build import build_empty
 from caramba.model.hf_folder import load_hf_folder
-from caramba.model.model import Model
+from caramba.model.model import Model, build_empty
 
 if TYPE_CHECKING:
     pass

@@ -10,8 +10,7 @@ import torch
 from caramba.config.hf import spec_of_folder
 from caramba.data.checkpoint import index_tensors, stream_into, weight_files
 from caramba.errors import CheckpointError
-from caramba.model.build import build_empty
-from caramba.model.model import Model
+from caramba.model.model import Model, build_empty
 
 if TYPE_CHECKING:
     from caramba.data.checkpoint.shards import StoredTensor

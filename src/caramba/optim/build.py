@@ -49,7 +49,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfi
 def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimizer:
     lr, momentum = float(phase.lr), phase.optimizer_momentum
     if not isinstance(phase.optimizer, str):
-        from caramba.config.extension_target import build_extension
+        from caramba.config.extension import build_extension
 
         own = [group | {"lr": lr} for group in parameter_groups(trained, phase.weight_decay)]
         return build_extension(phase.optimizer, own, phase.optimizer)

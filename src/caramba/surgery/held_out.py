@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import CheckpointError
 from caramba.layer import AttentionLayer, Documents
-from caramba.layer.cache_rounding import CacheRounding
-from caramba.layer.first_tokens import attend_with_prefix, read_first
+from caramba.layer.attention import CacheRounding
+from caramba.layer.latent import attend_with_prefix, read_first
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model

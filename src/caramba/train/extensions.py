@@ -10,9 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import Logger
 
-from caramba.config.extension import ExtensionConfig
-from caramba.config.extension_target import build_extension
-from caramba.config.user_traceback import user_traceback
+from caramba.config.extension import ExtensionConfig, build_extension, user_traceback
 from caramba.errors import CarambaError, ExtensionFailedError
 from caramba.runtime import get_world_size
 

@@ -216,7 +216,7 @@ class CarambaModule(pl.LightningModule):
             return learning_rate(self.phase, step, steps)
         schedule = self._schedule
         if schedule is None:
-            from caramba.config.extension_target import build_extension
+            from caramba.config.extension import build_extension
 
             schedule = self._schedule = build_extension(self.phase.scheduler, self.phase.scheduler)
         assert schedule is not None

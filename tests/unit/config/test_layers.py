@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from caramba.config.cost import AttentionWork, Width, WidthError
 from caramba.config.extension import parse_node
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.layer import AttentionLayerConfig, LinearLayerConfig, RopeScalingConfig
+from caramba.config.layer import AttentionLayerConfig, LinearLayerConfig
+from caramba.config.layer_base import RopeScalingConfig
 
 
 def attention(**fields):

@@ -17,7 +17,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, CausalScore, Documents
-from caramba.layer.first_tokens import attend_with_prefix
+from caramba.layer.latent import attend_with_prefix
 
 T = 9
 OPTIONS: dict[str, dict[str, Any]] = {

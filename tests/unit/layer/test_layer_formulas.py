@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 from caramba.config.layer import (
     DropoutLayerConfig,
-    LayerConfig,
     LayerNormLayerConfig,
     LinearLayerConfig,
     RMSNormLayerConfig,
     SwiGLULayerConfig,
 )
+from caramba.config.layer_base import LayerConfig
 from caramba.layer import DropoutLayer, LayerNormLayer, LinearLayer, RMSNormLayer, SwiGLULayer
 from caramba.model.topology import build_node
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from caramba.config.layer import RopeScalingConfig
+from caramba.config.layer_base import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
 from caramba.layer.rope import angles_of, apply_rope_halves, share_frequencies, share_rope_tables

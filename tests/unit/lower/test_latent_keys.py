@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from caramba.distill.lora import LoraLinear
 from caramba.layer import AttentionLayer, LatentProjection
-from caramba.lower import latent_keys
-from caramba.lower.latent_keys import FusedLatentKeys
+from caramba.lower import absorb_latent
+from caramba.lower.absorb_latent import FusedLatentKeys
 from caramba.lower.lowering import lower
 
 
@@ -26,10 +26,10 @@ def test_training_takes_latent_and_geometric_keys_from_one_product(
     layer, x = build(**OPTIONS[option]), features().requires_grad_()
     apart = gradients(layer, x)
     shapes: list[torch.Size] = []
-    linear = latent_keys.F.linear
+    linear = absorb_latent.F.linear
     with lower(layer, "cpu", "train") as lowered:
         assert lowered.replaced["latent_keys"] == 1
-        monkeypatch.setattr(latent_keys.F, "linear", lambda *x: (shapes.append(x[1].shape), linear(*x))[1])
+        monkeypatch.setattr(absorb_latent.F, "linear", lambda *x: (shapes.append(x[1].shape), linear(*x))[1])
         for got, want in zip(gradients(layer, x), apart, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
         assert torch.Size([14, 16]) in shapes

@@ -19,17 +19,15 @@ from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer
 from caramba.layer.quantized_linear import QuantizedLinear
-from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.lower.fuse_linears import FusedLinear, fuse
 from caramba.lower.lowering import lower
-from caramba.lower.norm_linear import SmallBatchResidual
-from caramba.lower.pre_norm import NormLinear
+from caramba.lower.norm_linear import NormLinear, SmallBatchResidual
 from caramba.lower.quantize import quantise_weights
 from caramba.lower.quantize.int4 import quantize_int4
 from caramba.model import Model, build_model
 from caramba.model.topology import ResidualTopology
 from caramba.ops import backend
-from caramba.ops.small_batch_linear import dequantize_int4
+from caramba.ops.small_batch_linear import SMALL_BATCH_ROWS, dequantize_int4, is_small_batch
 
 NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
 

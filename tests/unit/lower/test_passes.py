@@ -12,8 +12,7 @@ from caramba.errors import ConfigError
 from caramba.layer import SwiGLULayer
 from caramba.lower import fuse_training, prefix_attention
 from caramba.lower.float8 import Float8Linear, Float8Recipe
-from caramba.lower.lowering import PASSES, Pass, lower
-from caramba.lower.replaced import has_hooks
+from caramba.lower.lowering import PASSES, Pass, has_hooks, lower
 from caramba.ops import backend
 
 KERNELS: dict[str, tuple[str, ...]] = {

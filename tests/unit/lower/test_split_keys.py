@@ -19,7 +19,7 @@ from caramba.config.attention import uses_split_keys
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import AttentionLayer, Documents
-from caramba.layer.varlen import VarlenKernel
+from caramba.layer.score import VarlenKernel
 from caramba.lower import split_keys
 from caramba.lower.document_separation import documents_path
 from caramba.lower.lowering import lower
@@ -210,7 +210,7 @@ def test_narrow_keys_and_watched_scores_keep_to_the_score_op(
 
 
 def test_before_a_kernel_for_documents_that_refuses_the_width(calls: list[object]) -> None:
-    from caramba.layer.varlen import varlen_attention
+    from caramba.layer.score import varlen_attention
 
     def refuses(
         query: Tensor,

@@ -14,11 +14,11 @@ from test_properties import lively, quick
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from caramba.config.layer import RopeScalingConfig
+from caramba.config.layer_base import RopeScalingConfig
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer import Documents, RotaryEmbedding
-from caramba.layer.varlen import VarlenKernel, varlen_attention
+from caramba.layer.score import VarlenKernel, varlen_attention
 
 N_TOKENS = 12
 

@@ -17,7 +17,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError, KernelUnavailable
 from caramba.layer import AttentionLayer, Documents, StoredDocuments, attention_backends
-from caramba.layer.varlen import (
+from caramba.layer.score import (
     VarlenKernel,
     check_kernel,
     find_kernel,

@@ -9,7 +9,7 @@ from torch import Tensor
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
-from caramba.lower import latent_queries as latent
+from caramba.lower import absorb_latent as latent
 from caramba.lower.lowering import lower
 from caramba.ops import backend
 from caramba.ops.latent_queries import latent_queries

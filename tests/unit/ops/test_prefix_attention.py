@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.layer.first_tokens import attend_with_prefix
+from caramba.layer.latent import attend_with_prefix
 from caramba.layer.score import CausalScore
 from caramba.ops.prefix_attention import has_fused_widths, prefix_attention
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU

@@ -6,14 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from caramba.config.extension import NodeConfig
-from caramba.config.layer import (
-    AttentionLayerConfig,
-    AttentionMode,
-    LayerConfig,
-    RMSNormLayerConfig,
-    Shapes,
-    SwiGLULayerConfig,
-)
+from caramba.config.layer import AttentionLayerConfig, AttentionMode, RMSNormLayerConfig, SwiGLULayerConfig
+from caramba.config.layer_base import LayerConfig, Shapes
 from caramba.config.model import ModelSpec
 from caramba.config.topology import NestedTopologyConfig, ResidualTopologyConfig, TopologyConfig
 from caramba.errors import CheckpointError

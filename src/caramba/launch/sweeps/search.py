@@ -21,7 +21,7 @@ from pydantic import Field
 from caramba.artifacts.across_runs.gather import read_metrics
 from caramba.artifacts.across_runs.summary import prefers_higher
 from caramba.config.base import Config
-from caramba.config.layer import Positive
+from caramba.config.layer_base import Positive
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import LauncherConfig
 from caramba.config.parse import parse_as

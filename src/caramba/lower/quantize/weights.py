@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from caramba.config.quantise import WeightFormat
 from caramba.errors import ConfigError, KernelUnavailable
 from caramba.layer import LinearLayer
-from caramba.layer.first_tokens import FirstTokens
+from caramba.layer.latent import FirstTokens
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.lower.quantize.calibrate import HEAD, Ranges
 from caramba.lower.quantize.dynamic import DynamicLinear

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from caramba.layer.backends import SDPA
-from caramba.layer.varlen import find_kernel
+from caramba.layer.score import SDPA, find_kernel
 from caramba.lower.tune.timing import Timed, time_interleaved
 from caramba.runtime.tuned import DOCUMENT_WAYS, FLEX, PADDED, VARLEN, BackendTimings, Family
 

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
         Topology,
         applications,
         attention_applications,
+        build_node,
+        build_nodes,
+        own_config,
     )
-    from caramba.model.topology.build import build_node, build_nodes, own_config
     from caramba.model.topology.checkpointing import Granularity, checkpoint_topology, clear_checkpointing
     from caramba.model.topology.regions import compilable_regions, sharding_units
 
