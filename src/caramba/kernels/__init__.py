@@ -111,8 +111,9 @@ def _attach_all(kind: str) -> dict[str, str]:
 
 
 def find_launcher(op: Op, backend: str) -> Callable[..., Any]:
-    """Return the function of the op's name from the kernel file of its name, of the op it is the backward or the
-    in-place form of, or else of its contract's name.
+    """Return the function of the op's name from the kernel file of that name.
+
+    Else from the file of the op whose backward or in-place form it is, or of its contract's name.
 
     Raises:
         KernelUnavailable: neither file has one.
