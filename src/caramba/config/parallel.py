@@ -271,7 +271,8 @@ class LauncherConfig(Config):
         description="process, torchrun: GPUs as CUDA_VISIBLE_DEVICES names them, one per worker in turn",
     )
     threads: Positive | None = Field(
-        default=None, description="CPU threads of a worker; else the cores divided among the workers"
+        default=None,
+        description="CPU threads of a worker; else its share of the cores, or fewer by OMP_NUM_THREADS",
     )
     on_failure: Literal["continue", "stop"] = Field(
         default="continue", description="whether a failed point of a sweep keeps others from starting"

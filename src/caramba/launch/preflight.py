@@ -17,6 +17,7 @@ from caramba.config.crosscheck import cross_check
 from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.optional_deps import need_harness, need_library
+from caramba.config.parallel import LauncherConfig
 from caramba.config.suite_file import read_suite
 from caramba.config.topology import attention_configs
 from caramba.config.train import BLOCK_PHASES, check_batch_is_given, check_block_steps, check_cpu_precision
@@ -330,6 +331,16 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_each(workers: int, launcher: LauncherConfig, environment: Mapping[str, str]) -> int:
+    """Return the CPU threads of each worker: `launcher.threads`, else an equal share of the cores.
+
+    A lower OMP_NUM_THREADS holds for workers too, as torchrun keeps it.
+    """
+    share = max(1, available_cores() // workers)
+    asked = environment.get("OMP_NUM_THREADS", "")
+    return launcher.threads or (min(share, int(asked) or share) if asked.isdecimal() else share)
+
+
 def usable_cores(quota: Path = QUOTA) -> int:
     """Return the cores that this process may use: those it is bound to, and no more than a container's quota."""
     cores = available_cores()
@@ -357,7 +368,7 @@ def note_on_threads(manifest: Manifest, environment: Mapping[str, str] = os.envi
     elif launcher.type == "process":
         workers = launcher.n_jobs or 1
     if workers > 1 or launcher.type != "inline":
-        threads = launcher.threads or max(1, available_cores() // workers)
+        threads = threads_each(workers, launcher, environment)
         key = "launcher.threads"
     else:
         threads = int(asked) if asked.isdecimal() and int(asked) else available_cores()

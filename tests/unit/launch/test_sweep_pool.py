@@ -13,6 +13,7 @@ import pytest
 from caramba.cli import main
 from caramba.config.parallel import LauncherConfig
 from caramba.errors import ConfigError
+from caramba.launch import preflight
 from caramba.launch.freeze import freeze
 from caramba.launch.launchers import process
 from caramba.launch.launchers.process import GRACE_S, Job, Pool, make_slots
@@ -67,7 +68,9 @@ def test_a_second_launch_into_one_run_directory_is_refused(tmp_path, monkeypatch
 
 def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(process, "available_cores", lambda: 8)
+    monkeypatch.setattr(preflight, "available_cores", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def seen(**settings):
         found = make_slots(LauncherConfig(type="process", **settings), 64)
@@ -78,6 +81,10 @@ def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
     assert seen() == [("3", "4"), ("5", "4")]
     assert seen(n_jobs=4) == [("3", "2"), ("5", "2"), ("3", "2"), ("5", "2")]
     assert seen(devices=(1, "GPU-ab"), threads=3) == [("1", "3"), ("GPU-ab", "3")]
+    for asked, each in (("1", "1"), ("16", "4"), ("0", "4"), ("many", "4")):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert seen() == [("3", each), ("5", each)]
+    assert seen(threads=3) == [("3", "3"), ("5", "3")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert seen() == [(None, "1")] * 8
     with pytest.raises(ConfigError, match="the runs ask for device=cpu"):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from caramba.config.parallel import LauncherConfig
 from caramba.errors import ConfigError
-from caramba.launch.preflight import available_cores
+from caramba.launch.preflight import available_cores, threads_each
 from caramba.runs import MANIFEST
 from caramba.runs.environment import SHARING
 from caramba.runs.exit_codes import INTERRUPTED, DeferredSignals
@@ -225,9 +225,8 @@ def make_slots(config: LauncherConfig, n_points: int, device: str = "auto") -> l
     devices = [str(item) for item in config.devices] if config.devices is not None else []
     if not devices and device in ("auto", "cuda"):
         devices = visible_gpus()
-    cores = available_cores()
-    n_slots = min(config.n_jobs or len(devices) or cores, max(1, n_points))
-    threads = config.threads or max(1, cores // n_slots)
+    n_slots = min(config.n_jobs or len(devices) or available_cores(), max(1, n_points))
+    threads = threads_each(n_slots, config, os.environ)
     sharing = -(-n_slots // max(len(devices), 1))
     slots: list[Slot] = []
     for number in range(n_slots):

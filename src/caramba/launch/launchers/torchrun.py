@@ -16,7 +16,7 @@ from pathlib import Path
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.launchers.process import last_lines, visible_gpus
-from caramba.launch.preflight import available_cores
+from caramba.launch.preflight import threads_each
 from caramba.runs import MANIFEST
 from caramba.runs.exit_codes import (
     INTERRUPTED,
@@ -182,7 +182,7 @@ def _attempt(
     run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str], forwarder: SignalForwarder
 ) -> int:
     ranks = ranks_per_node(manifest)
-    threads = manifest.launcher.threads or max(1, available_cores() // ranks)
+    threads = threads_each(ranks, manifest.launcher, os.environ)
     variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if manifest.launcher.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(manifest))
