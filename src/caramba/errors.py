@@ -59,6 +59,11 @@ def bare(value: object) -> str:
     return hide_secrets(str(value)) if is_word else quote(value)
 
 
+def fits_header(key: str) -> bool:
+    """True if a key is printable ASCII without blanks, as `Authorization: Bearer KEY` carries it."""
+    return re.fullmatch(r"[!-~]+", key) is not None
+
+
 def is_secret(text: str) -> bool:
     """Return whether a text contains what looks like the key of a service."""
     return _SECRET.search(text) is not None

@@ -96,9 +96,7 @@ def _backend(path: Path, definition: str) -> Any:
         return Backend.from_str(definition)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # the library raises bare Exception, and its panics in Rust are no Exception
+    except BaseException as error:  # the library's panics in Rust are no Exception
         raise DataError(
             f"{path}: {len(definition)} characters that are not a tokenizer definition ({str(error)[:100]})"
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
-from caramba.errors import AgentError, ConfigError
+from caramba.errors import AgentError, ConfigError, fits_header
 from caramba.paper.budget import WAY_ON, BudgetLedger, Price
 from caramba.paper.failure import Failure, at_server, read_failure
 from caramba.paper.journal import Journal
@@ -76,7 +75,7 @@ def need_model(config: PaperConfig, where: str) -> None:
         raise ConfigError(
             f"{where}.api.key_env={shown}: no such variable is set; export {name}=… and give its name, not the key"
         )
-    if not re.fullmatch(r"[!-~]+", held):
+    if not fits_header(held):
         raise ConfigError(
             f"{where}.api.key_env={shown}: the variable holds blanks or characters that a header cannot carry; export "
             "the key as the server has it, in ASCII"

@@ -78,9 +78,8 @@ def _finished(place: Path) -> list[FinishedStage]:
                     f"{folder}: has no record of its stages and several checkpoints, "
                     f"{', '.join(file.name for file in files)}; name the file to open"
                 )
-        missing = [
-            phase for phase in read_finished_phases(folder) if phase not in {stage.id for stage in stages}
-        ]
+        recorded = {stage.id for stage in stages}
+        missing = [phase for phase in read_finished_phases(folder) if phase not in recorded]
         if missing:
             raise CheckpointError(
                 f"{folder / STAGES}: has no record of phase {missing[0]}, which {EVENTS} has as finished; restore it, "

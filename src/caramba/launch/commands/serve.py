@@ -11,7 +11,7 @@ from caramba.config.generate import EngineConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.data import Tokenizer
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, fits_header
 from caramba.infer.arguments import ModelArguments, chat_template, end_marks, open_for_text
 from caramba.infer.engine import Engine
 from caramba.infer.model_bundle import ModelBundle
@@ -161,7 +161,7 @@ def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
     key = os.environ.get(variable, "")
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
+    if not fits_header(key):
         what = "is not set" if not key else "holds blanks or characters that a header cannot carry"
         raise ConfigError(
             f"serve: --api-key-env {variable}: the environment variable {what}; export a key in it"
