@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from caramba.cache.memory_bank import MemoryLayerKVCache
     from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
+    from caramba.cache.window import WindowLayerKVCache
     from caramba.config.kvcache import KVCacheKind
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "LayerCache",
     "LayerKVCache",
     "MemoryLayerKVCache",
+    "WindowLayerKVCache",
     "new_layer_cache",
     "refusal",
 ]

@@ -131,6 +131,15 @@ class LayerCache:
             CacheFull: more tokens than fit; the cache is unchanged.
             ConfigError: streams of another layer, or that autograd follows; the cache is unchanged.
         """
+        self.check_streams(streams)
+        self._store(streams)
+
+    def check_streams(self, streams: Mapping[str, Tensor]) -> None:
+        """Refuse streams of another layer, of another batch, or of unlike numbers of tokens.
+
+        Raises:
+            ConfigError: naming the stream.
+        """
         if streams.keys() != self._names:
             raise ConfigError(
                 f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self.names)}; "
@@ -145,7 +154,6 @@ class LayerCache:
                     f"{n_heads}, {n_tokens}, {width}], as many tokens of every stream; make the context with this "
                     "model's new_context() and the same batch size"
                 )
-        self._store(streams)
 
     @property
     def allocations(self) -> list[Tensor]:

@@ -356,14 +356,23 @@ class KVCacheTensor:
                 f"KV cache: got a tensor on {values.device}, the cache is on {self.device}; "
                 "make the context after the model is moved"
             )
-        if values.requires_grad and torch.is_grad_enabled():
-            raise ConfigError(
-                "KV cache: cannot store a tensor that autograd follows; "
-                "run a forward with a context under torch.no_grad() or torch.inference_mode()"
-            )
+        refuse_gradients(values)
         end = self.n_tokens + shape[2]
         if end > self.max_tokens:
             raise CacheFull(
                 f"KV cache: {end} tokens do not fit max_tokens={self.max_tokens}; "
                 "make the context with a larger max_tokens, or truncate it"
             )
+
+
+def refuse_gradients(values: Tensor) -> None:
+    """Refuse to store a tensor that autograd follows.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if values.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            "KV cache: cannot store a tensor that autograd follows; "
+            "run a forward with a context under torch.no_grad() or torch.inference_mode()"
+        )

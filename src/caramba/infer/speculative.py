@@ -221,7 +221,9 @@ class SpeculativeGenerator(Generator):
                 # Nobody asked for graphs, and the text's own length may fit.
                 refused = "the longer cache that it takes to keep graphs does not fit"
             self._kept = None
-        return self.model.new_context(n_rows, n_tokens + slack, kind, static=True), refused
+        # Rows that accept different numbers of drafts index the whole cache; one row takes back at most 16 tokens.
+        ctx = self.model.new_context(n_rows, n_tokens + slack, kind, static=True, windowed=n_rows == 1)
+        return ctx, refused
 
     def _bucket(self, n_rows: int, n_tokens: int, slack: int, kind: KVCacheKind) -> Context:
         """Return an empty context of a text's length bucket, no longer than positions and forwards on it reach."""

@@ -144,7 +144,10 @@ def _made(
 ) -> PooledSteps:
     """Return what a generation runs on, eager for a `reason`."""
     device = model.embedder.token.weight.device
-    ctx = model.new_context(len(rows), capacity, kind, static=True)
+    # Steps on the device and the probe of a cache policy index the whole cache; the host's steps need the window alone.
+    is_host = reason is not None or resolve_form(config.compiled, device)[0] == "eager"
+    windowed = is_host and not config.cache_plan_probe
+    ctx = model.new_context(len(rows), capacity, kind, static=True, windowed=windowed)
     state = StepState.of(rows, config, model.spec.embedder.vocab_size, device, width=width)
     host = EagerDecoder(model, state, ctx, config)
     if reason is not None:

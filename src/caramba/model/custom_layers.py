@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from caramba.cache import CustomLayerCache, LayerCache, new_layer_cache
 from caramba.config.extension import user_traceback
-from caramba.config.kvcache import KVCacheKind
+from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.model.topology.base import applications, custom_layers_of, own_config
@@ -47,16 +47,39 @@ def cached_layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def new_cache(layer: nn.Module, *args: Any, **options: Any) -> LayerCache:
-    """Return an empty cache of an application; the arguments are those of `new_layer_cache` behind the first."""
+def new_cache(
+    layer: nn.Module,
+    batch_size: int,
+    max_tokens: int,
+    kind: KVCacheKind,
+    device: torch.device,
+    static: bool,
+    *,
+    windowed: bool = False,
+    **format: Any,
+) -> LayerCache:
+    """Return an empty cache of an application; the arguments are those of `new_layer_cache` behind the first.
+
+    `windowed` keeps the last tokens alone where the layer has a window that is shorter than `max_tokens`, the format
+    is exact, and keys are not latents, whose kernels read the whole cache.
+    """
+    args = (batch_size, max_tokens, kind, device, static)
     config = own_config(layer)
     if config is not None:
-        return CustomLayerCache.of(config.cached_streams(), *args, **options)
+        return CustomLayerCache.of(config.cached_streams(), *args, **format)
     make: Callable[..., LayerCache] | None = getattr(layer, "new_cache", None)
     if make is not None:  # a layer that stores more than keys and values
-        return make(*args, **options)
+        return make(*args, **format)
     assert isinstance(layer, AttentionLayer)
-    return new_layer_cache(layer.dims, *args, **options)
+    window = layer.score.window
+    if windowed and window is not None and kind in EXACT_KINDS and not layer.config.is_latent:
+        from caramba.cache.window import WindowLayerKVCache  # which few models need
+
+        if window + WindowLayerKVCache.spare < max_tokens:
+            return WindowLayerKVCache(
+                layer.dims.streams, window, batch_size=batch_size, kind=kind, device=device
+            )
+    return new_layer_cache(layer.dims, *args, **format)
 
 
 def refuse_lost_tensors(model: nn.Module) -> None:

@@ -198,11 +198,13 @@ class Model(nn.Module):
         *,
         tail_tokens: int = TAIL_TOKENS,
         hadamard: bool = False,
+        windowed: bool = False,
     ) -> Context:
         """Return an empty context on the model's device, one cache per attention application.
 
         `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it. Quantised kinds
-        quantise `tail_tokens` at a time; `hadamard` rotates keys and latents before 4 bits.
+        quantise `tail_tokens` at a time; `hadamard` rotates keys and latents before 4 bits. `windowed` keeps the last
+        tokens alone of layers with a window (`WindowLayerKVCache`), for forwards that the host counts.
 
         Raises:
             ConfigError: a custom layer that cannot be decoded, or decodes other than declared.
@@ -220,7 +222,7 @@ class Model(nn.Module):
             with torch.inference_mode(False):  # a forward with gradients may read them too
                 share_rope_tables(self, max_tokens, device, for_steps=True)
         format = {"tail_tokens": tail_tokens, "hadamard": hadamard}
-        return context_of(layers, batch_size, max_tokens, kind, device, static, **format)
+        return context_of(layers, batch_size, max_tokens, kind, device, static, windowed=windowed, **format)
 
     def row_limit(self) -> int | None:
         """Return the most tokens of a row of several documents, whatever the length of each; None without a bound."""

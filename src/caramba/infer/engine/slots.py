@@ -66,6 +66,7 @@ class Slots:
         n, vocab_size = config.n_slots, model.spec.embedder.vocab_size
         self.not_ahead = self._ahead_refusal(config) if config.n_ahead else None
         self.n_slots, self.n_ahead = n, 0 if self.not_ahead else config.n_ahead
+        # Slots at positions of their own, and prefixes that are cut anywhere, index the whole cache: none is windowed.
         self.ctx = model.new_context(n + self.n_ahead, config.max_len, self.kind, static=True)
         self.rows = [self.ctx.row(index) for index in range(n + self.n_ahead)]
         stepped = self.ctx.row(0, n)
