@@ -270,6 +270,7 @@ def test_changed_source_refuses_a_resume(plugin: Callable[..., str]) -> None:
             ["logger.lightning={CSVLogger: {prefx: a}}"],
             "CSVLogger.prefx: unknown argument; did you mean .prefix",
         ),
+        (["logger.lightning={CometLogger: {online: false}}"], "so nothing is written"),
     ],
 )
 def test_wrong_manifest_is_refused_before_training(

@@ -28,9 +28,15 @@ def check_named_loggers(configs: Mapping[Any, Mapping[str, Any]]) -> None:
     """Check the loggers of a manifest before anything trains.
 
     Raises:
-        ConfigError: a package is not installed, or an argument does not exist, with the nearest name.
+        ConfigError: a package is not installed, an argument does not exist, with the nearest name, or nothing would
+            be written.
     """
     for name, arguments in configs.items():
+        if name == "CometLogger" and arguments.get("online") is False:
+            raise ConfigError(
+                "logger.lightning.CometLogger.online=false: Lightning disables the experiment then, so nothing is "
+                "written; leave it out, or name CSVLogger"
+            )
         package = PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -52,6 +58,9 @@ def build_named_loggers(
     """Return the loggers of a phase, and those among them that begin again with its first row.
 
     `save_dir` is the run, and names default to those of run and phase.
+
+    Raises:
+        ConfigError: a logger cannot begin, with its own reason.
     """
     found: list[Logger] = []
     local: list[Logger] = []
@@ -66,7 +75,13 @@ def build_named_loggers(
             shutil.rmtree(run_dir / "csv" / phase, ignore_errors=True)
         known = _parameters(name)
         values = {key: value for key, value in defaults.items() if key in known} | dict(arguments)
-        found.append(getattr(loggers, name)(**values))
+        try:
+            found.append(getattr(loggers, name)(**values))
+        except Exception as error:  # of a library, whose own classes are not known here
+            raise ConfigError(
+                f"logger.lightning.{name}: cannot begin ({type(error).__name__}: {' '.join(str(error).split())}); "
+                "correct its arguments or environment, then resume"
+            ) from error
         if name in LOCAL:
             local.append(found[-1])
     return found, local
