@@ -1,7 +1,7 @@
 """The real command line in a process of its own, in an empty folder with a small shared token cache.
 
-Where nothing holds a device the processes are forked from one that has loaded the libraries: loading them takes longer
-than most of these runs. Everywhere else, and where `is_fresh`, they are `python -m caramba`.
+Where nothing holds a device the processes are forked from one that has loaded the libraries, and so are workers, ranks
+and trials that they start. Everywhere else, and where `is_fresh`, they are `python -m caramba`.
 
 Forked processes leave figures blank unless a test `draws`: drawing takes longer than training these models, and is
 what tests/unit/artifacts tests.
@@ -10,28 +10,21 @@ what tests/unit/artifacts tests.
 from __future__ import annotations
 
 import contextlib
-import gc
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.preloaded import FORKS, forkserver, run_as_main
+
 SMALL = ("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512")
 SMALL_TEACHER = ("model.teacher.manifest.embedder.vocab_size=512",)
 TIMEOUT_S = 400
-# A process that has asked for CUDA devices must not be forked, and neither may one that runs Objective-C.
-FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
-PRELOADED = [
-    *("caramba.launch.run", "caramba.launch.compose", "caramba.worker", "caramba.experiment"),
-    *("caramba.evaluation.latency", "caramba.ops.canonical", "torch.utils.tensorboard"),
-]
 BLANK = {
     "png": b"\x89PNG\r\n\x1a\n",
     "svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
@@ -49,7 +42,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 class Forked:
-    """`caramba WORDS` in a process that is forked from one with the libraries loaded, with Popen's methods."""
+    """`python -m MODULE WORDS` in a process that is forked from one with the libraries loaded, with Popen's methods."""
 
     def __init__(
         self,
@@ -59,11 +52,10 @@ class Forked:
         files: Path,
         prepare: Callable[[], None] | None,
         draws: bool = False,
+        module: str = "caramba",
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        arguments = (list(words), str(folder), variables, str(files), prepare, draws)
-        self.process = context.Process(target=_command, args=arguments)
+        arguments = (module, list(words), str(folder), variables, str(files), prepare, draws)
+        self.process = forkserver().Process(target=_command, args=arguments)
         self.process.start()
 
     def poll(self) -> int | None:
@@ -85,6 +77,7 @@ class Forked:
 
 
 def _command(
+    module: str,
     words: list[str],
     folder: str,
     variables: dict[str, str],
@@ -92,13 +85,8 @@ def _command(
     prepare: Callable[[], None] | None,
     draws: bool,
 ) -> None:
-    """What the interpreter does around `python -m caramba WORDS`: folder, environment, streams, signals, status."""
-    gc.freeze()  # collecting in a run would look through, and so copy, all that was loaded before
-    multiprocessing.set_start_method(None, force=True)  # the system's own, not the one that made this process
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Open the streams of the command, and become it."""
     os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(variables)
     for number, name, flags in (
         (0, "in", os.O_RDONLY),
         (1, "out", os.O_WRONLY | os.O_APPEND),
@@ -107,27 +95,13 @@ def _command(
         opened = os.open(Path(files) / name, flags)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - closed with the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    import caramba.__main__
-    from caramba.artifacts import style
-    from caramba.cli import main
-
     if not draws:
-        style._saved = leave_blank
+        from caramba.artifacts import style
 
-    sys.argv = [caramba.__main__.__file__, *words]
-    sys.path.insert(0, folder)
+        style._saved = leave_blank
     if prepare is not None:
         prepare()
-    try:
-        status = main()
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.exit(status)
+    run_as_main(module, words, variables)
 
 
 def caramba(
@@ -178,14 +152,8 @@ def interrupt_when(
 ) -> int:
     """Start a run, send `how` as soon as a file matching `path_glob` exists under `folder` and holds `text`, return
     the exit status; log.txt holds what it printed."""
-    with TemporaryDirectory() as name:
-        files = _streams(Path(name), "")
+    with started(words, folder, cache) as process:
         log = folder / "log.txt"
-        log.touch()
-        for stream in ("out", "err"):
-            (files / stream).unlink()
-            (files / stream).symlink_to(log)
-        process = _started(words, folder, cache, files)
         limit = time.monotonic() + TIMEOUT_S
         while not any(not text or text in path.read_text() for path in folder.glob(path_glob)):
             if process.poll() is not None or time.monotonic() > limit:
@@ -196,19 +164,31 @@ def interrupt_when(
         return process.wait(TIMEOUT_S)
 
 
-def _started(words: Sequence[str], folder: Path, cache: Path, files: Path) -> Forked | subprocess.Popen[str]:
-    if FORKS:
-        return Forked(words, folder, environment(cache), files, None)
-    with open(files / "out", "w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "caramba", *words],
-            cwd=folder,
-            env=environment(cache),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=hear_interrupts,
-        )
+@contextlib.contextmanager
+def started(
+    words: Sequence[str], folder: Path, cache: Path, module: str = "caramba"
+) -> Iterator[Forked | subprocess.Popen[str]]:
+    """Start `python -m MODULE WORDS` in a folder, where log.txt holds what it prints."""
+    with TemporaryDirectory() as name:
+        files = _streams(Path(name), "")
+        log = folder / "log.txt"
+        log.touch()
+        for stream in ("out", "err"):
+            (files / stream).unlink()
+            (files / stream).symlink_to(log)
+        if FORKS:
+            yield Forked(words, folder, environment(cache), files, None, module=module)
+            return
+        with open(log, "w") as output:
+            yield subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                cwd=folder,
+                env=environment(cache),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                preexec_fn=hear_interrupts,
+            )
 
 
 def only_run(folder: Path) -> Path:

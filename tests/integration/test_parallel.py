@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from caramba.runs.files import write_json
 from caramba.train import has_saved_state, state_path
 from tests.integration.commands import SMALL_TEACHER
 from tests.integration.rank_checks import check_sharded_models, check_stages
+from tests.preloaded import start_ranks
 
 STEPS, SAVED = 8, 2
 WORDS = (
@@ -205,7 +205,7 @@ def folders(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         words = [*WORDS, *corpus, *STUDENT, *words, f"name={name}", f"model.teacher.checkpoint={made['one']}"]
         made[name] = mint(freeze(words).manifest, words, root)
     assert worker.run(made["blocks_one"]) == 0
-    mp.spawn(rank_main, (made, [free_port() for _ in range(2 + len(RANKED))]), nprocs=2)
+    start_ranks(rank_main, (made, [free_port() for _ in range(2 + len(RANKED))]), 2)
     return made
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from caramba.distill import BlockSchedule, BlockShard, BlockwiseObjective, block_errors
 from caramba.model import Model, build_model
 from caramba.runtime import GradientAverage
 from caramba.surgery import pair_attention
+from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet
 from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
 
@@ -82,7 +82,7 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    start_ranks(rank_main, (str(tmp_path),), 2)
     torch.set_num_threads(1)
     alone, names, every = trained((0, 1))
     ends = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessContext
@@ -30,6 +29,7 @@ from caramba.model import Model, build_model, save_model
 from caramba.model.topology import checkpoint_topology, compilable_regions
 from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from tests.integration.commands import environment
+from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet
 from tests.unit.model.model_specs import ATTENTION, MLP, NORM, VOCAB, M, attention, block, spec, transformer
 
@@ -208,7 +208,7 @@ def rank_main(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (str(folder),), nprocs=2)
+    start_ranks(rank_main, (str(folder),), 2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

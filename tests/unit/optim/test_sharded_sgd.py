@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from caramba.config.train import PhaseConfig
 from caramba.optim import build_optimizer
+from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet
 
 RANKS, STEPS = 2, 3
@@ -48,4 +48,4 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def test_sharded_weights_step_as_whole_ones(tmp_path: Path) -> None:
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=RANKS)  # pyright: ignore[reportPrivateImportUsage]
+    start_ranks(rank_main, (str(tmp_path),), RANKS)

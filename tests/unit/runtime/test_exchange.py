@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from caramba.runtime import gather_objects, gather_on_main, is_main_process, merge_over_ranks
+from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet
 
 RANKS = 2
@@ -48,4 +48,4 @@ def exchange(rank: int, folder: str) -> None:
 
 
 def test_exchange_of_two_ranks_gives_every_value_and_runs_no_code(tmp_path: Path) -> None:
-    mp.spawn(exchange, args=(str(tmp_path),), nprocs=RANKS)  # pyright: ignore[reportPrivateImportUsage]
+    start_ranks(exchange, (str(tmp_path),), RANKS)

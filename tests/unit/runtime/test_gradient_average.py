@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from caramba.errors import CarambaError
 from caramba.runtime import EmbeddingGradRows, GradientAverage, takes_rows
 from caramba.runtime.gradient_average import bucket_parameters
+from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet
 
 RANKS = 3
@@ -201,7 +201,7 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def test_ranks_have_the_means_of_their_gradients(tmp_path: Path) -> None:
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=RANKS)  # pyright: ignore[reportPrivateImportUsage]
+    start_ranks(rank_main, (str(tmp_path),), RANKS)
 
 
 def test_tables_with_options_of_their_own_keep_no_rows() -> None:

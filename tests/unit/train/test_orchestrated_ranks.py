@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from caramba.errors import CarambaError
 from caramba.train.orchestration.orchestrator import agree
+from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet
 from tests.unit.train.orchestrated import orchestrated, phase_of, train
 
@@ -55,4 +55,4 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_decide_alike_and_adamw_alone_is_adamw(tmp_path: Path) -> None:
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=RANKS)  # pyright: ignore[reportPrivateImportUsage]
+    start_ranks(rank_main, (str(tmp_path),), RANKS)

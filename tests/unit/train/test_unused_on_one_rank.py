@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from caramba.config.parallel import ParallelConfig
@@ -20,6 +19,7 @@ from caramba.optim import NonFiniteWatch
 from caramba.train.callbacks import GradientAveraging
 from caramba.train.module import CarambaModule
 from caramba.train.strategies import AVERAGED, strategy_arguments
+from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet
 from tests.unit.model.model_specs import NORM, VOCAB, spec
 
@@ -91,4 +91,4 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_leaves_weights_out_trains_with_one_that_does_not(tmp_path: Path) -> None:
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=RANKS)  # pyright: ignore[reportPrivateImportUsage]
+    start_ranks(rank_main, (str(tmp_path),), RANKS)
