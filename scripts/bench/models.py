@@ -9,8 +9,8 @@ import torch
 from caramba.config.estimate import model_cost
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
-from caramba.metrics import model_bytes
 from caramba.model import Model, build_with_random_weights
+from caramba.model.identity import model_bytes
 
 # d_model, blocks, heads, key/value heads, d_ff, vocabulary: the others are Llama 3.2 1B's and Llama 3.1 8B's.
 SIZES = {

@@ -20,9 +20,9 @@ from caramba.data.checkpoint.sharded import save_sharded_state
 from caramba.distill import LanguageModelObjective, PipelinedObjective
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
+from caramba.model.parallel import apply_tensor_parallel, gather_stages, send_stages, split_stage
 from caramba.model.sharding import fill_sharded, gather_state, shard_model, sharding_of
 from caramba.optim import build_optimizer, clip_gradients, local
-from caramba.parallel import apply_tensor_parallel, gather_stages, send_stages, split_stage
 from caramba.runtime import (
     data_share,
     gather_on_main,

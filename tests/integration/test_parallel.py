@@ -29,7 +29,7 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.experiment.session import StageLedger
 from caramba.launch.freeze import freeze
 from caramba.model import build_model, load_pretrained
-from caramba.parallel.stages import TIED
+from caramba.model.parallel.stages import TIED
 from caramba.runs import mint
 from caramba.runs.exit_codes import PREEMPTED, end_now
 from caramba.runs.files import write_json

@@ -26,8 +26,8 @@ from caramba.evaluation.ladder_ranks import SharedRung, time_on_ranks
 from caramba.infer import Generator
 from caramba.infer.device_steps import step_refusal
 from caramba.model import Model, build_model, save_model
+from caramba.model.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from caramba.model.topology import checkpoint_topology, compilable_regions
-from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from tests.integration.commands import environment
 from tests.preloaded import start_ranks
 from tests.ranks import leave_together, meet

@@ -23,8 +23,8 @@ from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.lower.quantize import Ranges, observe_ranges, quantise_weights
 from caramba.lower.quantize.dynamic import DynamicLinear
 from caramba.lower.quantize.weights import linear_layers
-from caramba.metrics import model_bytes
 from caramba.model import build_model, model_hash
+from caramba.model.identity import model_bytes
 from caramba.result import RunResult
 from tests.unit.model.model_specs import VOCAB, transformer
 

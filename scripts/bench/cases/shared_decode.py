@@ -18,7 +18,7 @@ from record import Record
 from caramba import kernels
 from caramba.evaluation.ladder_ranks import SharedRung, time_on_ranks
 from caramba.infer import Generator
-from caramba.metrics import model_bytes
+from caramba.model.identity import model_bytes
 
 OPTIONS = """--size=1b|tiny --forms=false,graph,true --layouts=gqa,latent --batch=1 --prompt=512 --new=128
     --repeats=5"""

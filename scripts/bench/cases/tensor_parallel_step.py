@@ -32,8 +32,8 @@ from caramba.distill import LanguageModelObjective
 from caramba.layer import attention_backends
 from caramba.lower.lowering import lower
 from caramba.model import build_with_random_weights
+from caramba.model.parallel import apply_tensor_parallel
 from caramba.optim import build_optimizer, clip_gradients
-from caramba.parallel import apply_tensor_parallel
 from caramba.runtime import (
     choose_attention,
     get_world_size,

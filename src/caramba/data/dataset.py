@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from caramba.data.corpus import Corpus
@@ -18,6 +19,17 @@ from caramba.data.token_file import open_token_file
 from caramba.errors import DataError
 
 IGNORED = -100  # a target that no loss counts; what torch's cross_entropy ignores by default
+
+
+class Windows(Protocol):
+    """Disjoint windows of tokens: item i is (x [T], y [T]) int64, y shifted by one and -100 where nothing counts.
+
+    If attention is masked per document it also has document ids [T], -1 for padding.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, ...]: ...
 
 
 class TokenDataset(Dataset[tuple[torch.Tensor, ...]]):
@@ -432,3 +444,26 @@ def _checked(documents: np.ndarray, tokens: Tokens) -> np.ndarray:
             " increase, as the document index of a token folder has them"
         )
     return starts
+
+
+def spread_windows(available: int, wanted: int) -> list[int]:
+    """Return up to `wanted` distinct window indices, evenly spread over `available` ones, in order."""
+    count = min(available, wanted)
+    return [index * available // count for index in range(count)] if count else []
+
+
+def batches(dataset: Windows, indices: Sequence[int], size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield windows in order, as (x, y) or (x, y, document ids) of shape [b, T], b <= size."""
+    for start in range(0, len(indices), size):
+        items = [dataset[index] for index in indices[start : start + size]]
+        yield tuple(torch.stack(parts) for parts in zip(*items, strict=True))
+
+
+def documents_of(batch: Sequence[Tensor]) -> Tensor | None:
+    """Return the document ids [B, T] of a batch, -1 for padding; None without document masking."""
+    return next((part for part in batch[2:] if part.dim() == 2), None)
+
+
+def samples_of(batch: Sequence[Tensor]) -> Tensor | None:
+    """Return the samples' indices [B] of a batch that carries them."""
+    return next((part for part in batch[2:] if part.dim() == 1), None)

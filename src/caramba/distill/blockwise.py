@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from caramba.config.attention import COPIED
+from caramba.data import documents_of, samples_of
 from caramba.distill.block_loss import AttentionDivergence, sample_queries
 from caramba.distill.block_step import BlockStep
 from caramba.distill.capture import OnCall, capture_attention_io, replace_attention
@@ -23,7 +24,6 @@ from caramba.distill.schedule import BlockSchedule
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
-from caramba.metrics import documents_of, samples_of
 from caramba.model import Model
 from caramba.model.topology import attention_applications
 from caramba.runtime import get_rank, get_world_size, is_distributed

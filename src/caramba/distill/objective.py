@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from caramba.data import IGNORED
+from caramba.data import IGNORED, documents_of, samples_of
 from caramba.distill.lora import Lora
 from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
@@ -21,7 +21,6 @@ from caramba.distill.vocabulary import (
     vocabulary_losses,
 )
 from caramba.lower.join_repeats import join_repeats
-from caramba.metrics import documents_of, samples_of
 from caramba.model import Model
 from caramba.model.topology import Granularity, checkpoint_topology, compilable_regions
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caramba.data import IGNORED
 from caramba.distill.objective import Backward, Batch, LanguageModelObjective
-from caramba.parallel import Stage
+from caramba.model.parallel import Stage
 
 
 class PipelinedObjective(LanguageModelObjective):

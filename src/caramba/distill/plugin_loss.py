@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from caramba.config.extension import user_traceback
+from caramba.data import documents_of
 from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, LanguageModelObjective
 from caramba.distill.vocabulary import cross_entropy
 from caramba.errors import CarambaError, ExtensionFailedError
-from caramba.metrics import documents_of
 from caramba.model import Model
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from caramba.config.verify import CompareVerifyConfig
+from caramba.data import Windows, batches, documents_of, spread_windows
 from caramba.layer import AttentionLayer
-from caramba.metrics import Windows, batches, documents_of, spread_windows
 from caramba.model import Model, Trace
 from caramba.result import Check
 from caramba.runtime.device import wide_dtype

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from caramba.config.verify import FidelityVerifyConfig
-from caramba.data import Tokenizer
+from caramba.data import Tokenizer, Windows
 from caramba.evaluation.other_text import check_other_texts, label_of, open_other_text
-from caramba.metrics import Agreement, Windows, agreement
+from caramba.infer.agreement import Agreement, agreement
 from caramba.model import Model
 from caramba.result import Check
 

@@ -13,10 +13,10 @@ import numpy as np
 from caramba.artifacts.items import to_column
 from caramba.artifacts.key import MetricKey
 from caramba.config.benchmark import GenerationBenchmarkConfig
+from caramba.data import spread_windows
 from caramba.errors import DataError
 from caramba.evaluation.subject import Subjects
 from caramba.infer import Generator, score_continuations
-from caramba.metrics import spread_windows
 from caramba.model import Model
 from caramba.result import ITEMS, Metric
 

@@ -23,10 +23,10 @@ from caramba.evaluation.ladder_ranks import SharedRung, kernels_in_use, time_on_
 from caramba.evaluation.subject import Subjects
 from caramba.infer import Generator
 from caramba.lower.quantize import format_refusal, quantise_weights
-from caramba.metrics import model_bytes
 from caramba.model import Model
+from caramba.model.identity import model_bytes
+from caramba.model.parallel import tensor_parallel_plan
 from caramba.ops.backend import without_kernels
-from caramba.parallel import tensor_parallel_plan
 from caramba.result import Metric
 
 RUNGS = {

@@ -22,8 +22,8 @@ from caramba.console import logger
 from caramba.infer import Generator
 from caramba.infer.shared import BACKENDS, share_layers
 from caramba.lower.quantize import quantise_weights
-from caramba.metrics import model_bytes
 from caramba.model import Model, load_pretrained, save_model
+from caramba.model.identity import model_bytes
 from caramba.ops import implementation
 from caramba.ops.backend import REFERENCE
 from caramba.runs.exit_codes import end_now

@@ -20,7 +20,7 @@ from caramba.infer.arguments import DTYPES, end_marks
 from caramba.infer.eval_text import EvalText, corpus_of, held_out_of
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.model_bundle import ModelBundle, Role, load_model, need_tokenizer
-from caramba.metrics import windowed_nll
+from caramba.infer.nll import windowed_nll
 from caramba.model import Model
 from caramba.runtime import choose_device
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from caramba.config.benchmark import LongContextBenchmarkConfig
-from caramba.data import IGNORED, TokenDataset, Tokenizer
+from caramba.data import IGNORED, TokenDataset, Tokenizer, batches, documents_of, spread_windows
 from caramba.errors import ConfigError
 from caramba.evaluation.subject import Subjects
-from caramba.metrics import batches, documents_of, spread_windows
-from caramba.metrics.agreement import CHUNK, EDGES
+from caramba.infer.agreement import CHUNK, EDGES
 from caramba.model import Model
 from caramba.ops.backend import upcast
 from caramba.result import Metric

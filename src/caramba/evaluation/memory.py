@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from caramba.config.benchmark import MemoryBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.evaluation.subject import Subjects
 from caramba.infer import prefill
-from caramba.metrics import AllocationMeter, model_bytes
 from caramba.model import Model
+from caramba.model.identity import model_bytes
 from caramba.result import Metric
 
 
@@ -76,3 +79,49 @@ def memory(
                 for key in ("kv_bytes_per_token", "kv_bytes_per_token_layer", "model_bytes", "peak_bytes")
             ]
     return metrics, rows
+
+
+class AllocationMeter(TorchDispatchMode):
+    """Counts live and peak bytes of storages created inside the context.
+
+    Memory that an operator uses and frees within itself is not seen, so the peak is a lower bound of the allocator's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = {id_of(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.device.type != "meta"
+                and id_of(tensor) not in inputs
+            ):
+                self._track(tensor.untyped_storage())
+        return out
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+
+        def release(_: object) -> None:
+            self.live -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, release)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, which views share."""
+    return tensor.untyped_storage()._cdata

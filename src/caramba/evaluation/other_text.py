@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from caramba.console import logger
-from caramba.data import IGNORED, TokenDataset, Tokenizer, open_benchmark_text
+from caramba.data import IGNORED, TokenDataset, Tokenizer, Windows, open_benchmark_text, spread_windows
 from caramba.data.corpus import collect_documents, stdlib_root
 from caramba.errors import ConfigError
-from caramba.metrics import Windows, spread_windows
 
 PYTHON, SPACED = "python", "spaced"
 _VAL_FRAC = 0.05

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.benchmark import PerplexityBenchmarkConfig
-from caramba.data import IGNORED, TokenDataset, count_bytes, open_benchmark_text
+from caramba.data import IGNORED, TokenDataset, count_bytes, open_benchmark_text, spread_windows
 from caramba.errors import CarambaError, ConfigError
 from caramba.evaluation.subject import Subjects
-from caramba.metrics import WindowedNLL, spread_windows, windowed_nll
+from caramba.infer.nll import WindowedNLL, windowed_nll
 from caramba.model import Model
 from caramba.result import WINDOW_NLL, Metric
 

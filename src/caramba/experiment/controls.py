@@ -24,7 +24,7 @@ from caramba.evaluation.memory import measure as measure_memory
 from caramba.experiment.session import Session, StageRecord
 from caramba.experiment.stages import fit_phase
 from caramba.experiment.surgery import TRANSPLANT
-from caramba.metrics import Agreement, agreement
+from caramba.infer.agreement import Agreement, agreement
 from caramba.model import Model, build_model, load_pretrained
 from caramba.result import BenchmarkResult, Metric, PhaseResult
 from caramba.runs.exit_codes import until_recorded

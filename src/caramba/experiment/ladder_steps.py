@@ -21,8 +21,8 @@ from caramba.config.train import PhaseConfig
 from caramba.experiment.fit_apart import fit_apart
 from caramba.experiment.planning import Stopwatch
 from caramba.experiment.session import Session
+from caramba.infer.nll import windowed_nll
 from caramba.layer import attention_backends
-from caramba.metrics import windowed_nll
 from caramba.model import Model, build_with_random_weights
 from caramba.ops.backend import without_kernels
 from caramba.runtime import AttentionChoice, MemoryMeter, seed_process

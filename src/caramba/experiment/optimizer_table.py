@@ -21,7 +21,7 @@ from caramba.console import logger
 from caramba.errors import CarambaError
 from caramba.experiment.fit_apart import fit_apart
 from caramba.experiment.session import Session, StageRecord
-from caramba.metrics import windowed_nll
+from caramba.infer.nll import windowed_nll
 from caramba.model import build_model
 from caramba.result import BenchmarkResult, Metric, PhaseResult
 from caramba.runs.files import write_json

@@ -27,14 +27,14 @@ from caramba.experiment.session import Session, StageLedger
 from caramba.layer import attention_backends
 from caramba.model import Model, build_empty, build_model
 from caramba.model.custom_layers import refuse_lost_tensors
-from caramba.model.sharding import fill_sharded, gather_state, shard_model, sharding_of
-from caramba.parallel import (
+from caramba.model.parallel import (
     apply_tensor_parallel,
     gather_stages,
     send_stages,
     split_stage,
     tensor_parallel_plan,
 )
+from caramba.model.sharding import fill_sharded, gather_state, shard_model, sharding_of
 from caramba.runtime import (
     AttentionChoice,
     Ranks,

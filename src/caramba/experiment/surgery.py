@@ -12,12 +12,11 @@ from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
-from caramba.data import TokenDataset, refuse_overlap
+from caramba.data import TokenDataset, Windows, batches, documents_of, refuse_overlap
 from caramba.distill import block_errors
 from caramba.experiment.objectives import frozen
 from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import Session, StageRecord
-from caramba.metrics import Windows, batches, documents_of
 from caramba.result import PhaseResult
 from caramba.runs.files import home
 from caramba.surgery import (

@@ -10,7 +10,7 @@ from caramba.console import logger
 from caramba.evaluation.perplexity import count_predicted_bytes
 from caramba.experiment.session import Session
 from caramba.experiment.surgery import TRANSPLANT
-from caramba.metrics import windowed_nll
+from caramba.infer.nll import windowed_nll
 
 MOST_EPOCHS = 4.0
 """Passes over the text beyond which training repeats what it knows (Muennighoff et al., 2023, arXiv:2305.16264)."""

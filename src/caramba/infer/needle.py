@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import Tokenizer
 from caramba.data.stream import Tokens
-from caramba.metrics import cached_hidden
+from caramba.infer.agreement import cached_hidden
 from caramba.model import Model
 from caramba.ops.backend import upcast
 

@@ -25,8 +25,8 @@ from caramba.infer.policy_measure import (
 )
 from caramba.infer.policy_plan import MeasuredFormat, PlanFile, numbers
 from caramba.kernels import get_backend_info
-from caramba.metrics import plain_tensors
 from caramba.model import Model, model_hash
+from caramba.model.identity import plain_tensors
 from caramba.runtime.device import device_facts
 
 FEWEST_TOKENS = 256  # lengths are planned for by powers of two from here up

@@ -17,13 +17,13 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.data import TokenDataset, Tokenizer
 from caramba.data.stream import Tokens
 from caramba.errors import CarambaError, ConfigError, DataError
+from caramba.infer.agreement import agreement
 from caramba.infer.decode import prefill
 from caramba.infer.device_steps import EagerDecoder, choose_steps
 from caramba.infer.needle import find_needles, make_needles
 from caramba.infer.row import GenerationRow
 from caramba.infer.step import StepState
 from caramba.lower.lowering import lower
-from caramba.metrics import agreement
 from caramba.model import Model
 from caramba.model.custom_layers import cached_layers
 from caramba.model.model import context_of

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from caramba.cache import TAIL_TOKENS, Context
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.console import logger
+from caramba.infer.agreement import cached_hidden
 from caramba.infer.decode import prefill
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_measure import cache_bytes
-from caramba.metrics import cached_hidden
 from caramba.ops.backend import upcast
 
 MOST_TOKENS = 1024  # of the text's end: bounds what a probe costs

@@ -62,7 +62,7 @@ def share_layers(model: Model, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: a layer that the ranks cannot share.
     """
-    from caramba.parallel import apply_tensor_parallel, keep_local  # slow to import, and rare
+    from caramba.model.parallel import apply_tensor_parallel, keep_local  # slow to import, and rare
 
     apply_tensor_parallel(model, mesh, split_vocabulary=True)
     keep_local(model)

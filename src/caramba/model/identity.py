@@ -1,12 +1,13 @@
-"""The identity of a model: what it computes, as one hash."""
+"""What a model is: the tensors that hold its data, their bytes, and one hash of what it computes."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from caramba.model.model import Model
@@ -20,6 +21,15 @@ def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from plain_tensors(getattr(tensor, name) for name in names)
         else:
             yield tensor
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers; a tied weight counts once, codes as they are stored."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in plain_tensors(itertools.chain(model.parameters(), model.buffers()))
+    }
+    return sum(storages.values())
 
 
 def model_hash(model: Model) -> str:

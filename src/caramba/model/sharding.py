@@ -96,7 +96,7 @@ def shard_model(model: Model, sharding: Sharding) -> None:
     refuse_lost_tensors(model)
     units = sharding_units(model.topology, sharding.units)
     if sharding.units is not None and not units:
-        own = "caramba.parallel"  # classes of shared layers, each made from a layer's own
+        own = "caramba.model.parallel"  # classes of shared layers, each made from a layer's own
         kinds = (type(module).__mro__ for module in model.topology.modules())
         found = sorted({next(k.__name__ for k in mro if not k.__module__.startswith(own)) for mro in kinds})
         raise ConfigError(

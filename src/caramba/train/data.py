@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from caramba.config.train import PhaseConfig
-from caramba.data import TokenDataset, WindowSampler
+from caramba.data import TokenDataset, WindowSampler, spread_windows
 from caramba.distill import Batch
 from caramba.errors import DataError
-from caramba.metrics import spread_windows
 from caramba.runs.exit_codes import STOPPING
 from caramba.runtime import Decision
 

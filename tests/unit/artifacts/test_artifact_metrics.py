@@ -14,7 +14,7 @@ from caramba.artifacts.metrics import collect, find_undefined_ratios, headline
 from caramba.artifacts.rows import to_csv
 from caramba.errors import CarambaError
 from caramba.evaluation.perplexity import summarise
-from caramba.metrics import WindowedNLL
+from caramba.infer.nll import WindowedNLL
 from caramba.result import WINDOW_NLL, BenchmarkResult, Check, Metric, RunResult, Verdict
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba.data import IGNORED
+from caramba.data import IGNORED, batches
 from caramba.distill import (
     Backward,
     BlockwiseObjective,
@@ -16,8 +16,8 @@ from caramba.distill import (
 )
 from caramba.distill.block_loss import attention_kl, attention_log_probabilities
 from caramba.distill.capture import capture_attention_io
+from caramba.infer.nll import windowed_nll
 from caramba.layer import Documents
-from caramba.metrics import batches, windowed_nll
 from caramba.model import build_model
 from caramba.surgery import pair_attention
 from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec

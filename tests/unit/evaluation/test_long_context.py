@@ -16,7 +16,7 @@ from caramba.data import ByteTokenizer, TokenDataset, Tokenizer
 from caramba.errors import ConfigError
 from caramba.evaluation.long_context import _ask, _questions, long_context
 from caramba.evaluation.subject import Subjects
-from caramba.metrics import windowed_nll
+from caramba.infer.nll import windowed_nll
 from caramba.model import build_model
 
 TOKENIZER = ByteTokenizer()

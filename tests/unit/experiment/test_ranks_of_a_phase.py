@@ -14,7 +14,7 @@ from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.experiment import ranks
 from caramba.model import Model, build_model
-from caramba.parallel import Stage
+from caramba.model.parallel import Stage
 
 
 def session_of(model: Any, **parallel: object) -> Any:

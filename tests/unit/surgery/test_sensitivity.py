@@ -10,7 +10,7 @@ from caramba.config.model import ModelConfig, ModelSpec, SurgeryConfig
 from caramba.config.surgery import check_surgery
 from caramba.config.topology import attention_configs
 from caramba.errors import ConfigError
-from caramba.metrics import agreement
+from caramba.infer.agreement import agreement
 from caramba.surgery import build_student
 from caramba.surgery.dba import search_beta, split_keys
 from caramba.surgery.held_out import latent_output

@@ -20,8 +20,8 @@ from caramba.lower.quantize.calibrate import HEAD, Ranges
 from caramba.lower.quantize.dynamic import DynamicLinear
 from caramba.lower.quantize.int4 import GROUP_SIZES, group_of, quantize_int4
 from caramba.lower.quantize.library import format_refusal, load_torchao, refuse_packed_int4
-from caramba.metrics import model_bytes
 from caramba.model import Model
+from caramba.model.identity import model_bytes
 from caramba.model.model import Head, TiedHead
 from caramba.ops.backend import upcast
 

@@ -13,8 +13,8 @@ from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.errors import ConfigError, DataError, KernelUnavailable
 from caramba.lower.quantize import format_refusal, library, observe_ranges, quantise_weights
 from caramba.lower.quantize.weights import linear_layers
-from caramba.metrics import model_bytes
 from caramba.model import build_model
+from caramba.model.identity import model_bytes
 
 CPU = torch.device("cpu")
 

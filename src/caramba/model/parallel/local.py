@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from caramba.parallel.collectives import copy_to_region
+from caramba.model.parallel.collectives import copy_to_region
 
 
 def split_parameters(

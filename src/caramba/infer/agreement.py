@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from caramba.config.kvcache import KVCacheKind
-from caramba.data import IGNORED
+from caramba.data import IGNORED, Windows, batches, documents_of, spread_windows
 from caramba.errors import CarambaError, DataError
-from caramba.metrics.nll import WindowedNLL, Windows, batches, documents_of, spread_windows
+from caramba.infer.nll import WindowedNLL
 from caramba.model import Model
 from caramba.ops.backend import upcast
 

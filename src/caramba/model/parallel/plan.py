@@ -21,8 +21,7 @@ from caramba.layer import (
     SwiGLULayer,
 )
 from caramba.model import Model
-from caramba.model.topology import Topology
-from caramba.parallel.styles import (
+from caramba.model.parallel.styles import (
     GatedMLPParallel,
     HeadParallel,
     Replicated,
@@ -30,6 +29,7 @@ from caramba.parallel.styles import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from caramba.model.topology import Topology
 
 WHOLE = (RMSNormLayer, LayerNormLayer, LinearLayer, DropoutLayer)
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import IGNORED
 from caramba.errors import CarambaError, DataError
-from caramba.metrics import agreement, windowed_nll
+from caramba.infer.agreement import agreement
+from caramba.infer.nll import windowed_nll
 from caramba.model import build_model
 from tests.unit.surgery.models import VOCAB, latent_spec, loud, make_teacher
 

@@ -9,8 +9,8 @@ from tests.unit.model.model_specs import NORM, block, spec
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.model import build_model
-from caramba.parallel import split_stage
-from caramba.parallel.stages import TIED
+from caramba.model.parallel import split_stage
+from caramba.model.parallel.stages import TIED
 
 
 def stacked(repeat: int, *, tied: bool) -> ModelSpec:

@@ -1,8 +1,8 @@
 """Splits a model over ranks: its layers (tensor parallelism of one dimension), or its stack (stages)."""
 
-from caramba.parallel.local import full_state_dict, keep_local
-from caramba.parallel.plan import apply_tensor_parallel, tensor_parallel_plan
-from caramba.parallel.stages import Stage, gather_stages, send_stages, split_stage
+from caramba.model.parallel.local import full_state_dict, keep_local
+from caramba.model.parallel.plan import apply_tensor_parallel, tensor_parallel_plan
+from caramba.model.parallel.stages import Stage, gather_stages, send_stages, split_stage
 
 __all__ = [
     "Stage",

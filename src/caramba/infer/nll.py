@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from caramba.data import IGNORED
+from caramba.data import IGNORED, Windows, batches, documents_of, spread_windows
 from caramba.errors import DataError
 from caramba.runtime.device import wide_dtype
-
-
-class Windows(Protocol):
-    """Disjoint windows of tokens: item i is (x [T], y [T]) int64, y shifted by one and -100 where nothing counts.
-
-    If attention is masked per document it also has document ids [T], -1 for padding.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -54,29 +41,6 @@ class WindowedNLL:
             return float("nan")
         centre = sum(self.window_means) / n
         return math.sqrt(sum((value - centre) ** 2 for value in self.window_means) / (n - 1) / n)
-
-
-def spread_windows(available: int, wanted: int) -> list[int]:
-    """Return up to `wanted` distinct window indices, evenly spread over `available` ones, in order."""
-    count = min(available, wanted)
-    return [index * available // count for index in range(count)] if count else []
-
-
-def batches(dataset: Windows, indices: Sequence[int], size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield windows in order, as (x, y) or (x, y, document ids) of shape [b, T], b <= size."""
-    for start in range(0, len(indices), size):
-        items = [dataset[index] for index in indices[start : start + size]]
-        yield tuple(torch.stack(parts) for parts in zip(*items, strict=True))
-
-
-def documents_of(batch: Sequence[Tensor]) -> Tensor | None:
-    """Return the document ids [B, T] of a batch, -1 for padding; None without document masking."""
-    return next((part for part in batch[2:] if part.dim() == 2), None)
-
-
-def samples_of(batch: Sequence[Tensor]) -> Tensor | None:
-    """Return the samples' indices [B] of a batch that carries them."""
-    return next((part for part in batch[2:] if part.dim() == 1), None)
 
 
 @torch.inference_mode()

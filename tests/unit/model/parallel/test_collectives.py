@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from caramba.parallel.collectives import copy_to_region, gather_sequence, reduce_from_region, scatter_sequence
+from caramba.model.parallel.collectives import (
+    copy_to_region,
+    gather_sequence,
+    reduce_from_region,
+    scatter_sequence,
+)
 
 EXCHANGES: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
     "copy_to_region": copy_to_region,

@@ -9,8 +9,8 @@ from torch import nn
 from caramba.config.parallel_check import dims_of_rank
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
-from caramba.parallel import tensor_parallel_plan
-from caramba.parallel.styles import (
+from caramba.model.parallel import tensor_parallel_plan
+from caramba.model.parallel.styles import (
     GatedMLPParallel,
     HeadParallel,
     Replicated,

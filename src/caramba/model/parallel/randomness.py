@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from caramba.layer.score import CausalScore
-from caramba.parallel.local import add_mixin, rank_share
+from caramba.model.parallel.local import add_mixin, rank_share
 
 
 @contextlib.contextmanager

@@ -15,15 +15,15 @@ from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.latent import LatentProjection
 from caramba.layer.rope import RotaryEmbedding
-from caramba.parallel.collectives import (
+from caramba.model.parallel.collectives import (
     all_gather_vocab,
     copy_to_region,
     gather_sequence,
     reduce_from_region,
     scatter_sequence,
 )
-from caramba.parallel.local import add_mixin, rank_share, split_parameters
-from caramba.parallel.randomness import use_rank_dropout
+from caramba.model.parallel.local import add_mixin, rank_share, split_parameters
+from caramba.model.parallel.randomness import use_rank_dropout
 
 OF_QUERY_HEADS = (
     "q",
