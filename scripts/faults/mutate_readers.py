@@ -24,8 +24,7 @@ import torch
 from caramba.config.hf import is_hf_folder, spec_of_folder
 from caramba.data.checkpoint import index_tensors, load_tensors, save_tensors
 from caramba.data.checkpoint.hf_names import hf_names
-from caramba.data.folder import open_token_folder, write_token_folder
-from caramba.data.shards import open_npy
+from caramba.data.folder import open_npy, open_token_folder, write_token_folder
 from caramba.data.tokenizer import train_bpe
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import CarambaError

@@ -25,7 +25,7 @@ from record import Record, shown
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, open_corpus
-from caramba.distill import LanguageModelObjective, vocabulary_losses
+from caramba.distill import LanguageModelObjective
 from caramba.launch.freeze import freeze
 from caramba.model import build_model
 from caramba.optim import build_optimizer, clip_gradients, learning_rate
@@ -42,6 +42,7 @@ def bare_loop(manifest: Manifest, phase: PhaseConfig, data: PhaseData) -> tuple[
     model = build_model(manifest.model, seed=manifest.seed)
     optimizer = build_optimizer(model.named_parameters(), phase)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    objective = LanguageModelObjective(model)
     batches = iter(train_loader(data.train, phase, seed=data.seed, start=data.start, pin=False))
     seconds, loss = [], torch.zeros(())
     for step in range(phase.steps):
@@ -49,7 +50,7 @@ def bare_loop(manifest: Manifest, phase: PhaseConfig, data: PhaseData) -> tuple[
         x, y = next(batches)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(phase, step)
-        loss = vocabulary_losses(model, model.hidden(x), y).loss
+        loss = objective.losses((x, y)).loss
         loss.backward()
         clip_gradients([parameters], phase.max_grad_norm)
         optimizer.step()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator
-
-from caramba.errors import member
+from pydantic import AfterValidator, Strict
 
 
 class KVCacheKind(StrEnum):
@@ -24,13 +22,16 @@ class KVCacheKind(StrEnum):
     MIXED = "mixed"
     AUTO = "auto"
 
+    @classmethod
+    def _missing_(cls, value: object) -> KVCacheKind | None:
+        return {"q8": cls.Q8_0, "q4": cls.Q4_0}.get(str(value))
+
 
 Stream = tuple[str, int, int]
 """Name, heads and width per head of one cached tensor."""
 
 Streams = tuple[Stream, ...]
 
-KIND_ALIASES = {"q8": "q8_0", "q4": "q4_0"}
 EXACT_KINDS = (KVCacheKind.FP32, KVCacheKind.FP16, KVCacheKind.BF16)
 
 EXACT_BYTES = {KVCacheKind.FP32: 4, KVCacheKind.FP16: 2, KVCacheKind.BF16: 2}
@@ -63,16 +64,8 @@ BLOCKS = {
 }
 
 
-def parse_kind(value: Any) -> Any:
-    """Turn a name or alias of a cache kind into the enum member; pydantic checks other values itself.
-
-    Raises:
-        ValueError: a text that names none.
-    """
-    return member(KVCacheKind, KIND_ALIASES.get(value, value)) if isinstance(value, str) else value
-
-
-CacheKind = Annotated[KVCacheKind, BeforeValidator(parse_kind)]
+CacheKind = Annotated[KVCacheKind, Strict(False)]
+"""A kind by its name, an alias included."""
 
 
 def _quantised(kind: KVCacheKind) -> KVCacheKind:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caramba.data.folder import open_token_folder
-from caramba.data.shards import shard_name
+from caramba.data.folder import open_token_folder, shard_name
 from caramba.data.stream import Tokens
 from caramba.data.token_file import open_token_file
 from caramba.data.tokenizer import Tokenizer

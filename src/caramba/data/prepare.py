@@ -13,8 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caramba.data.folder import document_batches, publish_folder, write_meta, write_tokenizer
-from caramba.data.shards import SHARD_TOKENS, SPLITS, NpyWriter, SplitWriter, open_npy, token_dtype
+from caramba.data.folder import (
+    SHARD_TOKENS,
+    SPLITS,
+    NpyWriter,
+    SplitWriter,
+    document_batches,
+    open_npy,
+    publish_folder,
+    token_dtype,
+    write_meta,
+    write_tokenizer,
+)
 from caramba.data.sources import DocumentSource
 from caramba.data.tokenizer import Tokenizer, train_bpe
 from caramba.data.tokenizer_files import load_tokenizer

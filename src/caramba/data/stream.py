@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from caramba.data.shards import memmap_place
 from caramba.errors import DataError
 
 
@@ -97,3 +98,18 @@ def split_at(tokens: Tokens, place: int) -> tuple[Tokens, Tokens]:
     if isinstance(tokens, TokenStream):
         return tokens.part(0, place), tokens.part(place, tokens.size)
     return tokens[:place], tokens[place:]
+
+
+def memmap_place(array: np.ndarray) -> tuple[str, int] | None:
+    """Return (file, byte offset) of a contiguous memory-mapped array or slice of one; None for any other array.
+
+    `numpy.memmap.offset` of a slice is its parent's, so the place is computed from addresses.
+    """
+    mapped = getattr(array, "_mmap", None)
+    if not isinstance(array, np.memmap) or mapped is None or array.filename is None:
+        return None
+    if not array.flags.c_contiguous:
+        return None
+    start = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+    map_offset = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    return os.fspath(array.filename), map_offset + array.ctypes.data - start

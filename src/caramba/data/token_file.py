@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caramba.data.shards import NpyWriter, open_npy
+from caramba.data.folder import NpyWriter, open_npy
 from caramba.errors import DataError
 from caramba.runs.files import check_folder, home, whole_file, write_json
 

@@ -23,6 +23,7 @@ from caramba.distill.vocabulary import (
 from caramba.lower.join_repeats import join_repeats
 from caramba.model import Model
 from caramba.model.topology import Granularity, checkpoint_topology, compilable_regions
+from caramba.ops.linear_cross_entropy import linear_cross_entropy
 
 Batch = tuple[Tensor, ...]
 """x and y [B, T] int64, with IGNORED in y at masked tokens; then document ids [B, T] if documents are masked, and
@@ -136,7 +137,14 @@ class LanguageModelObjective(Objective):
         if self.dense:
             loss = cross_entropy(self.model.logits(hidden), targets)
             return VocabularyLosses(loss, loss.detach())
-        return vocabulary_losses(self.model, hidden, targets, chunk=self.chunk)
+        weight = self.model.head_weight
+        if weight is None:
+            return vocabulary_losses(self.model, hidden, targets, chunk=self.chunk)
+        # On a GPU the chunk follows from what a matrix product fills.
+        chunk = None if hidden.is_cuda else self.chunk
+        flat = (hidden.flatten(0, 1), weight, targets.flatten())
+        loss = linear_cross_entropy(*flat, ignore_index=IGNORED, chunk=chunk)
+        return VocabularyLosses(loss, loss.detach())
 
     def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
         losses = self.losses(batch)

@@ -14,10 +14,9 @@ from caramba.data import IGNORED
 from caramba.distill.teacher_rows import StoredRows, TeacherRows, likeliest_losses
 from caramba.lower.lowering import has_hooks
 from caramba.model import Model
-from caramba.model.model import Head, TiedHead
 from caramba.ops.backend import upcast
 from caramba.ops.distillation_rows import distillation_rows
-from caramba.ops.linear_cross_entropy import accumulate, linear_cross_entropy, rows_per_chunk
+from caramba.ops.linear_cross_entropy import accumulate, rows_per_chunk
 
 RowsOf = Callable[[int, int], TeacherRows]
 
@@ -72,40 +71,16 @@ def vocabulary_losses(
 
     Shape: hidden [B, T, M], targets [B, T] -> [] each.
     """
-    if rows is None and has_single_matmul_head(model):
-        loss = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            head_weight(model),
-            targets.flatten(),
-            ignore_index=IGNORED,
-            chunk=None
-            if hidden.is_cuda
-            else chunk,  # there the chunk follows from what a matrix product fills
-        )
-        return VocabularyLosses(loss, loss.detach())
-    if isinstance(rows, LiveTeacher) and hidden.is_cuda and rows.is_fusable(model):
-        return distill_heads(
-            hidden.flatten(0, 1),
-            head_weight(model),
-            rows,
-            targets.flatten(),
-            kl_weight=kl_weight,
-            temperature=temperature,
-        )
-    if isinstance(rows, StoredRows) and hidden.is_cuda and has_bare_head(model):
-        return distill_stored(
-            hidden.flatten(0, 1),
-            head_weight(model),
-            rows,
-            targets.flatten(),
-            kl_weight=kl_weight,
-            temperature=temperature,
-        )
+    weight, flat = model.head_weight, hidden.flatten(0, 1)
+    if weight is not None and hidden.is_cuda and has_bare_head(model):
+        options = {"kl_weight": kl_weight, "temperature": temperature}
+        if isinstance(rows, LiveTeacher) and has_bare_head(rows.model):
+            return distill_heads(flat, weight, rows, targets.flatten(), **options)
+        if isinstance(rows, StoredRows):
+            return distill_stored(flat, weight, rows, targets.flatten(), **options)
     part = _Part(model, targets.flatten(), rows, kl_weight, temperature, chunk)
-    weights = list(model.head.parameters()) or [
-        model.embedder.token.weight
-    ]  # a tied head has none of its own
-    loss, ce, kl = _ChunkedLosses.apply(part, hidden.flatten(0, 1), *weights)  # type: ignore[misc]
+    weights = list(model.head.parameters()) or [model.embedder.token.weight]  # of a tied head
+    loss, ce, kl = _ChunkedLosses.apply(part, flat, *weights)  # type: ignore[misc]
     return VocabularyLosses(loss, ce, None if rows is None else kl)
 
 
@@ -124,20 +99,10 @@ class LiveTeacher:
         logits = upcast(self.model.logits(self.hidden[start:stop]))
         return TeacherRows(F.log_softmax(logits / self.temperature, dim=-1))
 
-    def is_fusable(self, student: Model) -> bool:
-        """True if both heads can be fused with the loss."""
-        return has_bare_head(student) and has_bare_head(self.model)
-
 
 def has_bare_head(model: Model) -> bool:
     """True if the head is one product of an unsharded weight, and no hook watches it."""
-    is_one = has_single_matmul_head(model) and type(head_weight(model)) is nn.Parameter
-    return is_one and not has_hooks(model.head)
-
-
-def head_weight(model: Model) -> Tensor:
-    """Return the weight [V, M] of a plain head."""
-    return model.embedder.token.weight if isinstance(model.head, TiedHead) else model.head.weight
+    return type(model.head_weight) is nn.Parameter and not has_hooks(model.head)
 
 
 def distill_heads(
@@ -157,7 +122,8 @@ def distill_heads(
 
     Shape: hidden [N, M], weight [V, M], targets [N] -> [] each.
     """
-    their_hidden, their_weight = teacher.hidden.detach(), head_weight(teacher.model).detach()
+    assert teacher.model.head_weight is not None
+    their_hidden, their_weight = teacher.hidden.detach(), teacher.model.head_weight.detach()
 
     def fill(logits: Tensor, part: slice, kl: Tensor, ce: Tensor, writes: bool) -> None:
         distillation_rows(
@@ -258,13 +224,6 @@ class _FusedDistillation(torch.autograd.Function):
             for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
-
-
-def has_single_matmul_head(model: Model) -> bool:
-    """True if the head is one matrix product with a weight [V, M], which the fused cross-entropy op supports."""
-    if isinstance(model.head, TiedHead):
-        return True
-    return isinstance(model.head, Head) and model.head.bias is None
 
 
 @dataclass(frozen=True)

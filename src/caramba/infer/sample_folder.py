@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from caramba.data.folder import publish_folder, write_meta, write_tokenizer
+from caramba.data.folder import (
+    SHARD_TOKENS,
+    SPLITS,
+    SplitWriter,
+    publish_folder,
+    token_dtype,
+    write_meta,
+    write_tokenizer,
+)
 from caramba.data.prepare import (
     STATE,
     Advance,
@@ -23,7 +31,6 @@ from caramba.data.prepare import (
     lock_part,
     read_state,
 )
-from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter, token_dtype
 from caramba.data.tokenizer import Tokenizer
 from caramba.errors import ConfigError, DataError
 from caramba.infer.generator import Generator

@@ -55,11 +55,11 @@ FAST: dict[type[nn.Module], type[nn.Module]] = {
 def fuse_training(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     """Lower what owns plain linear layers of one input, or layers of one float8 recipe; return it.
 
-    None where forwards are not compiled, or products are not worth fusing. Layers that are replaced, sharded,
+    None where products are not worth fusing. Layers that are replaced, sharded,
     quantised or hooked are not fused.
     """
     weight = next(model.parameters(), None)
-    if not is_compiled or weight is None or weight.device.type not in FUSED_DEVICES:
+    if weight is None or weight.device.type not in FUSED_DEVICES:
         return []
     return [
         one

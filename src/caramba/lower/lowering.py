@@ -118,6 +118,7 @@ class Pass(NamedTuple):
 
     Attributes:
         layer: name of a class; a model without a module of it is passed over. Empty for every model.
+        is_for_compiled: whether a model whose forwards are not compiled is passed over.
         apply: returns the modules that it replaced.
     """
 
@@ -125,6 +126,7 @@ class Pass(NamedTuple):
     modes: tuple[Mode, ...]
     layer: str
     apply: Callable[..., list[Replaced]]
+    is_for_compiled: bool = False
 
 
 def _of(module: str, function: str) -> Callable[..., list[Replaced]]:
@@ -140,7 +142,7 @@ def _of(module: str, function: str) -> Callable[..., list[Replaced]]:
 
 PASSES = (
     Pass("float8_swiglu", ("train",), "Float8Linear", _of("float8_swiglu", "fuse_float8_swiglu")),
-    Pass("fuse_training", ("train",), "", _of("fuse_training", "fuse_training")),
+    Pass("fuse_training", ("train",), "", _of("fuse_training", "fuse_training"), is_for_compiled=True),
     Pass("fuse_linears", ("decode",), "", _of("fuse_linears", "fuse_linears")),
     Pass("latent_keys", ("train",), "LatentProjection", _of("absorb_latent", "fuse_latent_keys")),
     Pass(
@@ -206,7 +208,8 @@ def lower(
         layers = {"", *(kind.__name__ for module in model.modules() for kind in type(module).__mro__)}
         for one in PASSES:
             if mode in one.modes:
-                found = one.apply(model, is_compiled=is_compiled) if one.layer in layers else []
+                applies = one.layer in layers and (is_compiled or not one.is_for_compiled)
+                found = one.apply(model, is_compiled=is_compiled) if applies else []
                 lowered._replaced += found
                 lowered.replaced[one.name] = len(found)
         lowered._allow_hooks = refuse_hooks(lowered._replaced)

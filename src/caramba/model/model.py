@@ -114,6 +114,13 @@ class Model(nn.Module):
         self._slots: SlotMemory | None = None
         self._has_checked = not custom_layers_of(self.topology)  # that custom layers decode as they train
 
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The weight [V, M] of a head that is one matrix product with it and nothing else, else None."""
+        if isinstance(self.head, TiedHead):
+            return self.embedder.token.weight
+        return self.head.weight if isinstance(self.head, Head) and self.head.bias is None else None
+
     def forward(
         self, tokens: Tensor, ctx: Context | DeviceContext | None = None, documents: Tensor | None = None
     ) -> Tensor:

@@ -4,10 +4,10 @@ from caramba.optim.adagc import AdaGC
 from caramba.optim.adamw import AdamW
 from caramba.optim.average import WeightAverage
 from caramba.optim.build import build_optimizer, learning_rate
-from caramba.optim.clip import NONFINITE, NonFiniteWatch, clip_gradients, clip_values
+from caramba.optim.clip import NONFINITE, NonFiniteWatch, clip_gradients, clip_values, clipping_step
 from caramba.optim.groups import local
 from caramba.optim.lion import Lion
-from caramba.optim.master_weights import MasterWeights, clipping_step
+from caramba.optim.master_weights import MasterWeights
 from caramba.optim.muon import MuonAdamW
 
 __all__ = [

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from caramba.config.train import PhaseConfig
 from caramba.errors import CarambaError
 from caramba.ops import has_kernel
-from caramba.ops.foreach_norm import foreach_norm, reference_foreach_norm
+from caramba.ops.foreach_norm import foreach_norm
+from caramba.optim.adamw import AdamW
 from caramba.optim.groups import complete_squares, is_sharded, local, sum_over_ranks
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
@@ -189,7 +190,11 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     For sharded tensors the norms are of the whole.
     """
     parts = [local(tensor) for tensor in tensors]
-    norms = foreach_norm(parts) if _has_kernel(parts) else reference_foreach_norm(parts)
+    if _has_kernel(parts):
+        norms = foreach_norm(parts)
+    else:
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in parts) else torch.float32
+        norms = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
     if not any(is_sharded(tensor) for tensor in tensors):
         return norms
     return complete_squares(norms.square(), tensors).sqrt()
@@ -222,3 +227,13 @@ def clip_values(
         torch._foreach_clamp_max_(gradients, limit)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_clamp_min_(gradients, -limit)  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:
+    """Return the optimiser whose kernel can apply the clip scale while it reads gradients, if any."""
+    inner = getattr(optimizer, "fused_inner", optimizer)  # of master weights
+    inner = getattr(inner, "inner", inner)  # of a portfolio, the optimiser that steps
+    if not isinstance(inner, AdamW):
+        return None
+    first = next((p for group in inner.param_groups for p in group["params"]), None)
+    return inner if first is not None and has_kernel("adamw_step", first) else None

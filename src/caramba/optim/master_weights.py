@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.ops import has_kernel
 from caramba.ops.adamw import unpack_masters
 from caramba.ops.stochastic_round import chunks, reference_stochastic_round, stochastic_round
 from caramba.optim.adamw import AdamW, is_capturing
@@ -210,13 +209,3 @@ def restore_masters_(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Non
         flat[start:stop] = unpack_masters(flat[start:stop], *(x[start:stop] for x in moments))
     if not weight.is_contiguous():
         weight.copy_(flat.view(weight.shape))
-
-
-def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:
-    """Return the optimiser whose kernel can apply the clip scale while it reads gradients, if any."""
-    inner = optimizer.fused_inner if isinstance(optimizer, MasterWeights) else optimizer
-    inner = getattr(inner, "inner", inner)  # of a portfolio, the optimiser that steps
-    if not isinstance(inner, AdamW):
-        return None
-    first = next((p for group in inner.param_groups for p in group["params"]), None)
-    return inner if first is not None and has_kernel("adamw_step", first) else None

@@ -19,16 +19,12 @@ class Display:
 
     Args:
         mode: rich, plain, plot or none.
-        shown: whether this process is the one that prints.
         work_after: what trains after this phase, as a multiple of its work.
     """
 
-    def __init__(
-        self, phase: str, steps: int, mode: str, *, shown: bool = True, work_after: float = 0.0
-    ) -> None:
+    def __init__(self, phase: str, steps: int, mode: str, *, work_after: float = 0.0) -> None:
         self.phase, self.steps, self.work_after = phase, steps, work_after
-        is_drawn = logger.is_terminal and not logger.quiet
-        self.mode = "none" if not shown else mode if is_drawn or mode == "none" else "plain"
+        self.mode = mode if logger.is_terminal or mode == "none" else "plain"
         self.held_out: float | None = None
         self._bar: Any = None
         self._task: Any = None

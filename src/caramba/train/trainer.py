@@ -168,7 +168,8 @@ def fit(
         shard=shard,
         targets_of=targets_of,
     )
-    objective.checkpoint(plan.value("activation_checkpointing"), phase.activation_checkpoint_granularity)
+    if (mode := plan.value("activation_checkpointing")) != "none":
+        objective.checkpoint(mode, phase.activation_checkpoint_granularity)
     precision, precision_plugins = precision_arguments(plan)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
     device = torch.device(plan.value("device"))
@@ -179,9 +180,9 @@ def fit(
     places, who = strategy_arguments(parallel, way, device)
     work = Work(tokens_per_step, flops_per_token and flops_per_token * per_step * phase.block_size)
     meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s), PeakMemory(device)
-    display = Display(
-        plan.phase, phase.steps, manifest.settings.console, shown=is_main_process(), work_after=work_after
-    )
+    display = None
+    if is_main_process() and not logger.quiet:
+        display = Display(plan.phase, phase.steps, manifest.settings.console, work_after=work_after)
     profiling = manifest.debug.name == "profile"
     orchestration: list[Any] = []
     if phase.orchestrator_enabled:

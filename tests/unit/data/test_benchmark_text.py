@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from caramba.data import ByteTokenizer, open_benchmark_text, train_bpe
-from caramba.data.folder import write_meta, write_token_folder, write_tokenizer
-from caramba.data.shards import SplitWriter
+from caramba.data.folder import SplitWriter, write_meta, write_token_folder, write_tokenizer
 from caramba.errors import DataError
 
 

@@ -22,8 +22,7 @@ from caramba.data import (
     open_windows,
     pack_best_fit,
 )
-from caramba.data.folder import write_meta, write_tokenizer
-from caramba.data.shards import SplitWriter, open_npy
+from caramba.data.folder import SplitWriter, open_npy, write_meta, write_tokenizer
 from caramba.errors import DataError
 
 TOKENS = np.array([10, 11, 12, 0, 20, 21, 0, 30, 31, 32, 33, 34, 35, 0], dtype=np.uint16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from caramba.data import TokenDataset, TokenStream
-from caramba.data.shards import open_npy
+from caramba.data.folder import open_npy
 from caramba.errors import DataError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from caramba.data import NpyDataset, TokensDataset, build_token_dataset
 from caramba.data import token_file as token_file_module
-from caramba.data.shards import NpyWriter, open_npy
+from caramba.data.folder import NpyWriter, open_npy
 from caramba.data.token_file import open_token_file
 from caramba.errors import DataError
 

@@ -15,7 +15,7 @@ from caramba.distill.teacher_rows import (
     likeliest_losses,
     likeliest_rows,
 )
-from caramba.distill.vocabulary import distill_stored, head_weight
+from caramba.distill.vocabulary import distill_stored
 from caramba.errors import ConfigError
 from caramba.model import build_model
 from tests.unit.distill.test_teacher_cache import Counted, backward, batch
@@ -46,11 +46,11 @@ def test_gradient_in_place_equals_that_of_the_chunked_losses(
         hidden = student.hidden(tokens).detach().requires_grad_()
         if fused:
             losses = distill_stored(
-                hidden.flatten(0, 1), head_weight(student), rows, targets.flatten(), chunk=7, **options
+                hidden.flatten(0, 1), student.head_weight, rows, targets.flatten(), chunk=7, **options
             )
         else:
             losses = vocabulary_losses(student, hidden, targets, rows=rows, chunk=5, **options)
-        grads = torch.autograd.grad(losses.loss * 3, (hidden, head_weight(student)))
+        grads = torch.autograd.grad(losses.loss * 3, (hidden, student.head_weight))
         found.append((losses.loss, losses.ce, losses.kl, *grads))
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from caramba.distill.vocabulary import LiveTeacher, distill_heads, head_weight, vocabulary_losses
+from caramba.distill.vocabulary import LiveTeacher, distill_heads, vocabulary_losses
 from caramba.errors import ConfigError
 from caramba.ops.distillation_rows import distillation_rows
 from tests.integration.export.samples import GQA, loud, transformer
@@ -64,7 +64,7 @@ def test_distill_heads_equals_chunked_losses(weight: float) -> None:
         losses = (
             distill_heads(
                 hidden.flatten(0, 1),
-                head_weight(student),
+                student.head_weight,
                 rows,
                 targets.flatten(),
                 kl_weight=weight,

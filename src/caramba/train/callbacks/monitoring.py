@@ -17,14 +17,15 @@ NORMS_EVERY = 50  # a copy of what trains and two passes over it: a thousandth o
 class Monitoring(pl.Callback):
     """Records loss, learning rate, speed, MFU, waiting for data, norms and memory every `log_every` steps.
 
-    Values are read from the device first, so that the clock is read when the step is done.
+    Values are read from the device first, so that the clock is read when the step is done. Without a display nothing
+    is printed.
     """
 
     def __init__(
         self,
         meter: PhaseMeter,
         memory: PeakMemory,
-        display: Display,
+        display: Display | None,
         steps: int,
         peak: Callable[[], float | None],
     ) -> None:
@@ -43,7 +44,8 @@ class Monitoring(pl.Callback):
         )
         for optimizer in trainer.optimizers:
             self._norms.attach(optimizer)
-        self.display.open(trainer.global_step)
+        if self.display is not None:
+            self.display.open(trainer.global_step)
         self.meter.start(trainer.global_step)
 
     def _is_due(self, step: int, every: int) -> bool:
@@ -65,14 +67,16 @@ class Monitoring(pl.Callback):
         values |= norms_of_stages(norms) if pl_module.has_stages else norms
         values |= self.meter.read(step) | self.memory.read()
         pl_module.record(values)
-        self.display.show(step, values)
+        if self.display is not None:
+            self.display.show(step, values)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.meter.pause()  # validation is not training time
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.meter.resume()
-        self.display.keep_held_out(trainer.callback_metrics.get("val_loss"))
+        if self.display is not None:
+            self.display.keep_held_out(trainer.callback_metrics.get("val_loss"))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.memory.read()
@@ -86,7 +90,8 @@ class Monitoring(pl.Callback):
     def _close(self) -> None:
         if self._norms is not None:
             self._norms.detach()
-        self.display.close()
+        if self.display is not None:
+            self.display.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"meter": self.meter.state_dict(), "memory": self.memory.state_dict()}

@@ -17,9 +17,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from caramba.config.estimate.peaks import Arithmetic, peak_flops
-from caramba.optim.clip import tensor_norms
+from caramba.optim.clip import clipping_step, tensor_norms
 from caramba.optim.groups import complete_squares, is_sharded, local
-from caramba.optim.master_weights import clipping_step
 from caramba.runtime import all_agree, free_bytes, gather_objects, get_world_size, is_distributed
 
 
