@@ -73,6 +73,8 @@ LATENTS = {
 @pytest.mark.parametrize("name", LATENTS)
 def test_a_latent_is_read_by_words(name: str, dtype: torch.dtype) -> None:
     case, reading = LATENTS[name]
+    if DEVICE == "cpu" and dtype == torch.float16 and name != "mixed":
+        pytest.skip("the interpreter takes seconds")
     on_plain = dtype == torch.float32 and DEVICE == "cuda"
     assert kernel_of(case, dtype, n_heads=1, **reading) == (
         "split_kv_kernel" if on_plain else "decode_latent"
@@ -114,8 +116,10 @@ IN_CUDA = {
 @pytest.mark.parametrize("name", IN_CUDA)
 def test_a_way_in_cuda_is_taken_or_what_is_in_its_place(name: str, dtype: torch.dtype) -> None:
     case, reading = IN_CUDA[name]
-    if DEVICE == "cpu" and (dtype == torch.float16 or "nf4" in name):
-        pytest.skip("the interpreter takes seconds")
+    if DEVICE == "cpu":
+        if dtype == torch.float16 or "questions" in name:
+            pytest.skip("the interpreter takes seconds")
+        case = replace(case, lengths=(43, 0), packed=36, heads=(8, case.heads[1]))
     reading = {**reading, "block_tokens": 32, "n_warps": 4, "n_stages": 2, "in_cuda": 1}
     if DEVICE == "cuda":
         assert type(split_of(case, dtype, **reading)).__name__ == (

@@ -1,31 +1,13 @@
-"""Every file of kernel tests, `test_*_triton.py`, in Triton's interpreter: one process runs them all, as Triton has to
-be told before it is first imported. Where there is a CUDA device they run on it, and not here."""
+"""Kernel tests of whole files in Triton's interpreter: those of this folder."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-import torch
+from tests.ops.interpreted import run_kernel_tests, runs_interpreted
 
-ROOT = Path(__file__).parents[2]
+pytestmark = runs_interpreted
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter's process")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the device here")
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    files = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*_triton.py"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", "-x", "-p", "no:cacheprovider", *map(str, files)],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    silent = [str(file) for file in files if f"PASSED {file}" not in done.stdout]
-    assert not silent, "none of their tests ran"
+    run_kernel_tests(Path(__file__).parent)

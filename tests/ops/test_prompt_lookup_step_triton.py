@@ -20,8 +20,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("seed", "width"),
+    # Seeds choose texts and what is looked for in them.
+    [(seed, width) for seed in range(6) for width in ((1, 2, 4, 8) if HAS_GPU else (1 << seed % 4,))],
+)
 def test_a_round_is_that_of_the_reference(seed: int, width: int) -> None:
     kernel = importlib.import_module("caramba.kernels.triton.prompt_lookup_step").prompt_lookup_step
     case = lookup_case(seed, [1, 9, 2049, 4100, 5], 4200, width)

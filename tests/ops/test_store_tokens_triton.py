@@ -30,8 +30,7 @@ def launched(*given: Any) -> None:
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("into", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("dtype", "into"), [(torch.float32, torch.float16), (torch.float16, torch.float32)])
 def test_the_kernel_equals_a_loop_and_writes_nowhere_else(dtype: torch.dtype, into: torch.dtype) -> None:
     check(launched, dtype, into)
 

@@ -1,6 +1,6 @@
 """Where and with what tests of Triton kernels run: on a GPU, and without one in Triton's interpreter.
 
-The interpreter's process is that of `tests/ops/test_in_the_interpreter.py`.
+The interpreter's process is that of `tests/ops/test_units_in_the_interpreter.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The Triton kernels of attention over keys of two parts against float64: on a GPU in both 16-bit dtypes and at the
-widths of the presets, without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."""
+widths of the presets, without one in Triton's interpreter, by `tests/ops/test_units_in_the_interpreter.py`."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Shape:
         return f"{self.batch}x{self.n_queries}on{self.n_keys}-{self.heads}h{self.streams}-{self.widths}"
 
 
-CASES = [
+CASES = [  # tiles are of 16 and 32 tokens in the interpreter
     Shape(2, 37, 37, 2, (2, 1, 2), (64, 256, 64)),
-    Shape(1, 70, 133, 2, (1, 1, 1), (128, 256, 128)),
-    Shape(2, 19, 150, 4, (2, 4, 1), (32, 128, 16)),
-    Shape(1, 1, 77, 2, (2, 1, 2), (64, 256, 64)),
-    Shape(1, 129, 129, 2, (2, 2, 2), (128, 256, 128)),
-    Shape(1, 64, 128, 2, (2, 1, 2), (64, 256, 64)),
+    Shape(1, 34, 67, 2, (1, 1, 1), (128, 256, 128)),
+    Shape(2, 19, 50, 4, (2, 4, 1), (32, 128, 16)),
+    Shape(1, 1, 35, 2, (2, 1, 2), (64, 256, 64)),
+    Shape(1, 65, 65, 2, (2, 2, 2), (128, 256, 128)),
+    Shape(1, 32, 64, 2, (2, 1, 2), (64, 256, 64)),
 ]
 LARGE = [
     Shape(2, 2048, 2048, 8, (8, 1, 8), (64, 256, 64)),
@@ -55,6 +55,10 @@ LARGE = [
     Shape(1, 1100, 1900, 16, (1, 1, 1), (128, 256, 128)),
 ]
 SHAPES = [*CASES, *(LARGE if HAS_GPU else [])]
+# In the interpreter a second dtype takes no other branch: two shapes show its rounding.
+RUNS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if HAS_GPU or dtype == DTYPES[0]]
+RUNS += [] if HAS_GPU else [(CASES[1], DTYPES[1]), (CASES[2], DTYPES[1])]
+SOME = DTYPES if HAS_GPU else DTYPES[:1]
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -152,14 +156,13 @@ def check(given: list[Tensor], first: Tensor | None, grad: Tensor) -> None:
         assert_within(ours, want, terms, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), RUNS, ids=str)
 def test_kernels_against_float64(shape: Shape, dtype: torch.dtype) -> None:
     given = inputs(shape, dtype)
     check(given, None, drawn(*given[0].shape[:3], shape.widths[2], seed=5, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.n_queries == shape.n_keys], ids=str)
 def test_documents(shape: Shape, dtype: torch.dtype) -> None:
     given = inputs(shape, dtype)
@@ -167,20 +170,20 @@ def test_documents(shape: Shape, dtype: torch.dtype) -> None:
 
 
 def test_documents_of_one_token_read_their_own_value() -> None:
-    shape = Shape(1, 70, 70, 2, (2, 1, 2), (64, 256, 64))
+    shape = Shape(1, 40, 40, 2, (2, 1, 2), (64, 256, 64))
     given = inputs(shape, DTYPES[0])
-    alone = torch.arange(70, device=DEVICE)[None]
+    alone = torch.arange(40, device=DEVICE)[None]
     out, _, grads = run(given, alone, torch.ones_like(given[3]))
     torch.testing.assert_close(out, given[3], rtol=0, atol=1e-3)
     torch.testing.assert_close(grads[3], torch.ones_like(given[3]), rtol=0, atol=1e-3)
     assert grads[1].abs().amax() < 0.05, "one key leaves the softmax nothing to choose"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME)
 @pytest.mark.parametrize("is_absorbed", [False, True])
 def test_a_cache_is_read_where_it_lies(dtype: torch.dtype, is_absorbed: bool) -> None:
     """Streams by heads first, or side by side in one buffer, of more tokens than there are; beyond them is NaN."""
-    batch, heads, n_queries, n_keys, capacity = 2, 2, 45, 101, 160
+    batch, heads, n_queries, n_keys, capacity = 2, 2, 35, 67, 80
     sem, geo, value = (128, 256, 128) if is_absorbed else (64, 256, 64)
     q = drawn(batch, heads, n_queries, sem + geo) * (sem + geo) ** -0.5
     q = q.to(dtype).transpose(1, 2)
@@ -201,9 +204,9 @@ def test_a_cache_is_read_where_it_lies(dtype: torch.dtype, is_absorbed: bool) ->
 
 
 def test_gradients_of_any_strides_and_through_the_public_function() -> None:
-    shape = Shape(2, 37, 70, 2, (2, 1, 2), (64, 256, 64))
+    shape = Shape(2, 19, 35, 2, (2, 1, 2), (64, 256, 64))
     given = inputs(shape, DTYPES[0])
-    grad = torch.ones((), dtype=DTYPES[0], device=DEVICE).expand(2, 37, 2, 64)  # of a plain sum
+    grad = torch.ones((), dtype=DTYPES[0], device=DEVICE).expand(2, 19, 2, 64)  # of a plain sum
     wanted = run(given, None, grad.contiguous())
     leaves = [x.detach().requires_grad_() for x in given]
     out = decoupled_attention(*leaves)

@@ -1,5 +1,5 @@
 """The Triton kernels of float8 casts against the reference: on a GPU in bfloat16 and at the sizes of a 1B model,
-without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."""
+without one in Triton's interpreter, by `tests/ops/test_units_in_the_interpreter.py`."""
 
 from __future__ import annotations
 

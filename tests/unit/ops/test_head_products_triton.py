@@ -1,5 +1,5 @@
 """The Triton kernels of a step's products of heads against float64: on a GPU in both dtypes and at the widths of the
-presets, without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."""
+presets, without one in Triton's interpreter, by `tests/ops/test_units_in_the_interpreter.py`."""
 
 from __future__ import annotations
 

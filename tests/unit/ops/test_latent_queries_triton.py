@@ -1,5 +1,5 @@
 """The Triton kernels of latent queries against float64: on a GPU in both dtypes and at the widths of the presets,
-without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."""
+without one in Triton's interpreter, by `tests/ops/test_units_in_the_interpreter.py`."""
 
 from __future__ import annotations
 

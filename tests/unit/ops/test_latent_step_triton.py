@@ -53,6 +53,29 @@ if HAS_GPU:
     UPS["_up_row"] += [(1, 1, 32, 128, 64, 64), (1, 8, 32, 128, 64, 8), (2, 1, 32, 512, 64, 8)]
     UPS["_up_rows"] += [(32, 1, 32, 128, 64, 8), (64, 1, 32, 512, 128, 2)]
 READS = [(kernel, shape) for kernel, shapes in UPS.items() for shape in shapes]
+# The interpreter takes long for each split: there limits are such that few splits of little take every way.
+FEW = [
+    ("_values_kernel", (1, 1, 3, 10, 6, 1)),
+    ("_values_kernel", (2, 2, 1, 24, 6, 3)),
+    ("_up_many", (1, 1, 2, 20, 70, 19)),
+    ("_up_row", (1, 1, 2, 48, 40, 7)),
+    ("_up_row", (2, 3, 2, 16, 20, 4)),
+    ("_up_rows", (17, 1, 2, 24, 40, 3)),
+    ("_up_rows", (4, 4, 1, 33, 8, 2)),
+]
+FEW_FP32 = ("_values_kernel", "_up_row")
+LIMITS = {"_values_kernel": ("MOST_ELEMENTS", "MOST_OF_MANY"), "_up_many": ("MOST_ELEMENTS",)}
+
+
+def ending(kernel: str, shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> str:
+    """What ends a read in `dtype` that `kernel` ends in 16 bits."""
+    if kernel == "_up_many" and dtype == torch.float32:  # products of float32 would be in tf32
+        return "_values_kernel"
+    if kernel == "_up_rows" and dtype == torch.float32:
+        launcher = importlib.import_module("caramba.kernels.triton.dba_decode_up")
+        batch, n_queries, heads, *_ = shape
+        return "_values_kernel" if batch * n_queries * heads > launcher.MOST_LANES else "_up_row"
+    return kernel
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,21 +103,21 @@ def test_a_step_writes_what_its_two_ops_do(
     # Before the start, at it, at the end, in part beyond it, and far beyond.
     places = torch.tensor([-1, 0, 3, 4, 2**30], dtype=torch.int32)
     lengths = places[(torch.arange(batch) + 1) % 5].to(DEVICE)
-    for widths in ([latent + geo], [latent, geo]):
-        for rows in {1, batch}:
-            angles = drawn(*((rows, 1) if rows > 1 else (1,)), n_tokens, geo // 2, seed=4) * 3
-            cos, sin = angles.cos(), angles.sin()
-            buffers, wanted = (
-                [drawn(batch, 1, capacity, d, seed=6, dtype=into or dtype) for d in widths] for _ in range(2)
-            )
-            found = absorbed_step(q, sem_map, geo_map, cos, sin, 0.3, c, k_geo, buffers, lengths)
-            assert torch.equal(found, absorbed_queries(q, sem_map, geo_map, cos, sin, 0.3))
-            reference_dba_append([c, k_geo], wanted, lengths, cos, sin, 1)
-            for got, want in zip(buffers, wanted, strict=True):
-                # A product and a sum rounded at once may give the other neighbour in 16 bits.
-                bound = torch.finfo(dtype).eps
-                torch.testing.assert_close(got, want, rtol=bound, atol=bound)
-                assert torch.equal(got[..., :latent], want[..., :latent]) or len(widths) == 2
+    # One table or a table for each row, one buffer or two: either with both.
+    for widths, rows in zip(([latent + geo], [latent, geo]), (1, batch) if into else (batch, 1), strict=True):
+        angles = drawn(*((rows, 1) if rows > 1 else (1,)), n_tokens, geo // 2, seed=4) * 3
+        cos, sin = angles.cos(), angles.sin()
+        buffers, wanted = (
+            [drawn(batch, 1, capacity, d, seed=6, dtype=into or dtype) for d in widths] for _ in range(2)
+        )
+        found = absorbed_step(q, sem_map, geo_map, cos, sin, 0.3, c, k_geo, buffers, lengths)
+        assert torch.equal(found, absorbed_queries(q, sem_map, geo_map, cos, sin, 0.3))
+        reference_dba_append([c, k_geo], wanted, lengths, cos, sin, 1)
+        for got, want in zip(buffers, wanted, strict=True):
+            # A product and a sum rounded at once may give the other neighbour in 16 bits.
+            bound = torch.finfo(dtype).eps
+            torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+            assert torch.equal(got[..., :latent], want[..., :latent]) or len(widths) == 2
 
 
 def test_wide_dtypes_and_no_rows_launch_nothing() -> None:
@@ -116,8 +139,34 @@ def test_wide_dtypes_and_no_rows_launch_nothing() -> None:
     assert found.shape == (0, 1, 2, 12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("kernel", "shape"), READS)
+def test_the_sizes_of_a_read_choose_how_it_ends(
+    kernel: str, shape: tuple[int, int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    launcher = importlib.import_module("caramba.kernels.triton.dba_decode_up")
+    plans = importlib.import_module("caramba.kernels.triton.dba_decode")
+    batch, n_queries, heads, rank, width, n_splits = shape
+    if dtype == torch.float32 and rank > 128:
+        pytest.skip("no kernel takes these")
+    q, q_geo = (drawn(batch, heads, n_queries, d, dtype=dtype) for d in (rank, 16))
+    c, k_geo = (drawn(batch, 1, 20, d, dtype=dtype) for d in (rank, 16))
+    kinds = ["fp32" if dtype == torch.float32 else "fp16"] * 2
+    plan = plans.chosen(q, q_geo, kinds, [c], [k_geo], [], None, [], 0, 0, n_splits)
+    finish = launcher.plan_up(plan, q, drawn(heads, rank, width, dtype=dtype)).finish
+    chosen = "_values_kernel" if finish is None else finish.kernel.fn.__name__
+    assert chosen == ending(kernel, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "dtype"),
+    [
+        (*read, dtype)
+        for read in (READS if HAS_GPU else FEW)
+        for dtype in (torch.float32, *DTYPES)
+        if HAS_GPU or dtype != torch.float32 or read[0] in FEW_FP32
+    ],
+)
 def test_a_read_is_joined_and_mapped(
     kernel: str,
     shape: tuple[int, int, int, int, int, int],
@@ -130,6 +179,9 @@ def test_a_read_is_joined_and_mapped(
     batch, n_queries, heads, rank, width, n_splits = shape
     if dtype == torch.float32 and rank > 128:
         pytest.skip("no kernel takes these")
+    if not HAS_GPU:
+        for limit in LIMITS.get(kernel, ()):
+            monkeypatch.setattr(launcher, limit, 0)
     geo, tokens = 16, 40 if HAS_GPU else 20
     q_sem = drawn(batch, heads, n_queries, rank, dtype=dtype) * rank**-0.5
     q_geo = drawn(batch, heads, n_queries, geo, seed=1, dtype=dtype) * 0.2
@@ -146,10 +198,7 @@ def test_a_read_is_joined_and_mapped(
     found = launcher.dba_decode_up(q_sem, q_geo, kinds, [c], [k_geo], seqlens, None, up, 0, 0, n_splits)
     read = _read(q_sem.double(), q_geo.double(), c.double(), k_geo.double(), seqlens).to(dtype)
     wanted = reference_per_head_linear(read.transpose(1, 2).double(), up.double())
-    if kernel == "_up_many" and dtype == torch.float32:  # products of float32 would be in tf32
-        kernel = "_values_kernel"
-    if kernel == "_up_rows" and dtype == torch.float32:
-        kernel = "_values_kernel" if batch * n_queries * heads > launcher.MOST_LANES else "_up_row"
+    kernel = ending(kernel, shape, dtype)
     is_joined_apart = kernel == "_values_kernel" and n_splits > 1
     assert ran[1:] == ["combine_kernel", kernel] if is_joined_apart else [kernel]
     assert found.shape == (batch, n_queries, heads, width)

@@ -1,6 +1,6 @@
 """The Triton kernels of Lion, AdamW, rounding at random and norms of many tensors against their references.
 
-On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`.
+On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `tests/ops/test_units_in_the_interpreter.py`.
 Everything that is allocated and not written is NaN.
 """
 

@@ -2,7 +2,7 @@
 gradient, the gradient of a packed SwiGLU, and the scale of a gradient.
 
 On a GPU in all dtypes and at the sizes of a 1B model; without one in the interpreter, by
-`tests/ops/test_in_the_interpreter.py`. Everything that is allocated and not written is NaN.
+`tests/ops/test_units_in_the_interpreter.py`. Everything that is allocated and not written is NaN.
 """
 
 from __future__ import annotations
