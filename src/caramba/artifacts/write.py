@@ -17,6 +17,8 @@ from caramba.artifacts.items import items_csv
 from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
 from caramba.artifacts.ladder import collect_skipped_rows, draw_ladder
 from caramba.artifacts.latex import build_tables
+from caramba.artifacts.memory_slots import PLOT_FILE as SLOTS_FILE
+from caramba.artifacts.memory_slots import draw_memory_slots
 from caramba.artifacts.metrics import collect, find_undefined_ratios
 from caramba.artifacts.optimizers import PLOT_FILE as OPTIMIZERS_FILE
 from caramba.artifacts.optimizers import draw_optimizers
@@ -104,6 +106,7 @@ def _contents(
         omitted += missing
     pictures[TRAINING_FILE], missing = draw_training(run_dir, result.labels)
     omitted += missing
+    pictures[SLOTS_FILE] = draw_memory_slots(run_dir, result.labels)
     pictures[POSITION_FILE] = draw_by_position(result)
     pictures[CONTROLS_FILE] = draw_controls(result)
     omitted += collect_skipped_controls(result)

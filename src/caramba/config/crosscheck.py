@@ -25,12 +25,14 @@ from caramba.config.benchmark import (
 from caramba.config.ladder import LadderConfig
 from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.parallel_check import check_parallel
 from caramba.config.source import Path, SourceMap, format_place, is_sequence, list_of, retrace, show_path
 from caramba.config.surgery import check_surgery
 from caramba.config.topology import attention_configs, custom_layers
+from caramba.config.train import PhaseConfig
 from caramba.config.verify import (
     CompareVerifyConfig,
     EvalVerifyConfig,
@@ -318,6 +320,24 @@ def _check_run(manifest: Manifest, model: ModelConfig, teacher: ModelSpec | None
             )
     if phase.trainable == "maps":
         _check_copied(run, model)
+    if phase.memory_resize is not None:
+        _check_memory_resize(run, phase, teacher if phase.trains == "teacher" else model)
+
+
+def _check_memory_resize(run: RunConfig, phase: PhaseConfig, model: ModelSpec | None) -> None:
+    """Refuse to resize what has no memory slots, and windows of text that nothing leaves."""
+    layers = [] if model is None else attention_configs(model.topology)
+    windows = [layer.local_window or 0 for layer in layers if isinstance(layer, MemoryBankLayerConfig)]
+    if not windows:
+        raise ConfigError(
+            f"run {run.id!r}: memory_resize changes memory slots, and the model has no MemoryBankLayer; remove it, or "
+            "use one (model=tiny_memory)"
+        )
+    if phase.block_size <= max(windows):
+        raise ConfigError(
+            f"run {run.id!r}: memory_resize reads slots in text of block_size={phase.block_size}, and nothing leaves a "
+            f"window of {max(windows)}; use a larger block_size"
+        )
 
 
 def _check_copied(run: RunConfig, model: ModelConfig) -> None:

@@ -86,6 +86,23 @@ class TeacherLogitsConfig(Config):
     )
 
 
+class MemoryResizeConfig(Config):
+    """Give every MemoryBankLayer another number of slots before the first step of a phase.
+
+    Fewer: the slots that training text reads most stay. More: new slots are empty.
+    """
+
+    slots: Positive = Field(description="slots per key/value head that the phase trains")
+    select: Literal["read_mass"] = Field(
+        default="read_mass", description="slots that stay: those with most probability of queries"
+    )
+    open: bool = Field(
+        default=False,
+        description="sample the gates of new slots as in a new model, so that they train; false: they write nothing, "
+        "and logits stay as they are",
+    )
+
+
 class LoraConfig(Config):
     """Train low-rank updates W + (alpha / rank) B A of the `targets` linear layers; merged at the end.
 
@@ -226,6 +243,9 @@ class PhaseConfig(Config):
     )
     lora: LoraConfig | None = Field(
         default=None, description="train low-rank updates in phase=global; unset: all weights"
+    )
+    memory_resize: MemoryResizeConfig | None = Field(
+        default=None, description="another number of memory slots from this phase on; unset: none"
     )
     temperature: Annotated[float, Field(gt=0)] = Field(
         default=1.0, description="softmax temperature of kl and mixed"

@@ -133,6 +133,10 @@ def fit_phase(
     session.move_to(torch.device(decided.value("device")))
     if custom_layers_of(model):
         check_causal(model)
+    if phase.memory_resize is not None:
+        from caramba.experiment.memory_slots import resize_slots  # of few phases
+
+        resize_slots(session, phase, model)
     if session.ranks is not None:
         send_command(
             session,

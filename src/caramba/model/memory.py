@@ -60,7 +60,8 @@ class SlotMemory:
         for layer in layers.values():
             layer.start_use()
         try:
-            with torch.no_grad():
+            # A compiled forward was traced without the recording, and would be compiled again for each use.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self.model(tokens)
             by_layer = {name: _use_of(layer) for name, layer in layers.items()}
         finally:
@@ -196,4 +197,7 @@ def _with_slots(spec: ModelSpec, slots: int) -> ModelSpec:
             return found | {"memory_slots": slots, "memory_compression_ratio": None}
         return [replace_slots(value) for value in node] if isinstance(node, list | tuple) else node
 
-    return ModelSpec.model_validate(replace_slots(spec.model_dump(mode="json")))
+    # A manifest's model also describes a teacher, whose slots stay as they are.
+    parts = spec.model_dump(mode="json", include={"embedder", "topology", "head"})
+    found = ModelSpec.model_validate(parts | {"topology": replace_slots(parts["topology"])})
+    return spec.model_copy(update={"topology": found.topology})

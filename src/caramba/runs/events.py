@@ -16,7 +16,9 @@ from caramba.runs.files import write_whole
 EVENTS = "events.jsonl"
 METRICS = "metrics.csv"
 RUN_STARTED, PHASE_STARTED, PHASE_FINISHED = "run_started", "phase_started", "phase_finished"
-REPEATED = ("metrics", "step_skipped")
+MEMORY_SLOTS = "memory_slots"
+"""What queries read of each memory slot, after a validation."""
+REPEATED = ("metrics", "step_skipped", MEMORY_SLOTS)
 """Events of a step, which a run that resumes from an earlier state records again."""
 
 

@@ -22,6 +22,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from torch.utils.data import Subset
 
 from caramba.config.manifest import LoggerConfig, Manifest, SettingsConfig
+from caramba.config.topology import attention_configs
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.console import logger
@@ -31,7 +32,7 @@ from caramba.data.checkpoint.folder import LOOP, latest_sharded_state
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory, Preempted
 from caramba.optim import NonFiniteWatch
-from caramba.runs.events import drop_metrics_after, metric_rows, start_phase
+from caramba.runs.events import MEMORY_SLOTS, append_event, drop_metrics_after, metric_rows, start_phase
 from caramba.runs.exit_codes import listen, stop_error, until_step_ends
 from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
@@ -231,6 +232,7 @@ def fit(
             ),
             # After the rows of a step are recorded: a run that resumes from the state lacks none.
             *callbacks,
+            *_slot_statistics(objective, phase, way, run_dir, plan.phase),
             *_own_callbacks(manifest, state),
             *stopping,
             *kept,
@@ -314,6 +316,22 @@ def _kept_weights(
     if not config.keeps_weights:
         return []
     return [KeptWeights(config, phase.save_every, run_dir / "checkpoints" / "kept", name, save)]
+
+
+def _slot_statistics(
+    objective: Objective, phase: PhaseConfig, way: str, run_dir: Path, name: str
+) -> list[Callback]:
+    """Return the statistics of a model with memory slots; weights that ranks share have none."""
+    layers = attention_configs(objective.model.spec.topology)
+    windows = [layer.local_window or 0 for layer in layers if layer.type == "MemoryBankLayer"]
+    if not windows or way == SHARDED or phase.block_size <= max(windows):
+        return []
+    from caramba.train.callbacks.slot_statistics import SlotStatistics  # of few models
+
+    def write(step: int, read_mass: dict[str, list[list[float]]]) -> None:
+        append_event(run_dir, MEMORY_SLOTS, phase=name, step=step, read_mass=read_mass)
+
+    return [SlotStatistics(objective.model, write)]
 
 
 def _own_callbacks(manifest: Manifest, state: Path) -> list[Callback]:
