@@ -225,9 +225,18 @@ def losses_of(teacher: Path, folder: Path, cache: Path, *words: str) -> tuple[Pa
     return run, [stage(run, phase)["loss"] for phase in ("blockwise", "drift", "global")]
 
 
-def test_bfloat16_trains_over_float32_weights(teacher: Path, tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    run, plain = losses_of(teacher, tmp_path / "plain", cache)
+@pytest.fixture(scope="module")
+def plain_run(
+    teacher: Path, tmp_path_factory: pytest.TempPathFactory, cache: Path
+) -> tuple[Path, list[float]]:
+    """A run in float32 without compiled code, and the losses of its phases."""
+    return losses_of(teacher, tmp_path_factory.mktemp("plain"), cache)
+
+
+def test_bfloat16_trains_over_float32_weights(
+    teacher: Path, plain_run: tuple[Path, list[float]], tmp_path: Path, cache: Path
+) -> None:
+    run, plain = plain_run
     assert decisions(run, "global")["precision"]["value"] == "32-true"
     assert decisions(run, "blockwise")["lr"]["value"] == pytest.approx(3.2e-3)
     (tmp_path / "amp").mkdir()
@@ -260,12 +269,11 @@ def test_a_phase_begins_without_what_the_last_one_held(
 
 
 @pytest.mark.slow
-def test_compiled_code_agrees(teacher: Path, tmp_path: Path, cache: Path) -> None:
-    folders = [tmp_path / name for name in ("plain", "compiled")]
-    for folder in folders:
-        folder.mkdir()
-    _, plain = losses_of(teacher, folders[0], cache)
-    run, compiled = losses_of(teacher, folders[1], cache, "train.compile=true")
+def test_compiled_code_agrees(
+    teacher: Path, plain_run: tuple[Path, list[float]], tmp_path: Path, cache: Path
+) -> None:
+    _, plain = plain_run
+    run, compiled = losses_of(teacher, tmp_path, cache, "train.compile=true")
     assert decisions(run, "global")["compile_model"]["value"] is True
     # Other roundings turn the sign of small gradients, and AdamW's first steps are nearly signs.
     assert compiled == pytest.approx(plain, rel=0.02)

@@ -18,10 +18,10 @@ from tests.integration.commands import FORKS, SMALL, SMALL_TEACHER, caramba, int
 WORDS = [
     *("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER),
     *(
-        "train.phases.pretrain.steps=28",
-        "train.phases.blockwise.steps=12",
+        "train.phases.pretrain.steps=16",
+        "train.phases.blockwise.steps=8",
         "train.phases.drift.steps=8",
-        "train.phases.global.steps=12",
+        "train.phases.global.steps=8",
         "train.steps=null",
     ),
     *("train.save_every=4", "train.eval_every=10", "train.accumulate=2", "settings.instrument=none"),
@@ -50,17 +50,34 @@ def assert_same_weights(run: Path, whole: Path) -> None:
 
 # Steps are multiples of save_every, so a phase's weights stop one that has taken its last step and is not on record.
 KILLS = (
-    "pretrain.state.pt",
     "pretrain.safetensors",
     "blockwise.state.pt",
     "drift.state.pt",
     "global.state.pt",
-    "global.safetensors",
 )
 
 
-def test_killed_in_every_phase_and_resumed_it_is_bit_equal(whole: Path, tmp_path: Path, cache: Path) -> None:
-    words = WORDS
+def fill_the_disk() -> None:
+    """Larger files than this cannot be written any more, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+
+
+def test_stopped_in_every_way_and_phase_and_resumed_it_is_bit_equal(
+    whole: Path, tmp_path: Path, cache: Path
+) -> None:
+    """A full disk, the same command again, Ctrl-C, and a kill in every phase: all stop one run."""
+    done = caramba(WORDS, tmp_path, cache, preexec_fn=fill_the_disk)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "caramba resume" in done.stderr
+    run = only_run(tmp_path)
+    assert not list(run.rglob("*.part"))
+    status = interrupt_when("runs/*/*/checkpoints/pretrain.state.pt", WORDS, tmp_path, cache, signal.SIGINT)
+    assert status == 130
+    log = (tmp_path / "log.txt").read_text()
+    assert "did not finish" in log, "the same command goes on with an unfinished run"
+    assert "interrupted; continue with: caramba resume" in log
+    words = ["resume", str(run)]
     for file in KILLS:
         status = interrupt_when(f"runs/*/*/checkpoints/{file}", words, tmp_path, cache, signal.SIGKILL)
         assert status == -signal.SIGKILL, file
@@ -118,44 +135,6 @@ def test_a_stop_as_training_begins_is_answered_by_the_first_step(tmp_path: Path,
     assert done.returncode == 143, done.stderr
     assert "stopped by SIGTERM; continue with: caramba resume" in done.stderr
     assert read_saved_step(state_path(only_run(tmp_path), "pretrain")) == 1
-
-
-def test_the_same_command_goes_on_with_an_unfinished_run(whole: Path, tmp_path: Path, cache: Path) -> None:
-    interrupt_when("runs/*/*/checkpoints/blockwise.state.pt", WORDS, tmp_path, cache, signal.SIGKILL)
-    done = caramba(WORDS, tmp_path, cache)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "did not finish" in done.stderr
-    assert_same_weights(only_run(tmp_path), whole)
-    again = caramba([*WORDS, "train.steps=2", "train.phases.pretrain.steps=2", "--quiet"], tmp_path, cache)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert len(list(tmp_path.glob("runs/*/*"))) == 2, (
-        "a finished run and another manifest start a run of their own"
-    )
-
-
-def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path, cache: Path) -> None:
-    status = interrupt_when("runs/*/*/checkpoints/pretrain.state.pt", WORDS, tmp_path, cache, signal.SIGINT)
-    assert status == 130
-    assert "caramba resume" in (tmp_path / "log.txt").read_text()
-    run = only_run(tmp_path)
-    assert caramba(["resume", str(run)], tmp_path, cache).returncode == 0
-    assert_same_weights(run, whole)
-
-
-def fill_the_disk() -> None:
-    """Larger files than this cannot be written any more, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
-
-
-def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, cache: Path) -> None:
-    done = caramba(WORDS, tmp_path, cache, preexec_fn=fill_the_disk)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert "caramba resume" in done.stderr
-    run = only_run(tmp_path)
-    assert not list(run.rglob("*.part"))
-    assert caramba(["resume", str(run)], tmp_path, cache).returncode == 0
-    assert_same_weights(run, whole)
 
 
 def test_resuming_a_finished_run_repeats_nothing(whole: Path, cache: Path) -> None:

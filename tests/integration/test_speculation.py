@@ -1,4 +1,4 @@
-"""Fifty thousand texts of the speculative generator against the distribution of the model alone; compiled forwards."""
+"""Twenty thousand texts of the speculative generator against the distribution of the model alone; compiled forwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.infer.test_generator import sharp as sharpened
 from tests.unit.infer.test_speculative import misfit, sharp
 from tests.unit.model.model_specs import biased
 
-N, ROWS = 50_000, 5_000
+N, ROWS = 20_000, 5_000
 
 
 @pytest.mark.slow
