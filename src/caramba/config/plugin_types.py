@@ -148,9 +148,6 @@ def _names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     return found
 
 
-METHODS = "parameter_shapes() and, without a field d_model, infer(width)"
-
-
 def schemas_of(module: ModuleType) -> list[type[NodeConfig]]:
     """Return the schema classes that a module or package defines, and those of others that it imports by name."""
     name = module.__name__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import keyword
-import sys
 from collections.abc import Sequence
 from pathlib import Path as File
 from typing import Annotated, Any
@@ -202,9 +201,3 @@ def activate(plugins: Sequence[PluginConfig]) -> None:
                 )
             NodeConfig.registry[kind] = schema
             owners[kind] = name
-
-
-def file_of(plugin: PluginConfig) -> File | None:
-    """Return the file of an imported plugin's module, None of one without."""
-    file = getattr(sys.modules.get(plugin.module), "__file__", None)
-    return None if file is None else File(file)

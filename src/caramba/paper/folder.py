@@ -123,16 +123,6 @@ class PaperFolder:
         if not is_published or not (self.root / PAPER).is_file():
             self._publish(head)
 
-    def find_edits(self) -> str | None:
-        """Return paper.tex where a person has changed it since the newest version, else None."""
-        head, paper = self.head(), self.root / PAPER
-        if head is None or not paper.is_file() or sha256_of(paper) == head["files"][PAPER]:
-            return None
-        try:
-            return paper.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{paper}: not UTF-8 ({error}); save it as UTF-8") from None
-
     def adopt(self, files: Mapping[str, bytes], facts: Mapping[str, Any], keep: int | None) -> int:
         """Keep files as the next version, unless they are the newest, and make them the head; `keep` versions stay."""
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}

@@ -9,16 +9,6 @@ from dataclasses import dataclass
 
 from caramba.paper.evidence import Evidence, Result
 
-CHECKS = (
-    "missing_baseline",
-    "single_seed",
-    "wrong_direction",
-    "proxy_not_labelled",
-    "missing_citation",
-    "unreferenced_figure",
-    "number_without_interval",
-    "unclaimed_comparison",
-)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\\])|\n[ \t]*\n")
 _RESULT = re.compile(r"\\(?P<command>result|resultvalue)\{(?P<key>[^{}]*)\}")
 _DERIVED = re.compile(r"\\derived\{(?P<operation>\w+)\}\{(?P<first>[^{}]*)\}\{(?P<second>[^{}]*)\}")

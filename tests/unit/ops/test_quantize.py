@@ -10,7 +10,6 @@ from torch import Tensor
 
 from caramba.config.kvcache import BLOCKS
 from caramba.errors import ConfigError
-from caramba.ops.canonical import from_bitsandbytes, from_ggml, to_bitsandbytes, to_ggml
 from caramba.ops.formats import (
     NF4_LEVELS,
     STORED,
@@ -20,6 +19,7 @@ from caramba.ops.formats import (
     quantize,
     unpack_nibbles,
 )
+from tests.unit.ops.canonical import from_bitsandbytes, from_ggml, to_bitsandbytes, to_ggml
 
 KINDS = tuple(STORED)
 # The largest error in units of the scale: half a step; a whole one where q4_0's levels end at +7; half NF4's widest gap.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from caramba.config.extension import NodeConfig
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, RMSNormLayerConfig, SwiGLULayerConfig
-from caramba.config.layer_base import LayerConfig, Shapes
+from caramba.config.layer_base import LayerConfig
 from caramba.config.model import ModelSpec
 from caramba.config.topology import NestedTopologyConfig, ResidualTopologyConfig, TopologyConfig
 from caramba.errors import CheckpointError
@@ -71,30 +71,6 @@ def hf_names(spec: ModelSpec) -> dict[str, str]:
     if not spec.head.tied:
         names.update((HEAD,))
     return names
-
-
-def hf_shapes(spec: ModelSpec) -> Shapes:
-    """Return the shape of every tensor of a Llama-shaped model by its Hugging Face name.
-
-    Raises:
-        CheckpointError: as for `hf_names`.
-    """
-    blocks, (final_norm, norm) = llama_blocks(spec)
-    table = (spec.embedder.vocab_size, spec.embedder.d_model)
-    own: Shapes = {EMBEDDING[0]: table, f"{final_norm}.weight": (norm.d_model,)}
-    if not spec.head.tied:
-        own[HEAD[0]] = table
-    for block in blocks:
-        for name, config in (
-            block.attention_norm,
-            block.attention,
-            block.feed_forward_norm,
-            block.feed_forward,
-        ):
-            own |= {
-                f"{name}.{_module_of(config, key)}": shape for key, shape in config.parameter_shapes().items()
-            }
-    return {theirs: own[ours] for ours, theirs in hf_names(spec).items()}
 
 
 def llama_blocks(
