@@ -199,6 +199,14 @@ class EngineConfig(Config):
         default=0,
         description="memory for the keys and values of earlier texts, whose equal beginnings are not run again",
     )
+    use_memory_cache: bool = Field(
+        default=False,
+        description="of models with memory slots: keep their state after each chunk of a prompt and each answer, from "
+        "which texts that begin so continue",
+    )
+    cache_size: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1024.0, description="of use_memory_cache: most megabytes (1e6 bytes) of kept states"
+    )
     compiled: Compiled = Field(
         default="graph",
         description="as in GenerateConfig: run steps on the device by themselves where it can; stats say what ran",

@@ -14,7 +14,7 @@ from torch import Tensor
 from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
-from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
+from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache, SnapshotCache
 from caramba.infer.engine.prompts import MOST, WHOLE
 from caramba.infer.engine.request_handle import ENDS, Alternatives, Event, FinishReason, RequestHandle
 from caramba.infer.engine.slots import Slots
@@ -139,11 +139,15 @@ class Batch:
             return
         row, n_held = self._row(slot), self.slots.lengths[slot]
         text = (*row.prompt, *row.tokens)[:n_held]  # an end mark has run, and is left out
-        if len(text) >= MIN_TOKENS and not self.prefixes.has(text):
+        self._keep_text(self.prefixes, slot, text)
+
+    def _keep_text(self, prefixes: PrefixCache, slot: int, text: Sequence[int]) -> None:
+        """Keep what a slot holds after a text that it has run."""
+        if len(text) >= MIN_TOKENS and not prefixes.has(text):
             ctx = self.slots.row(slot)
-            if ctx.used_bytes() <= self.prefixes.limit_bytes:
+            if ctx.used_bytes() <= prefixes.limit_bytes:
                 ctx.truncate(len(text))
-                self.prefixes.put(text, ctx.state_dict())
+                prefixes.put(text, ctx.state_dict())
 
     def prefill(self, *, is_queueing: bool = False) -> None:
         """Run up to `prefill_chunk` tokens of prompts, the earliest first.
@@ -179,6 +183,8 @@ class Batch:
             is_last = request.done + len(part) == len(request.row.prompt)
             try:
                 self.slots.prefill(slot, part, is_last=is_last)
+                if isinstance(self.prefixes, SnapshotCache):
+                    self._keep_text(self.prefixes, slot, request.row.prompt[: request.done + len(part)])
                 if is_last:
                     self._has_run(slot)
             except Exception as error:
@@ -394,6 +400,18 @@ class Batch:
         return request.row
 
     def _prefix_cache(self) -> PrefixCache | None:
+        is_cut = all(cache.cuts_anywhere for cache in self.slots.ctx.caches)
+        if self.config.use_memory_cache:
+            if is_cut:
+                raise ConfigError(
+                    "engine: use_memory_cache keeps states of memory slots, and this model has none; use "
+                    "prefix_cache_bytes, which reuses any prefix of a text"
+                )
+            if self.config.prefix_cache_bytes:
+                raise ConfigError(
+                    "engine: use_memory_cache and prefix_cache_bytes keep the same texts; leave prefix_cache_bytes at 0"
+                )
+            return SnapshotCache(int(self.config.cache_size * 1e6))
         if not self.config.prefix_cache_bytes:
             return None
         if self.slots.kind not in EXACT_KINDS:
@@ -402,10 +420,10 @@ class Batch:
                 "rounded depends on the length that it had, so a text would depend on what was asked before it; use "
                 f"one of {', '.join(EXACT_KINDS)}, or leave it at 0"
             )
-        if not all(cache.cuts_anywhere for cache in self.slots.ctx.caches):
+        if not is_cut:
             raise ConfigError(
                 "engine: prefix_cache_bytes reuses any prefix of a text, and memory slots have no state of a prefix; "
-                "leave it at 0"
+                "leave it at 0 and use use_memory_cache"
             )
         return PrefixCache(self.config.prefix_cache_bytes)
 

@@ -51,12 +51,42 @@ class PrefixCache:
         size = nbytes(state)
         if size > self.limit_bytes:
             return
-        for kept in [kept for kept in self._states if text[: len(kept)] == kept]:
+        for kept in self._replaced(text):
             self.nbytes -= nbytes(self._states.pop(kept))
         while self.nbytes + size > self.limit_bytes:
             self.nbytes -= nbytes(self._states.popitem(last=False)[1])
         self._states[text] = state
         self.nbytes += size
+
+    def _replaced(self, text: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the kept texts that a new one makes superfluous."""
+        return [kept for kept in self._states if text[: len(kept)] == kept]
+
+
+class SnapshotCache(PrefixCache):
+    """States after whole texts, for caches such as memory slots, of which no prefix can be cut.
+
+    A prompt continues from the longest kept text that it begins with; a text does not replace its own prefixes.
+    """
+
+    def match(self, prompt: Sequence[int]) -> tuple[int, State] | None:
+        asked = tuple(prompt[:-1])
+        fitting = (kept for kept in self._states if asked[: len(kept)] == kept)
+        best = max(fitting, key=len, default=None)
+        if best is None:
+            return None
+        self._states.move_to_end(best)
+        return len(best), self._states[best]
+
+    def has(self, tokens: Sequence[int]) -> bool:
+        text = tuple(tokens)
+        if text not in self._states:
+            return False
+        self._states.move_to_end(text)
+        return True
+
+    def _replaced(self, text: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [text] if text in self._states else []
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -134,6 +134,7 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--drain", type=_seconds_or_none, default=None)
     parser.add_argument("--api-key-env")
     parser.add_argument("--prefix-cache-mb", type=_megabytes, default=0.0)
+    parser.add_argument("--memory-cache-mb", type=_megabytes, default=0.0)
     parser.add_argument("--prefill-chunk", type=_whole(1))
     parser.add_argument("--compiled", choices=tuple(COMPILED))
     parser.add_argument("--plain", action="store_true")
@@ -151,6 +152,8 @@ def _engine_config(args: argparse.Namespace, max_len: int | None) -> EngineConfi
         "max_queue": args.max_queue,
         "batch_timeout": args.batch_timeout,
         "prefix_cache_bytes": int(args.prefix_cache_mb * 1e6),
+        "use_memory_cache": args.memory_cache_mb > 0,
+        "cache_size": args.memory_cache_mb or None,
         "prefill_chunk": args.prefill_chunk,
         "compiled": None if args.compiled is None else COMPILED[args.compiled],
     }

@@ -290,6 +290,7 @@ COMMANDS: dict[str, Command] = {
             "--drain": "Seconds to finish open requests after a stop signal; default 10.",
             "--api-key-env": "Environment variable that stores the API key; default no key.",
             "--prefix-cache-mb": "Megabytes (1e6 bytes) for keys and values of equal beginnings; default 0.0.",
+            "--memory-cache-mb": "Megabytes (1e6 bytes) for states of memory slots after earlier texts; default 0.0.",
             "--prefill-chunk": "Prompt tokens in one step; default 512.",
             "--compiled": "Decode steps: graph (CUDA graph), auto, true (compiled too) or false; default graph.",
             "--plain": "Use lines of User: and Assistant: although the tokenizer has a chat template.",
