@@ -316,7 +316,7 @@ def test_what_cannot_be_served_is_said_with_status_2(
         ),
         (
             ("--cache-kind", "q9"),
-            "cache_kind: got 'q9', expected one of fp32 fp16 bf16 q8_0 q4_0 nf4 mixed auto",
+            "cache_kind: got 'q9', expected 'fp32', 'fp16', 'bf16', 'q8_0', 'q4_0', 'nf4', 'mixed' or 'auto'",
         ),
         (
             ("--max-len", "1000000000000"),
