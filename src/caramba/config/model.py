@@ -134,9 +134,10 @@ class SurgeryConfig(Config):
     each layer are chosen by measured error instead, and those of the attention are only where the schema starts from.
     """
 
-    method: Literal["dba", "weight_svd", "random", "copy"] = Field(
+    method: Literal["dba", "weight_svd", "random", "copy", "memory"] = Field(
         default="dba",
-        description="dba (from activations), weight_svd, random, or copy (pooled key/value heads)",
+        description="dba (from activations), weight_svd, random, copy (pooled key/value heads), or memory (weights of "
+        "the teacher's attention in a MemoryBankLayer, whose slot gates are new)",
     )
     target: Literal["caramba", "mla"] = Field(
         default="caramba",

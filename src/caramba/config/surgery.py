@@ -22,6 +22,12 @@ _TEACHER_PARTS = {
     "null_attn": "the student has no place for the null key's logit",
     "learned_temperature": "it is not mapped",
 }
+_FREE_WITH_MEMORY = {
+    *("type", "mode", "n_heads", "n_kv_heads", "head_dim", "attn_dim", "v_dim"),
+    *("local_window", "q_chunk", "dropout"),
+}
+"""Keys in which a memory layer may differ from its teacher's attention: names of the heads that `dims` compares, and
+what changes no weight."""
 _STUDENT_PARTS = ("qk_norm", "null_attn", "tie_qk", "rope_semantic")
 
 
@@ -80,6 +86,9 @@ def check_pair(teacher: AttentionLayerConfig, student: AttentionLayerConfig, sur
     """
     if surgery.method == "random":
         return
+    if surgery.method == "memory":
+        _check_memory(teacher, student)
+        return
     for config, role in ((teacher, "teacher"), (student, "student")):
         if isinstance(config, MemoryBankLayerConfig):
             raise ConfigError(
@@ -104,6 +113,35 @@ def check_pair(teacher: AttentionLayerConfig, student: AttentionLayerConfig, sur
                 )
     if surgery.kv_budget_bytes is None:
         _check_widths(where, teacher, student)
+
+
+def _check_memory(teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
+    """Check that a memory layer has all weights of its teacher's attention, which must compute the same in a window."""
+    where = "surgery.method=memory"
+    for config, role, wanted in (
+        (teacher, "teacher", "AttentionLayer"),
+        (student, "student", "MemoryBankLayer"),
+    ):
+        if config.type != wanted or config.mode not in (AttentionMode.STANDARD, AttentionMode.GQA):
+            raise ConfigError(
+                f"{where}: the {role} needs a {wanted} of mode standard or gqa, got a {config.type} of mode "
+                f"{config.mode}; change the {role}, or the method"
+            )
+    if student.dims() != teacher.dims():
+        raise ConfigError(
+            f"{where}: copies the teacher's heads {teacher.dims()}, the student has {student.dims()}; make them equal"
+        )
+    for name in AttentionLayerConfig.model_fields.keys() - _FREE_WITH_MEMORY:
+        if getattr(student, name) != getattr(teacher, name):
+            raise ConfigError(
+                f"{where}: {name} is {getattr(student, name)} in the student, {getattr(teacher, name)} in the teacher; "
+                "use the teacher's"
+            )
+    if teacher.local_window is not None and (student.local_window or 0) > teacher.local_window:
+        raise ConfigError(
+            f"{where}: local_window={student.local_window} shows tokens that the teacher's window of "
+            f"{teacher.local_window} hides; use at most that"
+        )
 
 
 def _check_shapes(where: str, teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
