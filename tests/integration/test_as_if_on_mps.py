@@ -14,8 +14,10 @@ from lightning.pytorch.accelerators import MPSAccelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from caramba.artifacts import style
 from caramba.cli import main
 from tests.as_if_on_mps import Watch, as_if_on_mps
+from tests.integration.commands import leave_blank
 
 
 class _OutOfMemory(TorchDispatchMode):
@@ -54,6 +56,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch]:
     with pytest.MonkeyPatch.context() as patch, as_if_on_mps() as watch, _OutOfMemory(folder):
         patch.setenv("CARAMBA_HOME", str(folder / "home"))
         patch.chdir(folder)
+        patch.setattr(style, "_saved", leave_blank)
         assert main(["launch", *words]) == 0
     (run,) = folder.glob("runs/on_mps/2*")
     return run, watch

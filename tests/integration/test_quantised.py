@@ -16,13 +16,22 @@ from caramba.ops.backend import all_ops
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
 pytestmark = pytest.mark.slow
+CONFIG = "benchmark.benchmarks.{}.config"
+FEW = (
+    *(f"{CONFIG.format(number)}.num_batches=1" for number in (0, 1, 2, 3, 4, 8)),
+    *(
+        f"{CONFIG.format(number)}.{key}"
+        for number in (5, 6)
+        for key in ("prompt_lengths=[128]", "timed_runs=1")
+    ),
+)
 WORDS = ("benchmark=quantised", "verify=none", "train.steps=2", "train.batch_size=2", "train.block_size=64")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("quantised")
-    done = caramba(["launch", *WORDS, *SMALL, *SMALL_TEACHER], folder, folder / "cache")
+    done = caramba(["launch", *WORDS, *FEW, *SMALL, *SMALL_TEACHER], folder, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     return only_run(folder)
 
@@ -66,9 +75,13 @@ def test_weights_are_reported_with_what_they_cost(run: Path) -> None:
 
 
 def test_generate_takes_quantised_weights(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("CARAMBA_HOME", str(run.parents[2] / "cache"))
+    monkeypatch.setenv("CARAMBA_HOME", str(cache))
     words = ["generate", str(run), "--prompt", "def", "--max-new-tokens", "4", "--device", "cpu"]
     percentile = ("--weights-calibration-method", "percentile", "--weights-calibration-tokens", "100")
     for options in (("int8", "--weights-head"), ("int4", "--weights-head"), ("int8_dynamic", *percentile)):

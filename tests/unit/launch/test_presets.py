@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from caramba.launch.freeze import freeze
 GROUPS = {group: sorted(options) for group, options in groups().items() if group != "experiment"}
 EXPERIMENTS = sorted(groups()["experiment"])
 TINY = ("model=tiny_dba", "train=upcycle", "data=stdlib")
+TURNS = 4
+
+
+def options_in_turn(experiment: str, experiments: list[str]) -> Iterator[dict[str, str]]:
+    """Yield an option of every group, TURNS times: other ones for every experiment, and each for one of them."""
+    first = experiments.index(experiment) * TURNS
+    assert len(experiments) * TURNS >= max(map(len, GROUPS.values()))
+    for turn in range(first, first + TURNS):
+        yield {group: options[turn % len(options)] for group, options in GROUPS.items()}
 
 
 def body(group: str, option: str) -> dict[str, Any]:
@@ -55,8 +65,7 @@ def missing(expected: Any, found: Any, own: Any, path: str = "") -> list[str]:
 def test_compose_every_typed_option_wins_over_the_experiment(experiment):
     """Trap: experiment=smoke wrote its checks inline, and verify=eval lost its own without a word."""
     preset = body("experiment", experiment)
-    for turn in range(max(map(len, GROUPS.values()))):
-        typed = {group: options[turn % len(options)] for group, options in GROUPS.items()}
+    for typed in options_in_turn(experiment, EXPERIMENTS):
         words = [f"experiment={experiment}", *(f"{group}={option}" for group, option in typed.items())]
         composed = compose([*words, *(key for g, option in typed.items() for key in required(g, option))])
         assert {group: composed.choices[group] for group in typed} == typed
@@ -67,13 +76,13 @@ def test_compose_every_typed_option_wins_over_the_experiment(experiment):
             assert missing(body(group, option), place, own) == [], (experiment, group, option)
 
 
-@pytest.mark.parametrize(
-    "experiment", sorted({*EXPERIMENTS} - {"bottleneck", "decoupled", "gqa"})
-)  # as baseline
+OWN = sorted({*EXPERIMENTS} - {"bottleneck", "decoupled", "gqa"})  # which are as baseline
+
+
+@pytest.mark.parametrize("experiment", OWN)
 def test_freeze_typed_checks_and_benchmarks_are_printed_and_run(experiment, capsys):
-    verify, benchmark = GROUPS["verify"], GROUPS["benchmark"]
-    for turn in range(max(len(verify), len(benchmark))):
-        checks, suite = verify[turn % len(verify)], benchmark[turn % len(benchmark)]
+    for typed in options_in_turn(experiment, OWN):
+        checks, suite = typed["verify"], typed["benchmark"]
         words = [f"experiment={experiment}", *TINY, f"verify={checks}", f"benchmark={suite}"]
         assert main(["launch", *words, "--cfg", "job"]) == 0
         printed = yaml.safe_load(capsys.readouterr().out)

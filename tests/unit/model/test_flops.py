@@ -20,7 +20,7 @@ from caramba.config.model import ModelSpec
 from caramba.layer.attention import AttentionLayer
 from caramba.model import Model, build_model
 
-N_TOPOLOGIES, LENGTHS = 200, (1, 64)
+N_TOPOLOGIES, LENGTHS = 50, (1, 64)
 
 
 class SeenPairs(TorchFunctionMode):
