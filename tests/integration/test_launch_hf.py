@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from caramba import launch as caramba_launch
 from caramba.config.hf import spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.model import SurgeryConfig
@@ -137,6 +138,32 @@ def test_a_student_with_widths_per_head(tmp_path: Path) -> None:
     assert [layer.dims().streams for layer in layers] == [
         (("k_sem", 2, 2), ("k_geo", 2, 2), ("v", 2, 8)),
     ] * 2, "values as wide as the teacher's, unless v_dim is given"
+
+
+def test_a_student_with_memory_slots_keeps_heads_and_rope_and_trains_its_gates(
+    teacher_folder: Path, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 61, 20_000, dtype=np.uint16))
+    sizes = ("model.surgery.local_window=8", "model.surgery.memory_slots=4")
+    words = ("model=hf_memory", f"model.teacher.checkpoint={teacher_folder}", "train=blockwise", *sizes)
+    training = (
+        "train.steps=8",
+        "train.batch_size=2",
+        "train.block_size=32",
+        "data=tokens",
+        "data.path=tokens.npy",
+    )
+    run = caramba_launch([*words, *training, "device=cpu", "benchmark=none", "verify=none"], quiet=True)
+    layers = attention_configs(run.manifest.model.topology)
+    assert [(layer.type, layer.local_window, layer.dims().n_kv_heads) for layer in layers] == [
+        ("MemoryBankLayer", 8, 2)
+    ] * 4
+    assert run.manifest.model.name == "tiny-llama_memory"
+    student, _ = load_pretrained(run.path / run.report["phases"][-1]["checkpoint"])
+    stats = student.get_memory_stats(torch.arange(32)[None] % 61)
+    assert 0 < stats["memory_mass"] < 1
+    with pytest.raises(ConfigError, match="memory_slots=4 is of method=memory"):
+        manifest_of("model=tiny_dba", "+model.surgery.memory_slots=4", "train=blockwise")
 
 
 def test_a_teacher_folder_describes_the_teacher(teacher_folder: Path, written: Path) -> None:

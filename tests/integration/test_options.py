@@ -26,6 +26,7 @@ def test_every_option_composes_and_validates_and_costs(
     extra = {
         ("model", "hf"): [f"model.path={folder}"],
         ("model", "hf_dba"): [f"model.teacher.checkpoint={folder}"],
+        ("model", "hf_memory"): [f"model.teacher.checkpoint={folder}"],
         ("model", "smollm2_dba"): [
             f"model.teacher.checkpoint={folder}",
             "model.surgery.sem_dim=4",

@@ -94,12 +94,6 @@ def test_a_tail_that_lengthens_no_share_is_the_last_splits_alone(name: str) -> N
     _, of_blocks = sums_of_splits(blocks, 4, **reading)
     torch.testing.assert_close(torch.logaddexp(tail_alone, of_blocks), wanted, rtol=1e-4, atol=1e-4)
     assert sums.isfinite().all()
-    # Of two, one would have three tiles where both have two: the tail is shared out with the rest.
-    sums, _ = sums_of_splits(case, 2, **reading)
-    assert (sums[..., -1] * math.log(2) - tail_alone).min() > 1e-3
-    # Without a tail all splits have a share.
-    sums, _ = sums_of_splits(replace(case, lengths=(48,)), 3, **reading)
-    assert sums.isfinite().all()
 
 
 @runs

@@ -162,8 +162,8 @@ def test_sequences_of_a_batch_end_where_they_end(lengths: tuple[int, ...], apart
 
 @pytest.mark.parametrize(("n_queries", "window"), [(2, None), (8, 1), (8, 40)])
 def test_queries_see_what_came_before_them(n_queries: int, window: int | None) -> None:
-    """Of a sequence shorter than they are, too, whose first queries see nothing."""
-    case = replace(SMALL, lengths=(133, 5), packed=96, queries=n_queries, window=window)
+    """Of a sequence shorter than they are, too, whose first queries see nothing; of one whose blocks some do not see."""
+    case = replace(SMALL, lengths=(133, 5, 98), packed=96, queries=n_queries, window=window)
     check(case, replace(QUICK, rows=32), n_splits=3)
     check(replace(case, packed=0, tail=144), QUICK, n_splits=1)
 

@@ -178,6 +178,12 @@ class SurgeryConfig(Config):
         default=None,
         description="quantised cache format that the student is trained for: q8_0, q4_0, nf4 or mixed; null is 16 bits",
     )
+    local_window: Dimension | None = Field(
+        default=None, description="of method=memory and model=hf_memory: window of the student, in tokens"
+    )
+    memory_slots: Dimension | None = Field(
+        default=None, description="of method=memory and model=hf_memory: slots per key/value head"
+    )
 
 
 class ModelConfig(ModelSpec):

@@ -297,6 +297,13 @@ def _check_stated_widths(surgery: SurgeryConfig, ours: list[AttentionLayerConfig
     """The widths that `surgery` states are those of the attention; a budget chooses its own."""
     names = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens", "cache_format")
     for config in ours:
+        for name in ("local_window", "memory_slots"):
+            stated, found = getattr(surgery, name), getattr(config, name, None)
+            if stated is not None and (surgery.method != "memory" or stated != found):
+                raise ConfigError(
+                    f"model.surgery.{name}={stated} is of method=memory, and an attention layer of the student has "
+                    f"{name}={found} under method={surgery.method}; remove it from surgery, or make them equal"
+                )
         for name in names if surgery.kv_budget_bytes is None else names[-2:]:
             stated, found = getattr(surgery, name), getattr(config, name)
             if config.mode is AttentionMode.DECOUPLED and stated is not None and stated != found:

@@ -256,7 +256,7 @@ def _unpack(text: str) -> str:
 def _student(
     model: dict[str, Any], teacher: dict[str, Any], name: str, source: SourceMap | None
 ) -> dict[str, Any]:
-    """Return `model` with the network of its teacher, its attention decoupled by `model.surgery`."""
+    """Return `model` with the network of its teacher, its attention decoupled, or with memory, by `model.surgery`."""
     for key in DERIVED:
         if key in model:
             raise ConfigError(
@@ -264,6 +264,12 @@ def _student(
                 f"{format_place(('model', key), source)}; remove it, or write the whole network"
             )
     surgery = dict(model["surgery"])
+    if surgery.get("method") == "memory":
+        own = {"type": "MemoryBankLayer"} | {
+            key: surgery.get(key) for key in ("local_window", "memory_slots")
+        }
+        topology = _with_attention(teacher["topology"], own)
+        return {**model, **teacher, "topology": topology, "name": model.get("name") or f"{name}_memory"}
     layers = [node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer"]
     attention = layers[0]
     surgery["layout"] = "latent" if surgery.get("layout") is None else surgery["layout"]
@@ -289,7 +295,7 @@ def _student(
     return {
         **model,
         **teacher,
-        "topology": _decoupled(teacher["topology"], own),
+        "topology": _with_attention(_without_norms(teacher["topology"]), own),
         "surgery": surgery,
         "name": model.get("name") or f"{name}_dba",
     }
@@ -314,13 +320,22 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _nodes(child)
 
 
-def _decoupled(node: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with `own` in each attention layer, without a norm of queries and keys: no surgery maps one."""
+def _with_attention(node: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with `own` in each attention layer."""
     if node["type"] == "AttentionLayer":
-        return {key: value for key, value in node.items() if not key.startswith("qk_norm")} | own
+        return node | own
     if "layers" not in node:
         return node
-    return {**node, "layers": [_decoupled(child, own) for child in node["layers"]]}
+    return {**node, "layers": [_with_attention(child, own) for child in node["layers"]]}
+
+
+def _without_norms(node: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree without norms of queries and keys, which no surgery to decoupled attention maps."""
+    if node["type"] == "AttentionLayer":
+        return {key: value for key, value in node.items() if not key.startswith("qk_norm")}
+    if "layers" not in node:
+        return node
+    return {**node, "layers": [_without_norms(child) for child in node["layers"]]}
 
 
 def _described(folder: File) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached
 
 pytestmark = RUNS_KERNELS
 # Sequences, tokens, heads, features of a head, of the latent, of the geometric part.
-CASES = [(1, 1, 3, 6, 10, 4), (33, 1, 2, 64, 128, 64), (3, 7, 2, 24, 130, 80)]
+CASES = [(1, 1, 3, 6, 10, 4), (65, 1, 2, 24, 32, 16), (33, 1, 2, 64, 128, 64), (3, 7, 2, 24, 130, 80)]
 LARGE = [(32, 1, 32, 64, 128, 64), (1, 1, 32, 64, 128, 256), (130, 1, 16, 128, 512, 64)] if HAS_GPU else []
 
 

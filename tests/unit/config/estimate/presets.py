@@ -15,7 +15,7 @@ from caramba.config.model import ModelConfig
 
 CONF = Path(__file__).parents[4] / "conf"
 # These are described by a folder, not by their YAML: tests/integration/test_launch_hf.py and test_options.py have them.
-OF_FOLDERS = ("hf", "hf_dba", "smollm2_dba")
+OF_FOLDERS = ("hf", "hf_dba", "hf_memory", "smollm2_dba")
 PRESETS = tuple(sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem not in OF_FOLDERS))
 
 SMALL_WIDTH, SMALL_VOCAB, SMALL_DEPTH = 64, 512, 2
