@@ -73,8 +73,8 @@ SLOT_MEMORY = """class SlotMemory:
     def __init__(self, model):
         raise NotImplementedError("memory slots are measured and resized in caramba alone")
 """
-NEW_CACHE = '''def new_cache(layer, *args, **options):
-    """Return an empty cache of an attention application."""
+NEW_CACHE = '''def new_cache(layer, *args, windowed=False, **options):
+    """Return an empty cache of an attention application; it keeps every token, as none asks for a window alone."""
     return new_layer_cache(layer.dims, *args, **options)
 '''
 
