@@ -10,6 +10,8 @@ what tests/unit/artifacts tests.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import functools
 import os
 import signal
 import subprocess
@@ -151,9 +153,18 @@ def interrupt_when(
     path_glob: str, words: Sequence[str], folder: Path, cache: Path, how: signal.Signals, text: str = ""
 ) -> int:
     """Start a run, send `how` as soon as a file matching `path_glob` exists under `folder` and holds `text`, return
-    the exit status; log.txt holds what it printed."""
+    the exit status; log.txt holds what it printed.
+
+    A forked run signals itself, without `text`: one that is watched from outside may end before it is looked at.
+    """
+    log = folder / "log.txt"
+    if FORKS and not text:
+        prepare = functools.partial(_signal_when_there, f"{folder.resolve()}/{path_glob}", how)
+        with started(words, folder, cache, prepare=prepare) as process:
+            status = process.wait(TIMEOUT_S)
+        assert status != 0, f"ended before {path_glob} existed:\n{log.read_text()}"
+        return status
     with started(words, folder, cache) as process:
-        log = folder / "log.txt"
         limit = time.monotonic() + TIMEOUT_S
         while not any(not text or text in path.read_text() for path in folder.glob(path_glob)):
             if process.poll() is not None or time.monotonic() > limit:
@@ -164,9 +175,31 @@ def interrupt_when(
         return process.wait(TIMEOUT_S)
 
 
+def _signal_when_there(path_glob: str, how: signal.Signals) -> None:
+    """Have this process sent `how`, by itself or one it starts, at the next event after a file was renamed to a match."""
+    main = os.getpid()
+    found: list[str] = []
+    sent: list[str] = []
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if not found and event == "os.rename":
+            name = os.path.abspath(os.fsdecode(arguments[1]))
+            if fnmatch.fnmatch(name, path_glob):
+                found.append(name)
+        elif found and not sent and event != "os.kill" and os.path.lexists(found[0]):
+            sent.append(event)
+            os.kill(main, how)
+
+    sys.addaudithook(hook)
+
+
 @contextlib.contextmanager
 def started(
-    words: Sequence[str], folder: Path, cache: Path, module: str = "caramba"
+    words: Sequence[str],
+    folder: Path,
+    cache: Path,
+    module: str = "caramba",
+    prepare: Callable[[], None] | None = None,
 ) -> Iterator[Forked | subprocess.Popen[str]]:
     """Start `python -m MODULE WORDS` in a folder, where log.txt holds what it prints."""
     with TemporaryDirectory() as name:
@@ -177,7 +210,7 @@ def started(
             (files / stream).unlink()
             (files / stream).symlink_to(log)
         if FORKS:
-            yield Forked(words, folder, environment(cache), files, None, module=module)
+            yield Forked(words, folder, environment(cache), files, prepare, module=module)
             return
         with open(log, "w") as output:
             yield subprocess.Popen(
