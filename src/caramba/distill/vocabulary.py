@@ -73,11 +73,11 @@ def vocabulary_losses(
     """
     weight, flat = model.head_weight, hidden.flatten(0, 1)
     if weight is not None and hidden.is_cuda and has_bare_head(model):
-        options = {"kl_weight": kl_weight, "temperature": temperature}
+        given = targets.flatten()
         if isinstance(rows, LiveTeacher) and has_bare_head(rows.model):
-            return distill_heads(flat, weight, rows, targets.flatten(), **options)
+            return distill_heads(flat, weight, rows, given, kl_weight=kl_weight, temperature=temperature)
         if isinstance(rows, StoredRows):
-            return distill_stored(flat, weight, rows, targets.flatten(), **options)
+            return distill_stored(flat, weight, rows, given, kl_weight=kl_weight, temperature=temperature)
     part = _Part(model, targets.flatten(), rows, kl_weight, temperature, chunk)
     weights = list(model.head.parameters()) or [model.embedder.token.weight]  # of a tied head
     loss, ce, kl = _ChunkedLosses.apply(part, flat, *weights)  # type: ignore[misc]
