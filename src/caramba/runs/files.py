@@ -60,9 +60,9 @@ def part_of(path: Path, *, folder: bool = False) -> Iterator[Path]:
         with named_when_full(path):
             yield part
     finally:
+        _remove(part)  # while it is locked: else another writer removes it too, as abandoned
         if lock is not None:
             os.close(lock)
-        _remove(part)
 
 
 def _make_part(path: Path, folder: bool) -> Path:

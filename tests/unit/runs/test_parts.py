@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +46,23 @@ def test_a_part_goes_once_its_writer_was_killed_and_not_before(tmp_path: Path, k
     assert part.exists()
     with part_of(tmp_path / "out", folder=kind == "folder") as ours:
         assert [item.name for item in tmp_path.iterdir()] == [ours.name]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_goes_with_its_writer_is_no_abandoned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap: two writers removed the same folder at once, and one of them failed with FileNotFoundError."""
+    remove = shutil.rmtree
+
+    def begun_meanwhile(part: Path) -> None:
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        with part_of(tmp_path / "out", folder=True):
+            assert part.exists()
+        remove(part)
+
+    with part_of(tmp_path / "out", folder=True):
+        monkeypatch.setattr(shutil, "rmtree", begun_meanwhile)
     assert list(tmp_path.iterdir()) == []
 
 
