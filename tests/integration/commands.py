@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.preloaded import FORKS, forkserver, run_as_main
 SMALL = ("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512")
 SMALL_TEACHER = ("model.teacher.manifest.embedder.vocab_size=512",)
 TIMEOUT_S = 400
+SERVES = re.compile(r" at (http://\S+?)/v1")
 BLANK = {
     "png": b"\x89PNG\r\n\x1a\n",
     "svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
@@ -70,9 +72,13 @@ class Forked:
             raise AssertionError(f"still running after {timeout} s")
         return self.process.exitcode
 
-    def send_signal(self, how: signal.Signals) -> None:
+    @property
+    def pid(self) -> int:
         assert self.process.pid is not None
-        os.kill(self.process.pid, how)
+        return self.process.pid
+
+    def send_signal(self, how: signal.Signals) -> None:
+        os.kill(self.pid, how)
 
     def kill(self) -> None:
         self.process.kill()
@@ -115,9 +121,10 @@ def caramba(
     preexec_fn: Callable[[], None] | None = None,
     is_fresh: bool = False,
     draws: bool = False,
+    module: str = "caramba",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m caramba WORDS` in `folder` and return what it printed and its exit status."""
-    command = [sys.executable, "-m", "caramba", *words]
+    """Run `python -m MODULE WORDS` in `folder` and return what it printed and its exit status."""
+    command = [sys.executable, "-m", module, *words]
     if is_fresh or not FORKS:
         return subprocess.run(
             command,
@@ -131,7 +138,8 @@ def caramba(
         )
     with TemporaryDirectory() as name:
         files = _streams(Path(name), input)
-        status = Forked(words, folder, environment(cache), files, preexec_fn, draws).wait(TIMEOUT_S)
+        process = Forked(words, folder, environment(cache), files, preexec_fn, draws, module)
+        status = process.wait(TIMEOUT_S)
         return subprocess.CompletedProcess(
             command, status, (files / "out").read_text(), (files / "err").read_text()
         )
@@ -231,23 +239,18 @@ def only_run(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def served(
-    model: Path, folder: Path, variables: dict[str, str], *words: str
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `caramba serve` on a free port; yield the process and its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "caramba", "serve", str(model), "--port", "0", "--device", "cpu", *words],
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hear_interrupts,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert " at http://" in line, line + process.communicate(timeout=TIMEOUT_S)[1]
-        yield process, line.split(" at ")[1].split("/v1")[0]
-    finally:
-        process.kill()
-        process.wait()
+    model: Path, folder: Path, cache: Path, *words: str
+) -> Iterator[tuple[Forked | subprocess.Popen[str], str]]:
+    """Run `caramba serve` on a free port; yield the process and its address. log.txt holds what it prints."""
+    options = ["serve", str(model), "--port", "0", "--device", "cpu", *words]
+    with started(options, folder, cache) as process:
+        log, limit = folder / "log.txt", time.monotonic() + TIMEOUT_S
+        try:
+            while not (found := SERVES.search(log.read_text())):
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < limit, log.read_text()
+                time.sleep(0.02)
+            yield process, found[1]
+        finally:
+            process.kill()
+            process.wait(TIMEOUT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import caramba
 from caramba.cli import main
 from caramba.config.plugins import activate
+from tests.integration.commands import caramba as command
 
 
 @pytest.fixture(name="project")
@@ -20,17 +20,13 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mine"
 
 
-def test_its_own_test_passes(project: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-    )
+def test_its_own_test_passes(project: Path, cache: Path) -> None:
+    done = command(["-q", "-p", "no:cacheprovider"], project, cache, module="pytest")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_it_trains(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", sys.path[:])

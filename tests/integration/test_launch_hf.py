@@ -352,10 +352,10 @@ def test_an_unreachable_hub_is_given_up_on_within_ten_seconds(tmp_path: Path) ->
 
 
 def test_a_run_that_trains_nothing_loads_scores_as_transformers_and_is_found_again(
-    written: Path, tmp_path: Path
+    written: Path, tmp_path: Path, cache: Path
 ) -> None:
-    words = ["-m", "caramba", "launch", "model=hf", f"model.path={written}", *LOAD_ONLY, "device=cpu"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    words = ["launch", "model=hf", f"model.path={written}", *LOAD_ONLY, "device=cpu"]
+    done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").glob("*/*")
     result = json.loads((run / "result.json").read_text())

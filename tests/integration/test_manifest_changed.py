@@ -83,7 +83,7 @@ def test_what_a_run_computes_is_held_and_how_it_is_started_is_not(
     """A folder under another name, a file that an editor laid out anew, and another launcher are legitimate."""
     moved = run.rename(run.parent / "mine")
     edit(moved, elsewhere, indent=4)
-    done = caramba(["resume", str(moved)], tmp_path, cache, is_fresh=True)
+    done = caramba(["resume", str(moved)], tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     edit(moved, faster)
     refused = caramba(["resume", str(moved)], tmp_path, cache)

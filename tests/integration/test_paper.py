@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration import commands
-from tests.integration.commands import SMALL, SMALL_TEACHER, environment, only_run
+from tests.integration.commands import SMALL, SMALL_TEACHER, TIMEOUT_S, only_run, started
 from tests.paper_servers import Answer, calls, chat_server, says
 
 pytest.importorskip("litellm", reason="the extra `paper` is not installed")
@@ -134,10 +132,9 @@ def test_a_killed_draft_goes_on(drafted: Path, cache: Path) -> None:
     results = calls(("update_section", {"section": "results", "body": RESULTS}))
     with chat_server(written, kill, results, says("done")) as server:
         words = ["paper", "latest", "--output-dir", "killed", "--base-url", server.url]
-        command = [sys.executable, "-m", "caramba", *words]
-        process = subprocess.Popen(command, cwd=drafted, env=environment(cache), stdout=subprocess.DEVNULL)
-        pids.append(process.pid)
-        assert process.wait(120) == -signal.SIGKILL
+        with started(words, drafted, cache) as process:
+            pids.append(process.pid)
+            assert process.wait(TIMEOUT_S) == -signal.SIGKILL
         assert not (drafted / "killed/paper.tex").exists()
         again = caramba([*words, "--update"], drafted, cache)
         assert again.returncode == 0, again.stderr

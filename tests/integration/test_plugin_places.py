@@ -207,7 +207,7 @@ def test_what_opens_a_run_with_a_plugin_does_so_from_another_folder(
     assert alone.returncode == 0, alone.stderr
     text = json.loads(alone.stdout)["rows"][0]["text"]
 
-    with served(run, elsewhere, environment(cache)) as (_, address):
+    with served(run, elsewhere, cache) as (_, address):
         (listed,) = httpx.get(f"{address}/v1/models", timeout=60).json()["data"]
         body = {"model": listed["id"], "prompt": "def area(", "max_tokens": 4, "temperature": 0}
         reply = httpx.post(f"{address}/v1/completions", json=body, timeout=60)

@@ -97,10 +97,7 @@ def test_a_plugin_from_launch_to_text(
 def test_a_plugin_in_a_sweep_a_file_and_benchmarks(folder: Path, cache: Path) -> None:
     words = [word for word in WORDS if word != "launch"]
     swept = caramba(
-        ["-m", *words, "train.steps=2", "benchmark=none", "seed=1,2", "launcher=process"],
-        folder,
-        cache,
-        is_fresh=True,
+        ["-m", *words, "train.steps=2", "benchmark=none", "seed=1,2", "launcher=process"], folder, cache
     )
     assert swept.returncode == 0, swept.stdout + swept.stderr
     assert "2 of 2 points finished" in swept.stdout + swept.stderr
@@ -118,7 +115,7 @@ def test_two_ranks_train_what_one_does(folder: Path, cache: Path) -> None:
     spread = ("parallel=ddp", "parallel.dp=2", "launcher=torchrun", "train.batch_size=2")
     found = []
     for words in ((), spread):
-        done = caramba([*TRAIN, "train.steps=3", *words], folder, cache, is_fresh=True)
+        done = caramba([*TRAIN, "train.steps=3", *words], folder, cache)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(
             weights(max(runs_of(folder), key=lambda run: (run / "manifest.json").stat().st_mtime_ns))

@@ -13,7 +13,7 @@ import pytest
 from caramba.data import ByteTokenizer
 from caramba.export.write import export_model
 from caramba.infer import ModelBundle
-from tests.integration.commands import caramba, environment, only_run, served
+from tests.integration.commands import caramba, only_run, served
 from tests.paper_servers import Answer, chat_server
 from tests.unit.serve.served import byte_model
 
@@ -98,7 +98,7 @@ def test_a_loop_with_text_tools_on_caramba_serve_ends_where_the_model_has_no_for
     with served(
         weights,
         tmp_path,
-        environment(cache),
+        cache,
         "--max-len",
         "32768",
         "--max-batch",

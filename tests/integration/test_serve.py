@@ -24,7 +24,7 @@ from caramba.infer import ModelBundle, generate
 from caramba.infer.dialogue import Dialogue
 from caramba.model import Model
 from caramba.serve import schema, server
-from tests.integration.commands import TIMEOUT_S, environment, served
+from tests.integration.commands import TIMEOUT_S, served
 from tests.integration.conformance import faults
 from tests.integration.values import values_of
 from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
@@ -59,12 +59,12 @@ def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_openai_client_talks_to_the_command_and_sigterm_ends_it(
-    folder: Path, model: Model, cache: Path
+    folder: Path, model: Model, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     openai = pytest.importorskip("openai")
     words = "--api-key-env", "SERVE_TEST_KEY", "--max-batch", "2"
-    variables = environment(cache) | {"SERVE_TEST_KEY": "secret"}
-    with served(folder, folder.parent, variables, *words) as (process, address):
+    monkeypatch.setenv("SERVE_TEST_KEY", "secret")
+    with served(folder, folder.parent, cache, *words) as (process, address):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
         assert [one.id for one in client.models.list()] == ["bytes"]
         prompt = "def f(x):"
@@ -97,9 +97,10 @@ def test_the_openai_client_talks_to_the_command_and_sigterm_ends_it(
         text = first + "".join(chunk.choices[0].text for chunk in stream)  # it is finished first
         (row,) = generate(model, ["c"], ByteTokenizer(), max_new_tokens=150, temperature=0)
         assert text == row.text
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        assert (process.returncode, err) == (0, "")
-        assert out.endswith("stopped\n")
+        assert process.wait(TIMEOUT_S) == 0
+        began, ended = (folder.parent / "log.txt").read_text().splitlines()
+        assert f" at {address}/v1" in began
+        assert ended.endswith("stopped")
 
 
 def test_two_hundred_clients_get_each_their_own_text(model: Model) -> None:

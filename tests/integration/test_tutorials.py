@@ -5,6 +5,7 @@ The notes in comments of a page, listed in page_blocks.py, make short variants o
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -19,7 +20,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, environment, interrupt_when
+from tests.integration.commands import (
+    SMALL,
+    SMALL_TEACHER,
+    Forked,
+    caramba,
+    environment,
+    interrupt_when,
+    started,
+)
 from tests.integration.page_blocks import Block, blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +41,7 @@ OTHERS = sorted(
     ],
 )
 OTHERS.remove(QUICKSTART)
-SHELL = set("|&;<>*$`")
+SHELL = set("|&;<>$`")
 TINY = " ".join((*SMALL, *SMALL_TEACHER))
 
 
@@ -43,7 +52,8 @@ class Reader:
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self.cache = folder, cache
-        self.background: list[subprocess.Popen[str]] = []
+        self.commands = contextlib.ExitStack()
+        self.background: list[Forked | subprocess.Popen[str]] = []
 
     def follow(self, page: Path) -> None:
         for block in blocks_of(page):
@@ -60,7 +70,7 @@ class Reader:
             self.expect(self.bash(block.body), 0)
         elif block.language == "python":
             (self.folder / "block.py").write_text(block.body)
-            self.expect(self.bash(f"{shlex.quote(sys.executable)} block.py"), 0)
+            self.expect(caramba((), self.folder, self.cache, module="block"), 0)
         elif block.language == "bash":
             self.take_commands(block)
 
@@ -73,15 +83,23 @@ class Reader:
                 words += shlex.split(more)
             wanted = int(block.notes.get("status", 0)) if number == len(lines) else 0
             if "background" in block.notes:
-                self.start(words)
+                self.background.append(
+                    self.commands.enter_context(started(words[1:], self.folder, self.cache))
+                )
             elif "interrupt" in block.notes:
                 self.end(words, block.notes["interrupt"], signal.SIGINT, 130)
             elif "kill" in block.notes:
                 self.end(words, block.notes["kill"], signal.SIGKILL, -signal.SIGKILL)
             elif is_caramba and not SHELL & set(line.partition(" #")[0]):
-                self.expect(caramba(words[1:], self.folder, self.cache), wanted)
+                words = [name for word in words[1:] for name in self.expanded(word)]
+                self.expect(caramba(words, self.folder, self.cache), wanted)
             else:
                 self.expect(self.bash(line), wanted)
+
+    def expanded(self, word: str) -> list[str]:
+        """Return the files that a pattern of the shell stands for, else the word."""
+        files = sorted(self.folder.glob(word)) if "*" in word else []
+        return [str(file.relative_to(self.folder)) for file in files] or [word]
 
     def expect(self, done: subprocess.CompletedProcess[str], status: int) -> None:
         assert done.returncode == status, f"{done.args}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
@@ -97,21 +115,14 @@ class Reader:
             timeout=self.longest_s,
         )
 
-    def start(self, words: list[str]) -> None:
-        with (self.folder / "background.txt").open("w") as file:
-            self.background.append(
-                subprocess.Popen(
-                    words, cwd=self.folder, env=self.variables(), stdout=file, stderr=file, text=True
-                )
-            )
-
     def end(self, words: list[str], pattern: str, how: signal.Signals, status: int) -> None:
         assert interrupt_when(pattern, words[1:], self.folder, self.cache, how) == status, words
 
     def stop(self) -> None:
         for process in self.background:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             process.wait(60)
+        self.commands.close()
 
     def variables(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
