@@ -14,9 +14,10 @@ import pytest
 
 from tests.integration import commands
 from tests.integration.commands import SMALL, SMALL_TEACHER, TIMEOUT_S, only_run, started
+from tests.needs import need
 from tests.paper_servers import Answer, calls, chat_server, says
 
-pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+need("litellm")
 pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 
 caramba = partial(commands.caramba, draws=True)  # a paper shows its run's figures

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("torchao")
-
 from caramba.cli import main
 from caramba.ops.backend import all_ops
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
+from tests.needs import need
+
+need("torchao")
 
 pytestmark = pytest.mark.slow
 CONFIG = "benchmark.benchmarks.{}.config"

@@ -8,9 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torchao")
-
 import torch
 
 from caramba import artifacts
@@ -26,7 +23,10 @@ from caramba.lower.quantize.weights import linear_layers
 from caramba.model import build_model, model_hash
 from caramba.model.identity import model_bytes
 from caramba.result import RunResult
+from tests.needs import need
 from tests.unit.model.model_specs import VOCAB, transformer
+
+need("torchao")
 
 CPU = torch.device("cpu")
 

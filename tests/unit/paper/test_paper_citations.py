@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from scripted_paper import drafted, whole
+from tests.needs import need
 from tests.paper_servers import LiteratureServer, calls, chat_server, fails, says
 
 from caramba.config.paper import PaperConfig
 
-pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
 
 Make = Callable[..., PaperConfig]

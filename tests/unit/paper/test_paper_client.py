@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import need
 from tests.paper_servers import Answer, calls, chat_server, dripping_server, fails, says
 
 from caramba.config.paper import BudgetConfig, PaperConfig
@@ -19,7 +20,7 @@ from caramba.errors import AgentError, BudgetExceeded, ConfigError
 from caramba.paper.budget import BudgetLedger, Price, Spent
 from caramba.paper.client import LanguageModel
 
-pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+need("litellm")
 
 MESSAGES = [{"role": "user", "content": "write"}]
 TOOLS = [

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from finished_run import PROXY, write_run
 from scripted_paper import ABSTRACT, RESULTS, drafted, section, transcript, whole
+from tests.needs import need
 from tests.paper_servers import LiteratureServer, calls, chat_server, says
 
 from caramba.config.paper import PaperConfig
 from caramba.paper.draft import Section
 
-pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+need("litellm")
 pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 
 Make = Callable[..., PaperConfig]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from scripted_paper import ABSTRACT, RESULTS, drafted, hash_of, section, whole
+from tests.needs import need
 from tests.paper_servers import Answer, calls, chat_server, says
 
 from caramba.config.paper import PaperConfig
@@ -17,7 +18,7 @@ from caramba.paper import gate
 from caramba.paper.compile import Compiled
 from caramba.paper.folder import PaperFolder
 
-pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
 
 Make = Callable[..., PaperConfig]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from finished_run import write_run
 from scripted_paper import ABSTRACT, RESULTS, drafted, section, whole
+from tests.needs import need
 from tests.paper_servers import Answer, LiteratureServer, calls, chat_server, fails, says
 
 from caramba.config.paper import PaperConfig
@@ -18,7 +19,7 @@ from caramba.errors import AgentError, BudgetExceeded, ConfigError
 from caramba.paper import PaperDrafter
 from caramba.paper import drafter as module
 
-pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
 
 Make = Callable[..., PaperConfig]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from scripted_paper import drafted, section, whole
+from tests.needs import need
 from tests.paper_servers import calls, chat_server, says
 
 from caramba.config.paper import PaperConfig
@@ -21,7 +22,7 @@ from caramba.paper.folder import PaperFolder
 from caramba.paper.search import Literature
 from caramba.paper.tools import Toolbox
 
-pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
 
 Make = Callable[..., PaperConfig]

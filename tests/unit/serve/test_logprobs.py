@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -17,7 +16,10 @@ from caramba.infer.engine import Engine
 from caramba.model import Model
 from caramba.serve.running import Alternative, SampledToken
 from caramba.serve.shapes import _by_text
+from tests.needs import need
 from tests.unit.serve.served import NAME, byte_model, service_of, serving, subword_model
+
+need("openai")
 
 PROMPT = "the quick"
 SETTINGS = (
@@ -26,11 +28,13 @@ SETTINGS = (
     {"temperature": 0.6, "top_p": 0.8, "seed": 5},
 )
 MORE = ({}, {"repetition_penalty": 1.5, "top_k": 7, "min_p": 0.01})
-Served = tuple[openai.OpenAI, Model, Tokenizer, str]
+Served = tuple[Any, Model, Tokenizer, str]
 
 
 @pytest.fixture(scope="module", params=["bytes", "subwords"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    import openai  # takes a second, in every process that collects
+
     model, tokenizer = subword_model() if request.param == "subwords" else (byte_model(), ByteTokenizer())
     with serving(service_of(model, tokenizer=tokenizer)) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), model, tokenizer, url
