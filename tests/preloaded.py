@@ -23,7 +23,7 @@ FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 PRELOADED = [
     *("caramba.launch.run", "caramba.launch.compose", "caramba.worker", "caramba.experiment.run"),
     *("caramba.launch.launchers.elastic", "caramba.train.trainer", "caramba.train.strategies"),
-    *("caramba.evaluation.latency", "caramba.ops.canonical", "torch.utils.tensorboard", "pytest"),
+    *("caramba.evaluation.latency", "torch.utils.tensorboard", "pytest"),
 ]
 RANK = "rank "
 """How the name of a rank's process begins."""
@@ -65,9 +65,8 @@ def run_as_main(module: str, words: Sequence[str], variables: Mapping[str, str])
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)
-    if "elastic" in module or module.startswith(
-        "torch"
-    ):  # it asks every loaded module for the caller of each event
+    # An agent asks every loaded module for the caller of each event.
+    if "elastic" in module or module.startswith("torch"):
         rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
         rendezvous.get_method_name = lambda: ""
     _kept.append((sys.stdin, sys.stdout, sys.stderr))
@@ -120,10 +119,8 @@ def _become(
         if int(name) > 2 and int(name) not in kept:
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    if rank := variables.get("RANK"):
-        Path("/proc/self/comm").write_text(
-            f"{RANK}{rank}"
-        )  # what is in /proc of its environment is the first process's
+    if rank := variables.get("RANK"):  # what is in /proc of its environment is the first process's
+        Path("/proc/self/comm").write_text(f"{RANK}{rank}")
     context = multiprocessing.get_context("fork")
     process: Any = context.Process(target=run_as_main, args=(module, words, variables))
     os._exit(process._bootstrap())

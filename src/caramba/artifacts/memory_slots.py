@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from caramba.artifacts.style import FAINT, Picture, label_ticks, new_figure, short_number, styled, to_picture
-from caramba.runs.events import MEMORY_SLOTS, metric_rows, read_events
+from caramba.artifacts.training_curves import read_curves
+from caramba.runs.events import MEMORY_SLOTS, read_events
 
 PLOT_FILE = "memory_slots.png"
 LINES = {
@@ -19,22 +20,18 @@ LINES = {
 def read_statistics(run_dir: Path) -> tuple[dict[str, list[tuple[int, float]]], list[list[float]]]:
     """Return shares by metric and step of the run, and the last read mass per slot by layer and head."""
     shares: dict[str, dict[tuple[str, int], float]] = {key: {} for key in LINES}
-    lengths: dict[str, int] = {}
-    for phase, step, values in metric_rows(run_dir):
-        lengths[phase] = max(lengths.get(phase, 0), step)
-        for key in shares.keys() & values.keys():
-            shares[key][phase, step] = values[key]
-    starts: dict[str, int] = {}
-    for phase in lengths:
-        starts[phase] = sum(lengths[earlier] for earlier in starts)
-    lines = {
-        key: sorted((starts[phase] + step, value) for (phase, step), value in found.items())
-        for key, found in shares.items()
-    }
     last: list[list[float]] = []
     for event in read_events(run_dir):
         if event["event"] == MEMORY_SLOTS:
             last = [head for heads in event["read_mass"].values() for head in heads]
+        elif event["event"] == "metrics":
+            for key in shares.keys() & event["values"].keys():
+                shares[key][event["phase"], event["step"]] = float(event["values"][key])
+    starts = {curves.phase: curves.start for curves in read_curves(run_dir)} if last else {}
+    lines = {
+        key: sorted((starts[phase] + step, value) for (phase, step), value in found.items())
+        for key, found in shares.items()
+    }
     return lines, last
 
 

@@ -23,7 +23,8 @@ ROTATED = ("k", "k_sem", "k_geo", "c")
 class LayerCache:
     """Streams of one attention application, by name; all hold the same number of tokens."""
 
-    names: ClassVar[tuple[str, ...]] = ()
+    names: tuple[str, ...] = ()
+    """Of the streams, by class; of an instance where streams are those of a layer."""
     keeps_first_tokens: ClassVar[bool] = False
     cuts_anywhere: ClassVar[bool] = True
     """Whether a prefix of its content is the content after that prefix."""
@@ -469,8 +470,7 @@ class CustomLayerCache(LayerCache):
     is_for_host = True
 
     def __init__(self, streams: Streams, **options: Any) -> None:
-        # An instance attribute: other caches declare `names` on the class.
-        self.__dict__["names"] = tuple(name for name, _, _ in streams)
+        self.names = tuple(name for name, _, _ in streams)
         super().__init__(streams, **options)
 
     @classmethod

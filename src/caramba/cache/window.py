@@ -40,8 +40,7 @@ class WindowLayerKVCache(LayerCache):
         kind: KVCacheKind = KVCacheKind.FP32,
         device: torch.device | str = "cpu",
     ) -> None:
-        # An instance attribute: other caches declare `names` on the class.
-        self.__dict__["names"] = tuple(name for name, _, _ in streams)
+        self.names = tuple(name for name, _, _ in streams)
         self.streams, self.kind, self.window = streams, kind, window
         self._names, self._tensors = set(self.names), {}
         self._n_tokens, self.n_stored = 0, 0

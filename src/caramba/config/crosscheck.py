@@ -25,13 +25,12 @@ from caramba.config.benchmark import (
 from caramba.config.ladder import LadderConfig
 from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
-from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.parallel_check import check_parallel
 from caramba.config.source import Path, SourceMap, format_place, is_sequence, list_of, retrace, show_path
 from caramba.config.surgery import check_surgery
-from caramba.config.topology import attention_configs, custom_layers
+from caramba.config.topology import attention_configs, custom_layers, memory_window
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import (
     CompareVerifyConfig,
@@ -326,17 +325,16 @@ def _check_run(manifest: Manifest, model: ModelConfig, teacher: ModelSpec | None
 
 def _check_memory_resize(run: RunConfig, phase: PhaseConfig, model: ModelSpec | None) -> None:
     """Refuse to resize what has no memory slots, and windows of text that nothing leaves."""
-    layers = [] if model is None else attention_configs(model.topology)
-    windows = [layer.local_window or 0 for layer in layers if isinstance(layer, MemoryBankLayerConfig)]
-    if not windows:
+    window = None if model is None else memory_window(model.topology)
+    if window is None:
         raise ConfigError(
             f"run {run.id!r}: memory_resize changes memory slots, and the model has no MemoryBankLayer; remove it, or "
             "use one (model=tiny_memory)"
         )
-    if phase.block_size <= max(windows):
+    if phase.block_size <= window:
         raise ConfigError(
             f"run {run.id!r}: memory_resize reads slots in text of block_size={phase.block_size}, and nothing leaves a "
-            f"window of {max(windows)}; use a larger block_size"
+            f"window of {window}; use a larger block_size"
         )
 
 

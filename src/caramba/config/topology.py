@@ -13,6 +13,7 @@ from caramba.config.attention import AttentionLayerConfig
 from caramba.config.cost import MOST_RUNS, Cost, Unknown, Width, WidthError, container_cost
 from caramba.config.extension import Node, NodeConfig, is_own, user_traceback
 from caramba.config.layer_base import LayerConfig
+from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.source import is_mapping, list_of
 
 
@@ -316,3 +317,9 @@ def attention_configs(node: Any) -> list[AttentionLayerConfig]:
         return []
     found = [config for child in node.layers for config in attention_configs(child)]
     return found * node.repeat if isinstance(node, NestedTopologyConfig) else found
+
+
+def memory_window(topology: TopologyConfig) -> int | None:
+    """Return the longest window in front of memory slots, None of a topology without them."""
+    layers = (layer for layer in attention_configs(topology) if isinstance(layer, MemoryBankLayerConfig))
+    return max((layer.local_window or 0 for layer in layers), default=None)

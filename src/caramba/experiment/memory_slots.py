@@ -6,6 +6,7 @@ import torch
 
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
+from caramba.data import spread_windows
 from caramba.experiment.session import Session
 from caramba.model import Model
 
@@ -22,8 +23,7 @@ def resize_slots(session: Session, phase: PhaseConfig, model: Model) -> None:
     resize = phase.memory_resize
     assert resize is not None
     windows = session.training_windows(phase)
-    count = min(WINDOWS, len(windows))
-    tokens = torch.stack([windows[index * len(windows) // count][0] for index in range(count)])
+    tokens = torch.stack([windows[index][0] for index in spread_windows(len(windows), WINDOWS)])
     model.eval().to(session.device)
     stats = model.get_memory_stats(tokens.to(session.device))
     model.resize_memory(resize.slots, is_open=resize.open)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
@@ -268,7 +268,7 @@ def _student(
         own = {"type": "MemoryBankLayer"} | {
             key: surgery.get(key) for key in ("local_window", "memory_slots")
         }
-        topology = _with_attention(teacher["topology"], own)
+        topology = _with_attention(teacher["topology"], lambda node: node | own)
         return {**model, **teacher, "topology": topology, "name": model.get("name") or f"{name}_memory"}
     layers = [node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer"]
     attention = layers[0]
@@ -295,7 +295,7 @@ def _student(
     return {
         **model,
         **teacher,
-        "topology": _with_attention(_without_norms(teacher["topology"]), own),
+        "topology": _with_attention(teacher["topology"], lambda node: _without_norms(node) | own),
         "surgery": surgery,
         "name": model.get("name") or f"{name}_dba",
     }
@@ -320,22 +320,20 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _nodes(child)
 
 
-def _with_attention(node: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with `own` in each attention layer."""
+def _with_attention(
+    node: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the tree with each attention layer as `change` returns it."""
     if node["type"] == "AttentionLayer":
-        return node | own
+        return change(node)
     if "layers" not in node:
         return node
-    return {**node, "layers": [_with_attention(child, own) for child in node["layers"]]}
+    return {**node, "layers": [_with_attention(child, change) for child in node["layers"]]}
 
 
-def _without_norms(node: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree without norms of queries and keys, which no surgery to decoupled attention maps."""
-    if node["type"] == "AttentionLayer":
-        return {key: value for key, value in node.items() if not key.startswith("qk_norm")}
-    if "layers" not in node:
-        return node
-    return {**node, "layers": [_without_norms(child) for child in node["layers"]]}
+def _without_norms(attention: dict[str, Any]) -> dict[str, Any]:
+    """Return an attention layer without norms of queries and keys, which no surgery to decoupled attention maps."""
+    return {key: value for key, value in attention.items() if not key.startswith("qk_norm")}
 
 
 def _described(folder: File) -> dict[str, Any]:

@@ -55,8 +55,7 @@ FAST: dict[type[nn.Module], type[nn.Module]] = {
 def fuse_training(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
     """Lower what owns plain linear layers of one input, or layers of one float8 recipe; return it.
 
-    None where products are not worth fusing. Layers that are replaced, sharded,
-    quantised or hooked are not fused.
+    None where products are not worth fusing. Layers that are replaced, sharded, quantised or hooked are not fused.
     """
     weight = next(model.parameters(), None)
     if weight is None or weight.device.type not in FUSED_DEVICES:

@@ -22,7 +22,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from torch.utils.data import Subset
 
 from caramba.config.manifest import LoggerConfig, Manifest, SettingsConfig
-from caramba.config.topology import attention_configs
+from caramba.config.topology import memory_window
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.console import logger
@@ -322,9 +322,8 @@ def _slot_statistics(
     objective: Objective, phase: PhaseConfig, way: str, run_dir: Path, name: str
 ) -> list[Callback]:
     """Return the statistics of a model with memory slots; weights that ranks share have none."""
-    layers = attention_configs(objective.model.spec.topology)
-    windows = [layer.local_window or 0 for layer in layers if layer.type == "MemoryBankLayer"]
-    if not windows or way == SHARDED or phase.block_size <= max(windows):
+    window = memory_window(objective.model.spec.topology)
+    if window is None or way == SHARDED or phase.block_size <= window:
         return []
     from caramba.train.callbacks.slot_statistics import SlotStatistics  # of few models
 
