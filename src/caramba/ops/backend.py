@@ -162,8 +162,10 @@ DECOUPLED = (("k_sem", "k_geo", "v"), ("c", "k_geo"))
 
 
 class _Cache(Protocol):
-    names: ClassVar[tuple[str, ...]]
     keeps_first_tokens: ClassVar[bool]
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
 
     @property
     def is_rotated(self) -> bool: ...
