@@ -15,6 +15,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 BLOCK = re.compile(r'```\w+ title="([^"]+)"\n(.*?)```', flags=re.DOTALL)
+RECIPES: dict[str, dict[str, str]] = {
+    "Add a layer": {},
+    "Add a topology": {},
+    "Add an op": {
+        "tests/ops/kernel_cases.py": '    forward, backward = ("_forward_kernel",), ("_backward_kernel",)\n    for name, dtype in (("bf16", BF16), ("fp32", F32)):\n        x, packed'
+    },
+    "Add a benchmark": {"src/caramba/config/benchmark.py": "BenchmarkKind = Annotated["},
+}
 PROBE = """
 import torch, caramba
 from caramba.config.model import ModelConfig
@@ -75,8 +83,11 @@ class Clone:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def test(self, *words: str, **variables: str) -> str:
-        return self.python("-m", "pytest", "-n0", "-p", "no:cacheprovider", *words, **variables)
+    def test(self, *files: str, **variables: str) -> dict[str, int]:
+        """Run test files in one process; return how many tests of each passed."""
+        said = self.python("-m", "pytest", "-n0", "-vv", "-p", "no:cacheprovider", *files, **variables)
+        passed = re.findall(r"^([^:\s]+)::.* PASSED", said, flags=re.MULTILINE)
+        return {file: passed.count(file) for file in files if file.endswith(".py")}
 
 
 @pytest.fixture(scope="module")
@@ -84,33 +95,38 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return Clone(tmp_path_factory.mktemp("clone"))
 
 
-def test_add_a_layer_recipe_builds_and_trains_a_model(clone: Clone) -> None:
-    names = clone.follow("Add a layer")
-    assert len(names) == 3
+@pytest.fixture(scope="module", name="names")
+def _names(clone: Clone) -> dict[str, list[str]]:
+    """The files of every recipe with a test, followed one after the other."""
+    found = {heading: clone.follow(heading, places) for heading, places in RECIPES.items()}
+    schemas = clone.root / "src/caramba/config/benchmark.py"
+    union = "    | GenerationBenchmarkConfig"
+    assert schemas.read_text().count(f"{union},") == 1
+    schemas.write_text(schemas.read_text().replace(f"{union},", f"{union}\n    | EntropyBenchmarkConfig,"))
+    return found
+
+
+def test_recipes_pass_their_tests_and_touch_as_few_files_as_said(
+    clone: Clone, names: dict[str, list[str]]
+) -> None:
+    pytest.importorskip("triton")
+    assert [len(files) for files in names.values()] == [3, 3, 4, 4]
+    layer, topology, op, bench = names.values()
+    files = (layer[-1], topology[-1], op[2], bench[-1])
+    passed = clone.test(*files, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert passed == dict(zip(files, (1, 1, 5, 1), strict=True))
+
+
+def test_add_a_layer_recipe_builds_and_trains_a_model(clone: Clone, names: dict[str, list[str]]) -> None:
     said = clone.python("-c", PROBE)
     assert said.strip() == f"{clone.root}/src/caramba/__init__.py torch.Size([8])"
-    assert "1 passed" in clone.test(names[-1])
 
 
-def test_add_a_topology_recipe_passes_its_test(clone: Clone) -> None:
-    names = clone.follow("Add a topology")
-    assert len(names) == 3
-    assert "1 passed" in clone.test(names[-1])
-
-
-def test_add_an_op_recipe_passes_its_tests_and_compiles(clone: Clone) -> None:
+def test_add_an_op_recipe_compiles(clone: Clone, names: dict[str, list[str]]) -> None:
     pytest.importorskip("triton")
-    cases = "tests/ops/kernel_cases.py"
-    names = clone.follow(
-        "Add an op",
-        {
-            cases: '    forward, backward = ("_forward_kernel",), ("_backward_kernel",)\n    for name, dtype in (("bf16", BF16), ("fp32", F32)):\n        x, packed'
-        },
-    )
-    assert len(names) == 4
-    assert "5 passed" in clone.test(names[2], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    compiles = "tests/ops/test_kernels_compile.py"
     chosen = "square or every_launcher"
-    assert "2 passed" in clone.test("tests/ops/test_kernels_compile.py", "-k", chosen, TRITON_INTERPRET="0")
+    assert clone.test(compiles, "-k", chosen, TRITON_INTERPRET="0") == {compiles: 2}
 
 
 def test_add_an_experiment_recipe_prints_a_plan(clone: Clone) -> None:
@@ -119,18 +135,7 @@ def test_add_an_experiment_recipe_prints_a_plan(clone: Clone) -> None:
     assert "tiny_dba" in said
 
 
-def test_add_a_benchmark_recipe_measures_a_model(clone: Clone) -> None:
-    schemas = "src/caramba/config/benchmark.py"
-    names = clone.follow("Add a benchmark", {schemas: "BenchmarkKind = Annotated["})
-    assert len(names) == 4
-    text = (clone.root / schemas).read_text()
-    (clone.root / schemas).write_text(
-        text.replace(
-            "    | GenerationBenchmarkConfig,",
-            "    | GenerationBenchmarkConfig\n    | EntropyBenchmarkConfig,",
-        )
-    )
-    assert "1 passed" in clone.test(names[-1])
+def test_add_a_benchmark_recipe_is_planned(clone: Clone, names: dict[str, list[str]]) -> None:
     said = clone.python(
         "-m", "caramba", "compile", "model=tiny", "train=pretrain", "benchmark=entropy", "--print-plan"
     )

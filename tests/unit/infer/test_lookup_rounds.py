@@ -46,19 +46,25 @@ def stats_of(generator: SpeculativeGenerator) -> SpeculativeStats:
     return generator.stats
 
 
+@pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
-    "values",
-    [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.2}, {"temperature": 1.3}, SAMPLED],
+    ("values", "differ"),  # every pair of the three is seen
+    [
+        ({"temperature": 0.0}, False),
+        ({"temperature": 0.0, "repetition_penalty": 1.2}, True),
+        ({"temperature": 1.3}, False),
+        (SAMPLED, True),
+    ],
 )
-@pytest.mark.parametrize("extra", [True, False])
-@pytest.mark.parametrize("adaptive", [True, False])
 def test_the_text_is_that_of_plain_decode(
-    target: Model, values: dict[str, Any], extra: bool, adaptive: bool
+    target: Model, values: dict[str, Any], differ: bool, is_first: bool
 ) -> None:
+    extra, adaptive = is_first, is_first != differ
     given = {"spec_k": 9, "spec_k_adaptive": adaptive, "spec_extra_token": extra, "compiled": True}
     generator = SpeculativeGenerator(target, **given, **LONG, **values)
-    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS):  # on the context and buffers of the call before
-        plain = Generator(target, **LONG, **values).generate(prompts)
+    plainly = [Generator(target, **LONG, **values).generate(prompts) for prompts in (PROMPTS, PROMPTS[:1])]
+    # On the context and buffers of the call before.
+    for prompts, plain in zip((PROMPTS, PROMPTS[:1], PROMPTS), (*plainly, plainly[0]), strict=True):
         rows = generator.generate(prompts)
         assert [row.tokens for row in rows] == [row.tokens for row in plain]
         for mine, theirs in zip(rows, plain, strict=True):

@@ -22,7 +22,7 @@ from caramba.launch.freeze import freeze
 GROUPS = {group: sorted(options) for group, options in groups().items() if group != "experiment"}
 EXPERIMENTS = sorted(groups()["experiment"])
 TINY = ("model=tiny_dba", "train=upcycle", "data=stdlib")
-TURNS = 4
+TURNS = 3
 
 
 def options_in_turn(experiment: str, experiments: list[str]) -> Iterator[dict[str, str]]:

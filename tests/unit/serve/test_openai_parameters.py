@@ -128,6 +128,12 @@ def create() -> Iterator[Create]:
         yield {"text": client.completions.create, "chat": client.chat.completions.create}
 
 
+@pytest.fixture(scope="module")
+def expected(create: Create) -> dict[str, str]:
+    """The texts without any further parameter."""
+    return {kind: text_of(create[kind](**BASE[kind])) for kind in NO_OP}
+
+
 def text_of(answer: Any) -> str:
     choice = answer.choices[0]
     return choice.text if hasattr(choice, "text") else choice.message.content
@@ -145,21 +151,24 @@ def test_tables_hold_every_parameter_of_the_client(create: Create, kind: str) ->
     ("kind", "name", "value"),
     [(kind, name, value) for kind in NO_OP for name, values in NO_OP[kind].items() for value in values],
 )
-def test_value_without_effect_is_accepted(create: Create, kind: str, name: str, value: Any) -> None:
-    expected = text_of(create[kind](**BASE[kind]))
+def test_value_without_effect_is_accepted(
+    create: Create, expected: dict[str, str], kind: str, name: str, value: Any
+) -> None:
     # Values that the client's own types forbid go around them, as other clients send them.
-    assert text_of(create[kind](**BASE[kind], extra_body={name: value})) == expected
+    assert text_of(create[kind](**BASE[kind], extra_body={name: value})) == expected[kind]
     if value is not None and name in inspect.signature(create[kind]).parameters:
-        assert text_of(create[kind](**BASE[kind], **{name: value})) == expected
+        assert text_of(create[kind](**BASE[kind], **{name: value})) == expected[kind]
 
 
 @pytest.mark.parametrize("kind", NO_OP)
-@pytest.mark.parametrize("seed", range(25))
-def test_values_without_effect_are_accepted_together(create: Create, kind: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_values_without_effect_are_accepted_together(
+    create: Create, expected: dict[str, str], kind: str, seed: int
+) -> None:
     rng = random.Random(seed)
     names = rng.sample(sorted(NO_OP[kind]), rng.randint(2, len(NO_OP[kind])))
     body = {name: rng.choice(NO_OP[kind][name]) for name in names}
-    assert text_of(create[kind](**BASE[kind], extra_body=body)) == text_of(create[kind](**BASE[kind]))
+    assert text_of(create[kind](**BASE[kind], extra_body=body)) == expected[kind]
 
 
 @pytest.mark.parametrize(
