@@ -122,7 +122,7 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path, tmp_path: Path, cach
     command = [
         *("model=tiny", "train=pretrain", "benchmark=none", "verify=none", "settings.instrument=none"),
         *("data=tokens", f"data.path={data}", f"model.embedder.vocab_size={VOCAB}"),
-        *("train.steps=400", "train.warmup_steps=0", "train.batch_size=2", "train.block_size=16"),
+        *("train.steps=24", "train.warmup_steps=0", "train.batch_size=2", "train.block_size=16"),
         "train.save_every=4",
     ]
     status = interrupt_when(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from caramba.runs.sweeps import read_sweep
-from tests.integration.commands import TIMEOUT_S, caramba, environment, served
+from tests.integration.commands import FORKS, TIMEOUT_S, caramba, environment, served
 from tests.integration.test_plugins import PLUGIN, WORDS, runs_of
 
 TRAIN = (*WORDS, "train.steps=2", "benchmark=none")
@@ -52,8 +54,8 @@ def _here(tmp_path: Path) -> Path:
     return tmp_path / "here"
 
 
-def python_with(project: Path, folder: Path) -> Path:
-    """Make a virtual environment that has what this one has, and the project, installed editable."""
+def installed_editable(project: Path, folder: Path) -> Path:
+    """Make a virtual environment that has what this one has, and the project; return its site-packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     places = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -71,7 +73,7 @@ def python_with(project: Path, folder: Path) -> Path:
     ]
     done = subprocess.run([python, *words], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    return python
+    return own
 
 
 @pytest.mark.parametrize("place", ["src/gated_conv", "layers_of_mine"])
@@ -82,10 +84,12 @@ def test_an_editable_package_is_found_from_anywhere_and_held_by_its_source(
     project = tmp_path / "project"
     package = copied("gated_conv", project / place)
     (project / "pyproject.toml").write_text(PROJECT.format(place=place))
-    python = python_with(project, tmp_path / "env")
+    own = installed_editable(project, tmp_path / "env")
 
     def ran(*words: str, folder: Path = here) -> subprocess.CompletedProcess[str]:
-        command = [python, "-m", "caramba", *words]
+        if FORKS:  # what an interpreter does with its site-packages as it starts
+            return caramba(words, folder, cache, preexec_fn=functools.partial(site.addsitedir, str(own)))
+        command = [tmp_path / "env/bin/python", "-m", "caramba", *words]
         return subprocess.run(
             command, cwd=folder, env=environment(cache), capture_output=True, text=True, timeout=TIMEOUT_S
         )

@@ -107,7 +107,7 @@ def test_a_plugin_in_a_sweep_a_file_and_benchmarks(folder: Path, cache: Path) ->
     (folder / "mine.json").write_text(json.dumps(plain))
     done = caramba(["run", "mine.json", "seed=5", "launcher.type=inline"], folder, cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    measured = caramba([*WORDS, "train.steps=2", "benchmark=quick"], folder, cache)
+    measured = caramba([*WORDS, "train.steps=2", "benchmark=smoke"], folder, cache)
     assert measured.returncode == 0, measured.stdout + measured.stderr
 
 

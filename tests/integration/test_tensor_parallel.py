@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import multiprocessing
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import ProcessContext
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 from torch.nn.functional import cross_entropy
 
 from caramba.cache import DeviceContext
@@ -28,8 +27,8 @@ from caramba.infer.device_steps import step_refusal
 from caramba.model import Model, build_model, save_model
 from caramba.model.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from caramba.model.topology import checkpoint_topology, compilable_regions
-from tests.integration.commands import environment
-from tests.preloaded import start_ranks
+from tests.integration.commands import caramba
+from tests.preloaded import FORKS, forkserver, start_ranks
 from tests.ranks import leave_together, meet
 from tests.unit.model.model_specs import ATTENTION, MLP, NORM, VOCAB, M, attention, block, spec, transformer
 
@@ -267,10 +266,8 @@ def test_torchrun_generates_the_text_of_one_process(
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
     alone = json.loads(capsys.readouterr().out)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "caramba"]
-    both = subprocess.run(
-        [*command, *words], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
-    )
+    ranks = ["--nproc-per-node", "2", "-m", "caramba", *words]
+    both = caramba(ranks, tmp_path, tmp_path, module="torch.distributed.run")
     assert both.returncode == 0, both.stderr
     shared = json.loads(both.stdout)  # one rank speaks
     assert [row["tokens"] for row in shared["rows"]] == [row["tokens"] for row in alone["rows"]]
@@ -280,6 +277,16 @@ def test_torchrun_generates_the_text_of_one_process(
     )
 
 
+@pytest.fixture(name="ladder_ranks")
+def _ladder_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ladder start its ranks as these tests start theirs."""
+    if FORKS:
+        forkserver()
+        starts = functools.partial(start_processes, start_method="forkserver")
+        monkeypatch.setattr("caramba.evaluation.ladder_ranks.spawn", starts)
+
+
+@pytest.mark.usefixtures("ladder_ranks")
 def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
     generate = {"max_new_tokens": 4, "temperature": 0.0}
     rung = SharedRung("cpu", "float32", "reference", True, TOKENS.tolist(), 1, 2, generate)
@@ -290,6 +297,7 @@ def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
     assert found.weight_bytes < 0.75 * sum(value.nbytes for value in model.parameters())
 
 
+@pytest.mark.usefixtures("ladder_ranks")
 def test_a_stop_ends_the_ranks_of_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap: a run that was told to stop went on until its ranks had timed everything."""
 
