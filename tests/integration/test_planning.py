@@ -137,7 +137,7 @@ def test_out_of_memory_is_caught_once_with_a_smaller_batch(tmp_path: Path, cache
 def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
     rank: int | None, tmp_path: Path, cache: Path
 ) -> None:
-    words = [*limited(2, rank or 0, tmp_path), "train.steps=4", "train.save_every=1"]
+    words = [*limited(1, rank or 0, tmp_path), "train.save_every=1"]
     words += [] if rank is None else ["parallel=ddp", "parallel.dp=2", "launcher=torchrun"]
     done = caramba(words, tmp_path, cache)
     text = done.stdout + done.stderr
@@ -145,21 +145,21 @@ def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
     run = only_run(tmp_path)
     events = list(read_events(run))
     if rank is None:
-        assert "out of memory at step 2 with batch_size=381" in text
+        assert "out of memory at step 1 with batch_size=381" in text
         assert "continuing with batch_size=127 x 3" in text
         (ran_out,) = [event for event in events if event["event"] == "out_of_memory"]
-        assert ran_out["step"] == 2
+        assert ran_out["step"] == 1
     else:
         assert "rank 1 failed first: it ended with exit status 79; the others were stopped" in text
-        assert "rank 1 of 2: pretrain: out of memory at step 2 with batch_size=381" in text
+        assert "rank 1 of 2: pretrain: out of memory at step 1 with batch_size=381" in text
         assert "the phase resumes from its last saved state with batch_size=127 x 3: caramba resume" in text
         assert text.count("starting all ranks again with the smaller batch") == 1
     decisions = plan_of(run)
     assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)
     (phase,) = json.loads((run / "result.json").read_text())["phases"]
-    assert (phase["steps"], phase["tokens"]) == (4, 4 * 381 * 64 * (1 if rank is None else 2))
+    assert (phase["steps"], phase["tokens"]) == (2, 2 * 381 * 64 * (1 if rank is None else 2))
     metrics = [event for event in events if event["event"] == "metrics"]
-    assert metrics[-1]["step"] == 4
+    assert metrics[-1]["step"] == 2
     assert len({(row["step"], *row["values"]) for row in metrics}) == len(metrics), (
         "no step is on record twice"
     )

@@ -26,7 +26,7 @@ from tests.ops.metal_emulator.library import emulated_metal
 from tests.ops.metal_mutants import MUTANTS
 
 pytestmark = needs_compiler
-SAMPLES = int(os.environ.get("CARAMBA_METAL_SAMPLES", "25"))
+SAMPLES = int(os.environ.get("CARAMBA_METAL_SAMPLES", "12"))
 """Calls of each op and dtype; scripts/metal.py takes 500."""
 
 

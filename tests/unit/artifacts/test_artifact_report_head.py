@@ -132,14 +132,19 @@ def test_ratios_by_position_are_in_order() -> None:
     assert list_ratios(result) == [(0, 15, 1.1), (16, 63, 1.2)]
 
 
+@pytest.fixture(scope="module", name="page")
+def _page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's report with its figures."""
+    run = write_run(tmp_path_factory.mktemp("report") / "run")
+    write(make_result(), run)
+    return run / "artifacts" / "report.html"
+
+
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize(("width", "scheme"), [(1280, 0), (390, 1)], ids=["wide, dark", "narrow, light"])
-def test_report_fits_a_screen(tmp_path: Path, width: int, scheme: int) -> None:
-    run = write_run(tmp_path / "run")
-    write(make_result(), run)
-    page = run / "artifacts" / "report.html"
+def test_report_fits_a_screen(page: Path, tmp_path: Path, width: int, scheme: int) -> None:
     shots = Path(os.environ.get("CARAMBA_SCREENSHOTS", tmp_path))
     shots.mkdir(parents=True, exist_ok=True)
     shot = shots / f"report-{width}-{'light' if scheme else 'dark'}.png"
