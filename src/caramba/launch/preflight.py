@@ -183,12 +183,12 @@ def check_extras(manifest: Manifest) -> None:
     if manifest.settings.console == "plot":
         need_library("plotext", "plot", "settings.instrument=plot")
     if manifest.paper is not None and manifest.paper.enabled:
-        from caramba.paper.client import check_model
+        from caramba.paper.client import LanguageModel
         from caramba.paper.compile import need_latex
         from caramba.paper.records import read_bibliography
 
         need_latex("paper")
-        check_model(manifest.paper)
+        LanguageModel(manifest.paper).price()
         if manifest.paper.citations.bibliography is not None:
             read_bibliography(Path(manifest.paper.citations.bibliography).expanduser())
     for group in manifest.groups_to_run():

@@ -24,7 +24,7 @@ class Price:
 
 @dataclass
 class Spent:
-    """What a draft has spent. An attempt whose usage is unknown counts as all that was reserved for it."""
+    """What a draft has spent, or the most that one attempt can. Of an attempt without usage, all that was reserved."""
 
     iterations: int = 0
     prompt_tokens: int = 0
@@ -40,23 +40,12 @@ class Spent:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Reserved:
-    """The most that one attempt can use."""
-
-    prompt_tokens: int
-    reply_tokens: int
-    cost_usd: float
-
-
 class Parent(Protocol):
     """The budget of a whole loop, of which a draft's is a part."""
 
-    def reserve(
-        self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0, gpu_hours: float = 0.0
-    ) -> None: ...
+    def reserve(self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0) -> None: ...
 
-    def book(self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0, gpu_hours: float = 0.0) -> None: ...
+    def book(self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0) -> None: ...
 
 
 class BudgetLedger:
@@ -71,7 +60,8 @@ class BudgetLedger:
         parent: Parent | None = None,
     ) -> None:
         """`way_on` is the command that resumes the draft, for messages."""
-        self.limits, self.spent, self.price, self.way_on, self.parent = limits, spent, price, way_on, parent
+        self.limits, self.spent, self._price, self._parent = limits, spent, price or Price(0.0, 0.0), parent
+        self._advice = f"; raise it and resume with {way_on}, which keeps what is written"
 
     def begin(self) -> None:
         """Count one more iteration.
@@ -79,63 +69,56 @@ class BudgetLedger:
         Raises:
             BudgetExceeded: there were as many as there may be.
         """
-        if self.spent.iterations >= self.limits.max_iterations:
+        most = self.limits.max_iterations
+        if self.spent.iterations >= most:
             raise BudgetExceeded(
-                f"the draft took max_iterations={self.limits.max_iterations} requests and is not finished"
-                f"{self._way_on()}"
+                f"the draft took max_iterations={most} requests and is not finished{self._advice}"
             )
         self.spent.iterations += 1
 
-    def reserve(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Reserved:
+    def reserve(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Spent:
         """Book the most that an attempt can use, before it is sent.
 
         Raises:
             BudgetExceeded: it would cross a limit; nothing is booked then.
         """
         prompt = len(json.dumps([messages, tools], ensure_ascii=False).encode()) // BYTES_PER_TOKEN + 1
-        reply = self.limits.max_reply_tokens
-        cost = 0.0 if self.price is None else prompt * self.price.prompt + reply * self.price.reply
-        if self.spent.tokens + prompt + reply > self.limits.max_tokens:
+        most, spent = self._of(prompt, self.limits.max_reply_tokens), self.spent
+        if spent.tokens + most.tokens > self.limits.max_tokens:
             raise BudgetExceeded(
-                f"the next request may take {prompt + reply:,} tokens, {self.spent.tokens:,} of "
-                f"max_tokens={self.limits.max_tokens:,} are spent{self._way_on()}"
+                f"the next request may take {most.tokens:,} tokens, {spent.tokens:,} of "
+                f"max_tokens={self.limits.max_tokens:,} are spent{self._advice}"
             )
-        most = self.limits.max_cost_usd
-        if most is not None and self.spent.cost_usd + cost > most:
+        limit = self.limits.max_cost_usd
+        if limit is not None and spent.cost_usd + most.cost_usd > limit:
             raise BudgetExceeded(
-                f"the next request may cost {cost:.4f} USD, {self.spent.cost_usd:.4f} of max_cost_usd={most:g} are "
-                f"spent{self._way_on()}"
+                f"the next request may cost {most.cost_usd:.4f} USD, {spent.cost_usd:.4f} of max_cost_usd={limit:g} "
+                f"are spent{self._advice}"
             )
-        if self.parent is not None:
-            self.parent.reserve(calls=1, tokens=prompt + reply, usd=cost)
-        reserved = Reserved(prompt, reply, cost)
-        self._count(reserved, 1)
-        return reserved
+        if self._parent is not None:
+            self._parent.reserve(calls=1, tokens=most.tokens, usd=most.cost_usd)
+        self._count(most, 1)
+        return most
 
-    def record_usage(self, reserved: Reserved, prompt_tokens: int | None, reply_tokens: int | None) -> None:
+    def record_usage(self, reserved: Spent, prompt_tokens: int | None, reply_tokens: int | None) -> None:
         """Replace a reservation by what was used; unknown usage leaves it as it is."""
-        if prompt_tokens is None or reply_tokens is None:
-            return
-        price = self.price
-        cost = 0.0 if price is None else prompt_tokens * price.prompt + reply_tokens * price.reply
-        self._book(reserved, -1)
-        self._book(Reserved(prompt_tokens, reply_tokens, cost), 1)
+        if prompt_tokens is not None and reply_tokens is not None:
+            self.release(reserved)
+            self._book(self._of(prompt_tokens, reply_tokens), 1)
 
-    def release(self, reserved: Reserved) -> None:
+    def release(self, reserved: Spent) -> None:
         """Take a reservation back: the server refused the request."""
         self._book(reserved, -1)
 
-    def _book(self, amount: Reserved, sign: int) -> None:
-        self._count(amount, sign)
-        if self.parent is not None:
-            self.parent.book(
-                tokens=sign * (amount.prompt_tokens + amount.reply_tokens), usd=sign * amount.cost_usd
-            )
+    def _of(self, prompt: int, reply: int) -> Spent:
+        return Spent(0, prompt, reply, prompt * self._price.prompt + reply * self._price.reply)
 
-    def _count(self, amount: Reserved, sign: int) -> None:
+    def _book(self, amount: Spent, sign: int) -> None:
+        self._count(amount, sign)
+        if self._parent is not None:
+            self._parent.book(tokens=sign * amount.tokens, usd=sign * amount.cost_usd)
+
+    def _count(self, amount: Spent, sign: int) -> None:
         self.spent.prompt_tokens += sign * amount.prompt_tokens
         self.spent.reply_tokens += sign * amount.reply_tokens
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)
-
-    def _way_on(self) -> str:
-        return f"; raise it and resume with {self.way_on}, which keeps what is written"

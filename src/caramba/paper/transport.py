@@ -6,22 +6,23 @@ list of prices; both are switched off here, as are its own retries and telemetry
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import ApiConfig, PaperConfig
 from caramba.errors import AgentError, ConfigError
-from caramba.paper.untrusted import read_json
+from caramba.paper.untrusted import encodable, read_json
 
 MOST_BYTES = 16_000_000
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
 Send = Callable[[dict[str, Any]], dict[str, Any]]
 """Takes the body of a request and returns that of its answer."""
 
@@ -50,56 +51,46 @@ def open_transport(config: PaperConfig) -> Send:
     return _over_http(config) if config.api.base_url is not None else _over_litellm(config)
 
 
-def read_limits(config: PaperConfig) -> int | None:
-    """Ask a server for its models, which costs nothing, and return the context of the configured one where it tells.
+def read_limits(config: PaperConfig) -> None:
+    """Ask a server for its models, which costs nothing: the context of the configured one has to hold a reply.
 
     Raises:
         ConfigError: nothing answers at the address, or the context cannot hold one reply.
     """
-    url = config.api.base_url
-    if url is None:
-        return None
-    headers = {"Authorization": f"Bearer {_key(config)}"}
+    if config.api.base_url is None:
+        return
     try:
-        plain = _open(
-            urllib.request.Request(f"{url.rstrip('/')}/models", headers=headers), config.api.timeout_s
-        )
+        listed = _open(config, "models").get("data")
     except (StatusError, ValueError):
-        return None  # not every server lists its models
+        return  # not every server lists its models
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise ConfigError(f"paper.api.base_url={url}: no server answers there ({reason}); start it") from None
-    listed = plain.get("data")
-    models = listed if isinstance(listed, list) else []
-    found = [
-        item.get("max_model_len")
-        for item in models
-        if isinstance(item, dict) and item.get("id") == config.model
-    ]
-    context = found[0] if found and isinstance(found[0], int) else None
-    if context is not None and context <= config.budget.max_reply_tokens:
+        raise ConfigError(
+            f"paper.api.base_url={config.api.base_url}: no server answers there ({reason}); start it"
+        ) from None
+    models = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+    context = next((item.get("max_model_len") for item in models if item.get("id") == config.model), None)
+    if isinstance(context, int) and context <= config.budget.max_reply_tokens:
         raise ConfigError(
             f"paper.budget.max_reply_tokens={config.budget.max_reply_tokens}: {config.model} has a context of "
             f"{context} tokens for prompt and reply; lower it, or serve a longer context"
         )
-    return context
 
 
 def _over_http(config: PaperConfig) -> Send:
-    url, key = f"{str(config.api.base_url).rstrip('/')}/chat/completions", _key(config)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-
-    def send(body: dict[str, Any]) -> dict[str, Any]:
-        body = {**body, "model": config.model.removeprefix("openai/")}
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        return _open(request, config.api.timeout_s)
-
-    return send
+    _key(config)
+    model = config.model.removeprefix("openai/")
+    return lambda body: _open(config, "chat/completions", {**body, "model": model})
 
 
-def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
+def _open(config: PaperConfig, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{str(config.api.base_url).rstrip('/')}/{path}",
+        None if body is None else json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {_key(config)}"},
+    )
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s) as answer:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=config.api.timeout_s) as answer:
             content = answer.read(MOST_BYTES + 1)
     except urllib.error.HTTPError as error:
         headers = {name.lower(): value for name, value in error.headers.items()}
@@ -130,42 +121,80 @@ def load_litellm() -> Any:
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
     litellm: Any = importlib.import_module("litellm")
-    litellm.telemetry = False
+    litellm.telemetry = litellm.drop_params = False
     litellm.suppress_debug_info = True
-    litellm.drop_params = False
     return litellm
 
 
 def _over_litellm(config: PaperConfig) -> Send:
-    litellm = load_litellm()
+    litellm, where = load_litellm(), f"paper.model={config.model}"
     fixed: dict[str, Any] = {"timeout": config.api.timeout_s, "num_retries": 0, "max_retries": 0}
-    if config.api.key_env is not None:
-        fixed["api_key"] = os.environ[config.api.key_env].strip()
     try:
         litellm.get_llm_provider(config.model)
     except Exception:
         raise ConfigError(
-            f"paper.model={config.model}: litellm knows no provider for it; write PROVIDER/MODEL, such as "
-            "openai/gpt-4o or anthropic/claude-sonnet-4-5, or set api.base_url to an OpenAI-compatible server"
+            f"{where}: litellm knows no provider for it; write PROVIDER/MODEL, such as openai/gpt-4o or "
+            "anthropic/claude-sonnet-4-5, or set api.base_url to an OpenAI-compatible server"
         ) from None
-    if config.api.key_env is None:
-        with _without_blank_keys():
-            found = litellm.validate_environment(config.model)
-        if not found.get("keys_in_environment"):
-            missing = ", ".join(found.get("missing_keys") or []) or "its key"
-            raise ConfigError(
-                f"paper.model={config.model}: the environment lacks {missing}; export it, or set api.key_env"
-            )
+    if config.api.key_env is not None:
+        fixed["api_key"] = os.environ[config.api.key_env].strip()
+    else:
+        # litellm takes a key that is set to nothing for one that is set.
+        names = [name for name, value in os.environ.items() if name.endswith("_KEY") and not value.strip()]
+        blank = {name: os.environ.pop(name) for name in names}
+        try:
+            known = litellm.validate_environment(config.model)
+        finally:
+            os.environ.update(blank)
+        if not known.get("keys_in_environment"):
+            missing = ", ".join(known.get("missing_keys") or []) or "its key"
+            raise ConfigError(f"{where}: the environment lacks {missing}; export it, or set api.key_env")
     return lambda body: litellm.completion(model=config.model, **body, **fixed).model_dump()
 
 
-@contextlib.contextmanager
-def _without_blank_keys() -> Iterator[None]:
-    """Take keys that are set to nothing for keys that are not set, which litellm does not."""
-    blank = {name: value for name, value in os.environ.items() if name.endswith("_KEY") and not value.strip()}
-    for name in blank:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(blank)
+@dataclass(frozen=True)
+class Failure:
+    """A failed attempt. `was_refused`: the server did not take it, so it costs nothing."""
+
+    text: str
+    status: int | None
+    may_pass: bool
+    was_refused: bool = False
+    retry_after: float = 0.0
+    user_error: str | None = None
+
+
+def read_failure(error: Exception, config: PaperConfig) -> Failure:
+    """Say what an exception of a request means. litellm's exceptions carry the status that the server gave."""
+    name, status = type(error).__name__, getattr(error, "status_code", None)
+    if name == "Timeout" or isinstance(error, TimeoutError):
+        return Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
+    text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
+    if status is None or name == "APIConnectionError":
+        return Failure(f"cannot be reached or answers what cannot be read ({text})", status, True)
+    where, key = f"paper.model={config.model}{at_server(config.api)}", "the provider's key"
+    key = config.api.shown_key_env if config.api.key_env else key
+    refused = f"{where}: the server refused the key ({status}); check {key} [{text}]"
+    unknown = f"{where}: the server knows no such model or address ({status}); check model and api.base_url [{text}]"
+    was_refused = 400 <= status < 500 and status not in (408, 409)
+    headers = getattr(error, "litellm_response_headers", None) or {}  # `response` of these errors is made up
+    asked = str(headers.get("retry-after", ""))
+    return Failure(
+        text, status, status == 429 or not was_refused, was_refused,
+        float(asked) if asked.replace(".", "", 1).isdecimal() else 0.0,
+        {401: refused, 403: refused, 404: unknown}.get(status),
+    )  # fmt: skip
+
+
+def _without_keys(text: str, config: PaperConfig) -> str:
+    """Remove keys from a server's message: some repeat the one that they refuse."""
+    secret = [(value.strip(), name) for name, value in os.environ.items()
+              if name == config.api.key_env or name.upper().endswith(_SECRET)]  # fmt: skip
+    for value, name in sorted(secret, key=lambda item: -len(item[0])):  # one may begin with another
+        text = text.replace(value, f"${name}") if len(value) >= 6 else text
+    return encodable(text)
+
+
+def at_server(api: ApiConfig) -> str:
+    """Return where the model is asked, for messages."""
+    return f" at {api.base_url}" if api.base_url else ""
