@@ -39,7 +39,7 @@ from caramba.errors import CarambaError  # noqa: E402
 from caramba.paper import PaperDrafter, client, drafter, gate  # noqa: E402
 from caramba.paper.check import check_section  # noqa: E402
 from caramba.paper.compile import Compiled, compile_paper  # noqa: E402
-from caramba.paper.document import read_sections  # noqa: E402
+from caramba.paper.document import read_paper  # noqa: E402
 from caramba.paper.evidence import Evidence, read_evidence  # noqa: E402
 from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PaperFolder  # noqa: E402
 from caramba.paper.printed import unknown_digits  # noqa: E402
@@ -229,7 +229,7 @@ def find_faults(output: Path, evidence: Evidence, *, has_latex: bool) -> Counter
     if has_latex and compile_paper({name: (output / name).read_bytes() for name in names}).pdf is None:
         found["broken_heads"] += 1
     works = (output / BIBLIOGRAPHY).read_text(encoding="utf-8")
-    for name, body in read_sections(file.read_text(encoding="utf-8"), str(file)).items():
+    for name, body in read_paper(file).items():
         keys = {key.strip() for keys in _CITING.findall(body) for key in keys.split(",")}
         found["unverifiable_citations"] += any(
             key not in corpus.CITED or f"{{{key}," not in works for key in keys

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from caramba.paper.condense import ASKED
+from caramba.paper.untrusted import ASKED
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -92,34 +93,23 @@ class GetPaperTemplate(Config):
     """Return the sections, the commands that they may use, and an example."""
 
 
-TOOLS: dict[str, type[Config]] = {
-    "read_tex_file": ReadTexFile,
-    "write_tex_file": WriteTexFile,
-    "update_section": UpdateSection,
-    "add_citation": AddCitation,
-    "search_arxiv": SearchArxiv,
-    "search_semantic_scholar": SearchSemanticScholar,
-    "get_experiment_manifest": GetExperimentManifest,
-    "get_experiment_results": GetExperimentResults,
-    "list_artifacts": ListArtifacts,
-    "include_figure": IncludeFigure,
-    "get_paper_template": GetPaperTemplate,
-}
+def by_name(*tools: type[Config]) -> dict[str, type[Config]]:
+    """Return tools by their names: ReadTexFile is read_tex_file."""
+    return {re.sub("(?<!^)(?=[A-Z])", "_", tool.__name__).lower(): tool for tool in tools}
+
+
+TOOLS = by_name(
+    ReadTexFile, WriteTexFile, UpdateSection, AddCitation, SearchArxiv, SearchSemanticScholar, GetExperimentManifest,
+    GetExperimentResults, ListArtifacts, IncludeFigure, GetPaperTemplate,
+)  # fmt: skip
 
 
 def tool_schemas(names: Iterable[str], tools: Mapping[str, type[Config]] = TOOLS) -> list[dict[str, Any]]:
     """Return the tools as the chat-completions protocol describes them."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": " ".join((tools[name].__doc__ or "").split()),
-                "parameters": tools[name].model_json_schema(),
-            },
-        }
-        for name in names
-    ]
+    described = [(name, " ".join((tools[name].__doc__ or "").split())) for name in names]
+    return [{"type": "function", "function": {"name": name, "description": text,
+                                              "parameters": tools[name].model_json_schema()}}
+            for name, text in described]  # fmt: skip
 
 
 def read_arguments(name: str, text: str, tools: Mapping[str, type[Config]] = TOOLS) -> Config:
@@ -134,8 +124,6 @@ def read_arguments(name: str, text: str, tools: Mapping[str, type[Config]] = TOO
         raise AgentError(
             f"{name}: the arguments are no JSON ({error}); they may have been cut short"
         ) from None
-    except RecursionError:
-        raise AgentError(f"{name}: the arguments are nested too deeply; see its schema") from None
     if not isinstance(plain, dict):
         raise AgentError(f"{name}: the arguments are {type(plain).__name__}, expected an object")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from caramba.errors import CarambaError, nearest
@@ -14,7 +14,6 @@ from caramba.paper.numbers import Names, adjacent, as_prose, in_formulas, in_pro
 from caramba.paper.records import Record
 from caramba.paper.vocabulary import DIRECTIONS, OPERATIONS
 
-CITING = ("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear")
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
 MOST = 12
 UNGROUNDED = (
@@ -54,15 +53,13 @@ def check_section(
         scanned = scan(body)
     except NotAllowed as error:
         return Checked(Scanned(), (Problem(name, error.line, error.text),))
-    problems: list[Problem] = []
-    for use in scanned.uses:
-        problems += [Problem(name, use.line, text) for text in _wrong(use, evidence, cited)]
+    problems = [(text, use.line) for use in scanned.uses for text in _wrong(use, evidence, cited)]
     if not numbers_are_free:
-        problems += _numbers(name, scanned, evidence, cited)
-    return Checked(scanned, tuple(problems))
+        problems += _numbers(scanned, section_names(scanned, evidence, cited))
+    return Checked(scanned, tuple(Problem(name, line, text) for text, line in problems))
 
 
-def report(problems: tuple[Problem, ...] | list[Problem]) -> str:
+def report(problems: Sequence[Problem]) -> str:
     """Return problems as text for the model or a person."""
     shown = [str(problem) for problem in problems[:MOST]]
     more = [f"… and {len(problems) - MOST} more"] if len(problems) > MOST else []
@@ -89,59 +86,57 @@ def derive(operation: str, first: str, second: str, evidence: Evidence) -> float
     return one.value / other.value if operation == "ratio" else 100 * (one.value / other.value - 1)
 
 
-def check_claim(first: str, second: str, direction: str, evidence: Evidence) -> str | None:
-    """Return why a comparison of two results does not hold, None where it does.
+def check_claim(first: str, second: str, direction: str, evidence: Evidence) -> list[str]:
+    """Return why a comparison of two results does not hold, nothing where it does.
 
     `less` and `more` need the sign and a difference beyond 1.96 standard errors, `equal` one within them. Results
     without dispersion are exact: their sign alone decides.
     """
     if direction not in DIRECTIONS:
-        return f"{direction!r} is no direction{nearest(direction, DIRECTIONS) or ';'} they are {', '.join(DIRECTIONS)}"
+        hint = nearest(direction, DIRECTIONS) or ";"
+        return [f"{direction!r} is no direction{hint} they are {', '.join(DIRECTIONS)}"]
     difference = derive("difference", first, second, evidence)
-    margin = 1.96 * math.hypot(*(evidence.result(key).standard_error for key in (first, second)))
+    one, other = evidence.result(first), evidence.result(second)
+    margin = 1.96 * math.hypot(one.standard_error, other.standard_error)
     found = "equal" if abs(difference) <= margin else "less" if difference < 0 else "more"
-    if found == direction:
-        return None
-    return (
-        f"\\claim states {direction}; {first} is {evidence.result(first).value:g}, {second} "
-        f"{evidence.result(second).value:g}, within {margin:.3g} of each other by chance: {found}"
-    )
+    return [] if found == direction else [
+        f"\\claim states {direction}; {first} is {one.value:g}, {second} {other.value:g}, within {margin:.3g} of each "
+        f"other by chance: {found}"
+    ]  # fmt: skip
 
 
 def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[str]:
-    command, arguments = use.command, use.arguments
-    known = {"setting": (evidence.settings, "get_experiment_manifest lists them"),
-             "artifactfigure": (evidence.figures, "list_artifacts lists them"),
-             "artifacttable": (evidence.tables, "list_artifacts lists them")}  # fmt: skip
+    """Return what is wrong with a use of a command that names something."""
+    first, *others = use.arguments
     try:
-        if command in ("result", "resultvalue"):
-            evidence.result(arguments[0])
-        elif command == "derived":
-            derive(arguments[0], arguments[1], arguments[2], evidence)
-        elif command == "claim":
-            wrong = check_claim(arguments[0], arguments[1], arguments[2], evidence)
-            return [wrong] if wrong else []
+        match use.command:
+            case "result" | "resultvalue":
+                evidence.result(first)
+            case "derived":
+                derive(first, others[0], others[1], evidence)
+            case "claim":
+                return check_claim(first, others[0], others[1], evidence)
+            case "setting":
+                return _unknown(first, evidence.settings, "setting", "get_experiment_manifest lists them")
+            case "artifactfigure":
+                return _unknown(first, evidence.figures, "figure", "list_artifacts lists them")
+            case "artifacttable":
+                return _unknown(first, evidence.tables, "table", "list_artifacts lists them")
+            case "citednumber":
+                wrong = _unknown(first, cited, "citation", "add_citation makes a key, and one work is named")
+                if wrong or cited[first].states(others[0]):
+                    return wrong
+                return [f"{others[0]!r} does not stand in the abstract of {first}; quote a number that does"]
+            case "label" if not _LABEL.fullmatch(first):
+                return [f"label {first!r}: expected letters, digits, : - and _, such as sec:setup"]
+            case command if command.startswith("cite"):
+                keys = [key.strip() for key in first.split(",")]
+                where = "add_citation makes a key"
+                return [text for key in keys for text in _unknown(key, cited, "citation", where)]
+            case _:
+                pass
     except CarambaError as error:
         return [str(error)]
-    if command in known:
-        return _unknown(arguments[0], known[command][0], command.removeprefix("artifact"), known[command][1])
-    if command in CITING or command == "citednumber":
-        keys = [key.strip() for key in arguments[0].split(",")]
-        wrong = [
-            text for key in keys for text in _unknown(key, cited, "citation", "add_citation makes a key")
-        ]
-        if command == "citednumber" and len(keys) > 1:
-            wrong.append(
-                f"\\citednumber names {len(keys)} works, expected one: the work whose abstract holds {arguments[1]!r}; "
-                "cite the others with \\citep"
-            )
-        elif command == "citednumber" and not wrong and not cited[keys[0]].states(arguments[1]):
-            wrong.append(
-                f"{arguments[1]!r} does not stand in the abstract of {keys[0]}; quote a number that does"
-            )
-        return wrong
-    if command == "label" and not _LABEL.fullmatch(arguments[0]):
-        return [f"label {arguments[0]!r}: expected letters, digits, : - and _, such as sec:setup"]
     return []
 
 
@@ -151,17 +146,13 @@ def _unknown(name: str, known: Mapping[str, object], kind: str, where: str) -> l
 
 def section_names(scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> Names:
     """Return the words of a section that may hold digits: of the manifest, and of titles of works that it cites."""
-    keys = [key.strip() for use in scanned.uses_of(*CITING) for key in use.arguments[0].split(",")]
-    return Names([*evidence.names, evidence.name, *(cited[key].title for key in keys if key in cited)])
+    titles = [cited[key].title for key in scanned.citation_keys() if key in cited]
+    return Names([*evidence.names, evidence.name, *titles])
 
 
-def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> list[Problem]:
-    names = section_names(scanned, evidence, cited)
+def _numbers(scanned: Scanned, names: Names) -> Iterator[tuple[str, int]]:
     found = [item for part in scanned.paragraphs for item in in_formulas(part)]
     for part in map(as_prose, scanned.paragraphs):
         found += [(text, line, False) for text, line in adjacent(part)]
         found += [(text, line, True) for text, line in in_prose(part, names)]
-    return [
-        Problem(name, line, f"{text!r} {UNGROUNDED}" if is_number else text)
-        for text, line, is_number in found
-    ]
+    return ((f"{text!r} {UNGROUNDED}" if is_number else text, line) for text, line, is_number in found)

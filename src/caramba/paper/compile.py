@@ -84,13 +84,9 @@ def _run(command: list[str], folder: Path, timeout_s: float) -> str | None:
     """Run one program and return its error, None when it succeeded. It and what it started end with its time."""
     process = subprocess.Popen(
         ["/bin/sh", "-c", _LIMITED, "sh", *command],
-        cwd=folder,
-        env=_environment(folder),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+        cwd=folder, env=_environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -102,14 +98,10 @@ def _run(command: list[str], folder: Path, timeout_s: float) -> str | None:
             process.communicate()
     if process.returncode == 0:
         return None
-    text = output.decode("utf-8", errors="replace")
-    return f"{command[0]} failed (status {process.returncode}):\n{_first_error(text)}"
-
-
-def _first_error(text: str) -> str:
-    lines = text.splitlines()
+    lines = output.decode("utf-8", errors="replace").splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith("!")), max(len(lines) - 12, 0))
-    return "\n".join(line for line in lines[start : start + 12] if line.strip())
+    shown = "\n".join(line for line in lines[start : start + 12] if line.strip())
+    return f"{command[0]} failed (status {process.returncode}):\n{shown}"
 
 
 def _unwrapped(log: str) -> str:
@@ -118,16 +110,9 @@ def _unwrapped(log: str) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    path = os.environ.get("PATH", os.defpath)
-    home = str(folder)
-    return {
-        "PATH": path,
-        **dict.fromkeys(("HOME", "TEXMFHOME", "TEXMFVAR", "TEXMFCONFIG", "TMPDIR"), home),
-        "LC_ALL": "C",
-        "openin_any": "p",  # no absolute path, no parent folder, no hidden file
-        "openout_any": "p",
-        "shell_escape": "f",
-        "SOURCE_DATE_EPOCH": "0",
-        "FORCE_SOURCE_DATE": "1",
-        "max_print_line": "1000",
-    }
+    homes = ("HOME", "TEXMFHOME", "TEXMFVAR", "TEXMFCONFIG", "TMPDIR")
+    # Paranoid: no absolute path, no parent folder, no hidden file.
+    safe = {"openin_any": "p", "openout_any": "p", "shell_escape": "f", "max_print_line": "1000"}
+    fixed = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
+    dates = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1"}
+    return {**fixed, **dict.fromkeys(homes, str(folder)), **safe, **dates}

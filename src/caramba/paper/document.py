@@ -7,21 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from caramba.artifacts.latex import escape
-from caramba.config.paper import PaperConfig, SectionName
+from caramba.config.paper import SECTIONS, PaperConfig, SectionName
 from caramba.errors import ConfigError
 
 TITLES: dict[SectionName, str] = {
-    "abstract": "Abstract",
-    "introduction": "Introduction",
-    "related_work": "Related work",
-    "background": "Background",
-    "methodology": "Method",
-    "experiments": "Experiments",
-    "results": "Results",
-    "discussion": "Discussion",
-    "limitations": "Limitations",
-    "conclusion": "Conclusion",
-    "appendix": "Appendix",
+    name: {"methodology": "Method"}.get(name, name.replace("_", " ").capitalize()) for name in SECTIONS
 }
 
 # Every file of these comes with texlive-latex-recommended.
@@ -77,33 +67,25 @@ def build_paper(
     return "\n".join([*lines, r"\end{document}", ""])
 
 
-def read_sections(text: str, where: str) -> dict[str, str]:
+def read_paper(file: Path) -> dict[str, str]:
     """Return the bodies of the sections of a paper.tex that a person may have edited.
 
     Raises:
-        ConfigError: a mark of a section is missing or occurs twice; `where` is the file.
+        ConfigError: it is not UTF-8, or a mark of a section is missing or occurs twice.
     """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 ({error}); save it as UTF-8") from None
     opened = [line.removeprefix(_OPEN).strip() for line in text.splitlines() if line.startswith(_OPEN)]
     found = {match["name"]: match["body"].rstrip("\n") for match in _SECTION.finditer(text)}
-    wrong = next((name for name in opened if name not in found or opened.count(name) > 1), None)
-    if wrong is not None or len(found) != len(opened) or not found:
+    if list(found) != opened or not found:
+        wrong = next((name for name in opened if name not in found or opened.count(name) > 1), "any")
         raise ConfigError(
-            f"{where}: the marks of section {wrong or 'any'} are not whole; each begins with a line "
+            f"{file}: the marks of section {wrong} are not whole; each begins with a line "
             f"'{_OPEN}NAME' and ends with '{_CLOSE}NAME'; put them back, or take the file from versions/"
         )
     return found
-
-
-def read_paper(file: Path) -> dict[str, str]:
-    """Return the bodies of the sections of a file, as `read_sections`.
-
-    Raises:
-        ConfigError: also where it is not UTF-8.
-    """
-    try:
-        return read_sections(file.read_text(encoding="utf-8"), str(file))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 ({error}); save it as UTF-8") from None
 
 
 def outside_of_sections(text: str, common: Collection[str]) -> list[str]:
@@ -124,7 +106,7 @@ def outside_of_sections(text: str, common: Collection[str]) -> list[str]:
 
 def _around(name: str) -> tuple[str, str]:
     """Return the line before the body of a section and what follows it."""
-    title = next((title for known, title in TITLES.items() if known == name), "")
+    title = {**TITLES}.get(name, "")
     heading = rf"\section{{{title}}}\label{{sec:{name}}}"
     if name == "abstract":
         return "\\begin{abstract}\n", "\\end{abstract}\n"

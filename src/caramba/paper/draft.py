@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from caramba.errors import ConfigError
 from caramba.paper.budget import Spent
 from caramba.paper.records import Record
@@ -78,19 +80,16 @@ def load_draft(file: Path) -> Draft:
         plain: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if plain.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        plain["sections"] = {name: Section(**item) for name, item in plain["sections"].items()}
-        plain["records"] = {identity: read_record(item) for identity, item in plain["records"].items()}
-        plain["spent"] = Spent(**plain["spent"])
-        draft = Draft(**plain)
+        draft = TypeAdapter(Draft).validate_python(plain)
         draft.citable()
         return draft
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
-            f"{file}: not the state of a draft ({type(error).__name__}: {error}); remove it to resume from the last "
-            "version"
+            f"{file}: not the state of a draft ({reason}); remove it to resume from the last version"
         ) from None
 
 
 def read_record(plain: Mapping[str, Any]) -> Record:
     """Return a record from its JSON values."""
-    return Record(**{**plain, "authors": tuple(plain["authors"])})
+    return TypeAdapter(Record).validate_python(plain)

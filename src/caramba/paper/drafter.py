@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.paper.arguments import tool_schemas
 from caramba.paper.budget import BudgetLedger, Parent, Spent
-from caramba.paper.client import LanguageModel, ModelUnusable
+from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable
 from caramba.paper.compile import need_latex
-from caramba.paper.draft import load_draft
-from caramba.paper.edits import take_edits
+from caramba.paper.draft import Draft, load_draft
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import PAPER, PDF, PaperFolder
+from caramba.paper.gate import Passed
 from caramba.paper.journal import Journal
-from caramba.paper.opening import open_draft
+from caramba.paper.opening import open_draft, take_edits
 from caramba.paper.search import Literature
 from caramba.paper.tools import Toolbox
+from caramba.paper.transport import at_server
 from caramba.runs import lock
 
 MOST_SILENT = 3  # replies in a row without a call, before anything is written
@@ -88,80 +89,82 @@ class PaperDrafter:
         price = model.price()
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
-            session = _Session(self.config, evidence, paper, self._sleep, group or "")
-            open_draft(session.draft, paper, self.config, evidence, group or "", update=update)
-            ledger = BudgetLedger(self.config.budget, session.draft.spent, price, way_on, self._parent)
-            return session.run(model, ledger)
+            draft = load_draft(paper.draft_file)
+            open_draft(draft, paper, self.config, evidence, group or "", update=update)
+            ledger = BudgetLedger(self.config.budget, draft.spent, price, way_on, self._parent)
+            return _Session(self.config, evidence, paper, draft, model, ledger, self._sleep).run()
 
 
 class _Session:
-    """One draft in progress, its folder locked."""
+    """One opened draft in progress, its folder locked."""
 
     def __init__(
         self,
         config: PaperConfig,
         evidence: Evidence,
         folder: PaperFolder,
+        draft: Draft,
+        model: LanguageModel,
+        ledger: BudgetLedger,
         sleep: Callable[[float], None],
-        group: str,
     ) -> None:
-        self.config, self.evidence, self.folder, self._sleep = config, evidence, folder, sleep
-        self.group = group
-        self.draft = load_draft(folder.draft_file)
+        self.config, self.evidence, self.folder, self.draft = config, evidence, folder, draft
+        self.model, self.ledger = model, ledger
+        literature = Literature(config.citations, sleep=sleep)
+        self.tools = Toolbox(
+            config, evidence, draft, folder, literature, lambda messages: self._ask(messages).text
+        )
+        self.schemas = tool_schemas(self.tools.names())
 
-    def run(self, model: LanguageModel, ledger: BudgetLedger) -> Drafted:
-        """Continue an opened draft until a version is adopted."""
-        self._save()
-        self.folder.note("begun", run=self.evidence.run_id, model=self.config.model)
-        server = f" at {self.config.api.base_url}" if self.config.api.base_url else ""
-        logger.info(f"paper: {self.config.model}{server} writes in {self.folder.root}")
-        literature = Literature(self.config.citations, sleep=self._sleep)
-
-        def ask(messages: list[dict[str, Any]]) -> str:
-            return model.ask(messages, [], ledger, self._note_attempt).text
-
-        tools = Toolbox(self.config, self.evidence, self.draft, self.folder, literature, ask)
-        schemas = tool_schemas(tools.names())
+    def run(self) -> Drafted:
+        """Continue until a version is adopted."""
+        self._note("begun", run=self.evidence.run_id, model=self.config.model)
+        logger.info(f"paper: {self.config.model}{at_server(self.config.api)} writes in {self.folder.root}")
         while True:
-            last = self.draft.messages[-1]
-            if pending := self._unanswered():
+            messages = self.draft.messages
+            index = max((at for at, item in enumerate(messages) if item["role"] == "assistant"), default=-1)
+            # Some calls of the last reply may have a result already, after a kill between two.
+            answered = {message.get("tool_call_id") for message in messages[index + 1 :]}
+            calls = [] if index < 0 else messages[index].get("tool_calls", [])
+            if pending := [call for call in calls if call["id"] not in answered]:
                 for call in pending:
-                    self._answer(tools, call)
-            elif last["role"] == "assistant":
-                adopted = self._finish(tools)
+                    name, text = call["function"]["name"], call["function"]["arguments"]
+                    result = self.tools.call(name, text)
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+                    self._note("tool", name=name, arguments=text, result=result)
+            elif messages[-1]["role"] == "assistant":
+                adopted = self._finish()
                 if adopted is not None:
                     return adopted
             else:
-                ledger.begin()
+                self.ledger.begin()
                 logger.info(
                     f"paper: request {self.draft.spent.iterations} of at most {self.config.budget.max_iterations}"
                 )
-                self._note_request(schemas)
-                reply = model.ask(self.draft.messages, schemas, ledger, self._note_attempt)
-                self.draft.messages.append(reply.message())
+                # What a request adds to the one before: all of it together is every request.
                 self.folder.note(
-                    "reply", message=reply.message(), finish=reply.finish, prompt_tokens=reply.prompt_tokens,
-                    reply_tokens=reply.reply_tokens, spent=self.draft.spent.as_dict(),
-                )  # fmt: skip
-                self._save()
+                    "request", model=self.config.model, added=messages[index + 1 :], tools=self.tools.names()
+                )
+                reply = self._ask(messages, self.schemas)
+                messages.append(reply.message())
+                self._note("reply", **asdict(reply), spent=self.draft.spent.as_dict())
 
-    def _finish(self, tools: Toolbox) -> Drafted | None:
+    def _ask(self, messages: list[dict[str, Any]], schemas: Sequence[dict[str, Any]] = ()) -> ModelReply:
+        return self.model.ask(messages, list(schemas), self.ledger, self._note)
+
+    def _finish(self) -> Drafted | None:
         """Adopt the draft as a version, or tell the model what is missing."""
-        draft = self.draft
+        draft, gate = self.draft, self.tools.gate
         missing = [name for name in self.config.sections if name not in draft.sections]
-        refusal = f"not finished: {', '.join(missing)} not written" if missing else None
-        passed = None
-        if refusal is None:
-            passed = tools.gate.try_out(draft.sections, draft.citable())
-            refusal = passed.refusal
-            if refusal is None and passed.unresolved:
-                refusal = f"not finished: these lead nowhere: {', '.join(passed.unresolved)}"
-        if refusal is None:
-            refusal = tools.gate.unknown_digits(draft.sections, draft.citable()) or self._edited_since(tools)
-        if refusal is not None or passed is None:
+        unwritten = Passed(refusal=f"not finished: {', '.join(missing)} not written")
+        passed = unwritten if missing else gate.try_out(draft.sections, draft.citable())
+        refusal = passed.refusal
+        if refusal is None and passed.unresolved:
+            refusal = f"not finished: these lead nowhere: {', '.join(passed.unresolved)}"
+        refusal = refusal or gate.unknown_digits(draft.sections, draft.citable()) or self._edited_since()
+        if refusal is not None:
             draft.messages.append({"role": "user", "content": refusal})
-            self.folder.note("refused", reason=refusal)
-            self._save()
+            self._note("refused", reason=refusal)
             silent = [message["role"] for message in draft.messages[-2 * MOST_SILENT :]]
             if not draft.sections and silent == ["assistant", "user"] * MOST_SILENT:
                 raise ModelUnusable(
@@ -171,14 +174,12 @@ class _Session:
         number = self.folder.adopt(passed.files, self._facts(), self.config.versions_kept)
         draft.is_open, draft.messages = False, []
         draft.taken_from, draft.taken_sha256, draft.taken = 0, "", {}
-        self.folder.note("adopted", version=number, spent=draft.spent.as_dict())
-        self._save()
-        root = self.folder.root
-        return Drafted(number, root / PAPER, root / PDF, draft.spent)
+        self._note("adopted", version=number, spent=draft.spent.as_dict())
+        return Drafted(number, self.folder.root / PAPER, self.folder.root / PDF, draft.spent)
 
-    def _edited_since(self, tools: Toolbox) -> str | None:
+    def _edited_since(self) -> str | None:
         """Take over what a person saved in paper.tex while the draft ran, and say so to the model."""
-        taken = take_edits(self.folder, self.draft, tools.gate)
+        taken = take_edits(self.folder, self.draft, self.tools.gate)
         if taken is None:
             return None
         logger.info(f"paper: keeps what was edited by hand meanwhile in {', '.join(taken) or 'no section'}")
@@ -188,14 +189,11 @@ class _Session:
         )
 
     def _facts(self) -> dict[str, Any]:
-        draft = self.draft
+        draft, names = self.draft, ("run_id", "report_sha256", "manifest_sha256", "proxy")
         return {
-            "run_id": self.evidence.run_id,
-            "group": self.group,
+            **{name: getattr(self.evidence, name) for name in names},
+            "group": draft.group,
             "taken_sha256": draft.taken_sha256,
-            "report_sha256": self.evidence.report_sha256,
-            "manifest_sha256": self.evidence.manifest_sha256,
-            "proxy": self.evidence.proxy,
             "model": self.config.model,
             "sections": {name: {"sha256": item.hash, "by": item.by} for name, item in draft.sections.items()},
             "citations": draft.cited,
@@ -203,40 +201,10 @@ class _Session:
             "spent": draft.spent.as_dict(),
         }
 
-    def _unanswered(self) -> list[dict[str, Any]]:
-        """Return the calls of the last reply that have no result yet: some have, after a kill between two."""
-        messages = self.draft.messages
-        index = max(
-            (at for at, message in enumerate(messages) if message["role"] == "assistant"), default=None
-        )
-        if index is None:
-            return []
-        answered = {message.get("tool_call_id") for message in messages[index + 1 :]}
-        return [call for call in messages[index].get("tool_calls", []) if call["id"] not in answered]
-
-    def _answer(self, tools: Toolbox, call: dict[str, Any]) -> None:
-        name, text = call["function"]["name"], call["function"]["arguments"]
-        result = tools.call(name, text)
-        self.draft.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-        self.folder.note("tool", name=name, arguments=text, result=result)
-        self._save()
-
-    def _note_request(self, schemas: list[dict[str, Any]]) -> None:
-        """Write what a request adds to the one before: all of it together is every request."""
-        messages = self.draft.messages
-        index = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        tools = [schema["function"]["name"] for schema in schemas]
-        self.folder.note(
-            "request",
-            model=self.config.model,
-            n_messages=len(messages),
-            added=messages[index + 1 :],
-            tools=tools,
-        )
-
-    def _note_attempt(self, event: str, **fields: Any) -> None:
+    def _note(self, event: str, **fields: Any) -> None:
+        """Note an event, and save the draft with what is reserved: a kill in mid-request cannot give it back."""
         self.folder.note(event, **fields)
-        self._save()  # with what is reserved: a kill in mid-request cannot give it back
+        self._save()
 
     def _save(self) -> None:
         self.draft.save(self.folder.draft_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -62,32 +63,6 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A PNG among the artifacts; `sha256` is the hash in report.json."""
-
-    name: str
-    path: Path
-    sha256: str
-
-    def content(self) -> bytes:
-        """Return its bytes.
-
-        Raises:
-            CarambaError: the file is gone or is not the one that was reported.
-        """
-        if self.path.is_symlink() or not self.path.is_file():
-            raise CarambaError(
-                f"{self.path}: no such file; write the artifacts again with `caramba resume RUN`"
-            )
-        if sha256_of(self.path) != self.sha256:
-            raise CarambaError(
-                f"{self.path}: its SHA-256 is not that of {REPORT_FILE}, expected {self.sha256[:12]}…; it was changed "
-                "since; write the artifacts again with `caramba resume RUN`"
-            )
-        return self.path.read_bytes()
-
-
-@dataclass(frozen=True)
 class Evidence:
     """All of it. `settings` are leaves of the manifest and counts of the phases, as TeX, by their dotted path."""
 
@@ -98,7 +73,8 @@ class Evidence:
     proxy: str | None
     results: Mapping[str, Result]
     settings: Mapping[str, str]
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, tuple[Path, str]]
+    """Files and their hashes in report.json."""
     tables: Mapping[str, str]
     files: tuple[str, ...]
     failures: tuple[str, ...]
@@ -120,6 +96,21 @@ class Evidence:
                 f"{nearest(key, self.results) or '; get_experiment_results lists them'}"
             )
         return self.results[key]
+
+
+def read_artifact(file: Path, sha256: str) -> bytes:
+    """Return the bytes of a file among the artifacts.
+
+    Raises:
+        ConfigError: the file is gone, a link, or not the one that was reported.
+    """
+    content = file.read_bytes() if file.is_file() and not file.is_symlink() else None
+    if content is None or hashlib.sha256(content).hexdigest() != sha256:
+        found = "no such file" if content is None else "its SHA-256 is not that of the file"
+        raise ConfigError(
+            f"{file}: {found} that {REPORT_FILE} lists; write the artifacts again with `caramba resume RUN`"
+        )
+    return content
 
 
 def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -> Evidence:
@@ -148,11 +139,7 @@ def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -
             proxy=proxy,
             results=results,
             settings=dict(_settings(manifest, group, report)),
-            figures={
-                name: Figure(name, file.parent / name, digest)
-                for name, digest in entries
-                if name.endswith(".png")
-            },
+            figures={name: (file.parent / name, digest) for name, digest in entries if name.endswith(".png")},
             tables=_tables(file.parent, dict(entries)),
             files=tuple(name for name, _ in entries),
             failures=tuple(f"{item['id']}: {item['error']}" for item in report["failures"]),
@@ -197,30 +184,23 @@ def _result(key: str, metric: Mapping[str, Any], has_proxy: bool) -> Result:
 
 
 def _tables(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
-    file = folder / TABLES_FILE
     if TABLES_FILE not in digests:
         return {}
-    if not file.is_file() or file.is_symlink() or sha256_of(file) != digests[TABLES_FILE]:
-        raise ConfigError(
-            f"{file}: not the file that {REPORT_FILE} lists; write the artifacts again with `caramba resume RUN`"
-        )
-    return {found[1]: found[0] for found in _TABLE.finditer(file.read_text(encoding="utf-8"))}
+    text = read_artifact(folder / TABLES_FILE, digests[TABLES_FILE]).decode()
+    return {found[1]: found[0] for found in _TABLE.finditer(text)}
 
 
 def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     plain = manifest.model_dump(mode="json")
-    chosen = next(
-        (item for item in plain["groups"] if item["name"] == group),
-        manifest.groups_to_run()[0].model_dump(mode="json"),
-    )
+    first = manifest.groups_to_run()[0].model_dump(mode="json")
+    chosen = next((item for item in plain["groups"] if item["name"] == group), first)
     shown = {key: value for key, value in plain.items() if key not in _UNTOLD}
-    shown |= {key: chosen[key] for key in ("data", "runs", "benchmarks")}
-    for path, value in _leaves(shown):
+    for path, value in _leaves({**shown, **{key: chosen[key] for key in ("data", "runs", "benchmarks")}}):
         if isinstance(value, bool):
             yield path, str(value).lower()
         elif isinstance(value, int | float):
             yield path, typeset(plain_number(value))
-        elif isinstance(value, str) and value and len(value) <= 60:
+        elif value and len(value) <= 60:
             yield path, rf"\texttt{{{escape(value)}}}"
     for phase in report["phases"]:
         for name in ("steps", "tokens", "seconds"):
@@ -232,10 +212,8 @@ def plain_number(value: float) -> str:
     """Return a setting as a person would type it: every digit, thousands separated from 10,000 on."""
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    text = repr(value)
-    return (
-        text if "e" not in text else f"{float(text.partition('e')[0]):g}e{int(text.partition('e')[2]):+03d}"
-    )
+    digits, e, exponent = repr(value).partition("e")
+    return f"{float(digits):g}e{int(exponent):+03d}" if e else digits
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -251,13 +229,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _words(value: Any) -> Iterator[str]:
-    if is_mapping(value):
-        for key, item in value.items():
-            yield str(key)
-            yield from _words(item)
-    elif is_sequence(value):
-        for item in value:
-            yield from _words(item)
-    elif isinstance(value, str) and len(value) <= 60:
-        yield value
+def _words(plain: dict[str, Any]) -> Iterator[str]:
+    for path, value in _leaves(plain):
+        yield from path.split(".")
+        if isinstance(value, str) and len(value) <= 60:
+            yield value

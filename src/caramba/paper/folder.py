@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.runs.files import part_of, sha256_of, write_json, write_whole
+from caramba.runs.files import append_line, part_of, sha256_of, whole_lines, write_json, write_whole
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
 PUBLISHED = "published"  # in a version whose files have all become the head
 # What a draft that was stopped at once leaves; a folder with nothing else is as good as new.
 _BEGINNINGS = frozenset({TRANSCRIPT, ".lock", "research"})
-MOST_PATH, MOST_NAME = 1000, 255
 
 
 class PaperFolder:
@@ -37,25 +34,22 @@ class PaperFolder:
             ConfigError: it holds something else, or a paper.tex of which no version is there.
         """
         self.root = root.absolute()
+        self.draft_file = self.root / DRAFT
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"{root}: a file; name a folder for the paper with --output-dir")
-        items = list(self.root.iterdir()) if self.root.is_dir() else []
-        files = [item for item in items if item.name not in _BEGINNINGS and not item.name.endswith(".part")]
-        if not files:
+        names = os.listdir(self.root) if self.root.is_dir() else []
+        if not [name for name in names if name not in _BEGINNINGS and not name.endswith(".part")]:
             return
-        if not self._is_draft() and self.head() is None:
+        is_draft = {"schema", "sections", "messages"} <= _record(self.draft_file).keys()
+        if self.head() is None and not is_draft:
             raise ConfigError(
                 f"{root}: holds files that are no paper's of caramba; name a new folder with --output-dir"
             )
-        if self.head() is None and os.path.lexists(self.root / PAPER):
+        if self.head() is None and PAPER in names:
             raise ConfigError(
                 f"{self.root / PAPER}: {VERSIONS}/ holds no version of it, so edits in it cannot be found; "
                 f"put {VERSIONS}/ back, move {PAPER} away, or name a new folder with --output-dir"
             )
-
-    @property
-    def draft_file(self) -> Path:
-        return self.root / DRAFT
 
     def resolve_inside(self, path: str) -> Path:
         """Return a path below the folder.
@@ -63,37 +57,24 @@ class PaperFolder:
         Raises:
             ConfigError: it leads outside: by .., from the root, or through a link.
         """
-        parts = path.split("/")
-        if (
-            "\0" in path
-            or len(path) > MOST_PATH
-            or any(len(part.encode(errors="replace")) > MOST_NAME for part in parts)
-        ):
-            raise ConfigError(
-                f"{path[:80]!r} is no path of a file; name one in the paper's folder, such as {PAPER}"
-            )
         try:
             target = (self.root / path).resolve()
-            is_inside = not Path(path).is_absolute() and target.is_relative_to(self.root.resolve())
         except (
             OSError,
             ValueError,
             RuntimeError,
         ) as error:  # links in a circle, text that is no name of a file
             raise ConfigError(
-                f"{path!r} cannot be read ({type(error).__name__}); name another file"
+                f"{path[:80]!r} cannot be read ({type(error).__name__}); name another file"
             ) from None
-        if not is_inside:
+        if not target.is_relative_to(self.root.resolve()):
             raise ConfigError(f"{path!r} leads out of the paper's folder; name a file in it, such as {PAPER}")
         return target
 
     def versions(self) -> list[int]:
         """Return the numbers of the versions on disk, oldest first."""
-        folder = self.root / VERSIONS
-        found = folder.iterdir() if folder.is_dir() else ()
-        return sorted(
-            int(item.name) for item in found if item.name.isdecimal() and (item / VERSION).is_file()
-        )
+        names = [file.parent.name for file in self.root.glob(f"{VERSIONS}/*/{VERSION}")]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def version_path(self, number: int) -> Path:
         return self.root / VERSIONS / f"{number:03d}"
@@ -117,19 +98,16 @@ class PaperFolder:
     def heal(self) -> None:
         """Put the newest version in place where a kill came before that, or where there is no paper.tex any more."""
         head = self.head()
-        if head is None:
-            return
-        is_published = (self.version_path(head["version"]) / PUBLISHED).is_file()
-        if not is_published or not (self.root / PAPER).is_file():
-            self._publish(head)
+        if head is not None:
+            published = self.version_path(head["version"]) / PUBLISHED
+            if not published.is_file() or not (self.root / PAPER).is_file():
+                self._publish(head)
 
     def adopt(self, files: Mapping[str, bytes], facts: Mapping[str, Any], keep: int | None) -> int:
         """Keep files as the next version, unless they are the newest, and make them the head; `keep` versions stay."""
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         head = self.head()
-        if (
-            head is not None and head["files"] == digests
-        ):  # also after a kill between this and the draft's own record
+        if head is not None and head["files"] == digests:  # also after a kill before the draft's own record
             self._publish(head)
             return head["version"]
         number = max(self.versions(), default=0) + 1
@@ -151,17 +129,9 @@ class PaperFolder:
     def note(self, event: str, **fields: Any) -> None:
         """Append one line to the transcript."""
         record = {"time": round(time.time(), 3), "event": event, **fields}
-        line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-        with open(self.resolve_inside(TRANSCRIPT), "a+b") as file:
-            if file.tell() and not self._ends_whole():
-                line = "\n" + line  # a killed writer left half a line
-            file.write(line.encode())
-            file.flush()
-
-    def _ends_whole(self) -> bool:
-        with open(self.root / TRANSCRIPT, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
+        file = self.resolve_inside(TRANSCRIPT)
+        whole_lines(file)
+        append_line(file, json.dumps(record, ensure_ascii=False, default=str))
 
     def _publish(self, record: Mapping[str, Any]) -> None:
         """Copy a version to the head, paper.tex last: until all is there, `heal` begins again.
@@ -169,38 +139,23 @@ class PaperFolder:
         Files there that are of no version are kept next to it, but for the edited paper.tex that this one is from.
         """
         source = self.version_path(record["version"])
-        known = self._written()
-        known[PAPER].add(record.get("taken_sha256", ""))
+        known = {(PAPER, record.get("taken_sha256", ""))}
+        for number in self.versions():
+            known |= set(_record(self.version_path(number) / VERSION).get("files", {}).items())
         for name in sorted(record["files"], key=lambda name: name == PAPER):
             target = self.resolve_inside(name)
-            if target.exists() and (target.is_dir() or sha256_of(target) not in known[name]):
-                self._set_aside(target)
+            if target.exists() and (target.is_dir() or (name, sha256_of(target)) not in known):
+                _set_aside(target)
             write_whole(target, (source / name).read_bytes())
         write_whole(source / PUBLISHED, "")
 
-    def _written(self) -> defaultdict[str, set[str]]:
-        """Return the hashes of every file of every version on disk."""
-        written: defaultdict[str, set[str]] = defaultdict(set)
-        for number in self.versions():
-            record = _record(self.version_path(number) / VERSION)
-            for name, digest in record.get("files", {}).items():
-                written[name].add(digest)
-        return written
 
-    def _set_aside(self, target: Path) -> None:
-        kept = next(
-            path
-            for number in itertools.count(1)
-            if not os.path.lexists(path := target.with_name(f"{target.name}.edited-{number}"))
-        )
-        if target.is_dir():
-            target.rename(kept)
-        else:
-            write_whole(kept, target.read_bytes())
-        logger.warning(f"paper: {target} is not as caramba wrote it; it is kept as {kept.name}")
-
-    def _is_draft(self) -> bool:
-        return {"schema", "sections", "messages"} <= _record(self.draft_file).keys()
+def _set_aside(target: Path) -> None:
+    number = 1
+    while os.path.lexists(kept := target.with_name(f"{target.name}.edited-{number}")):
+        number += 1
+    target.rename(kept)
+    logger.warning(f"paper: {target} is not as caramba wrote it; it is kept as {kept.name}")
 
 
 def _record(file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Journal:
             return line["reply"]
         text = _lines(request)
         others = [_lines(item["request"]) for (step, _), item in recorded.items() if step == self.step]
-        nearest = max(others, key=lambda other: _common(text, other), default=[])
+        nearest = max(others, key=lambda other: sum(map(eq, text, other)), default=[])
         diff = list(difflib.unified_diff(nearest, text, "recorded", "asked", lineterm="", n=1))[:12]
         shown = "\n".join(part[:200] for part in diff)
         raise AgentError(f"{self.replay}: no recorded reply to this request of {self.step}:\n{shown}")
@@ -77,7 +78,3 @@ def _read(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _lines(request: dict[str, Any]) -> list[str]:
     return json.dumps(request, sort_keys=True, indent=1, ensure_ascii=False).splitlines()
-
-
-def _common(one: list[str], other: list[str]) -> int:
-    return sum(first == second for first, second in zip(one, other, strict=False))

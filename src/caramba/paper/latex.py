@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import importlib
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -16,13 +16,12 @@ from caramba.errors import nearest
 from caramba.paper import vocabulary as words
 
 _DEEPEST = 60  # groups within each other
+_TOO_DEEP = f"more than {_DEEPEST} groups within each other; close some"
 _CELLS = frozenset(("frac", "tfrac", "dfrac", "binom", "sqrt"))
 _APART = frozenset(("footnote", "caption", "paragraph", "subsection", "subsubsection", "artifactfigure"))
-_KNOWN = frozenset((*words.PROSE_COMMANDS, *words.MATH_COMMANDS, "(", ")", "[", "]"))
+_KNOWN = frozenset((*words.PROSE_COMMANDS, *words.MATH_COMMANDS, "(", ")", "[", "]", "begin", "end"))
 _PROSE = (*words.PROSE_ENVIRONMENTS, *sorted(words.MATH_ENVIRONMENTS))
-_ENVIRONMENTS = frozenset((*_PROSE, *words.INNER_MATH_ENVIRONMENTS))
 _TOKEN = re.compile(r"\\([A-Za-z]+|.|$)|%[^\n]*|[{}]", re.DOTALL)
-_NAMED = re.compile(r"\s*\{([^{}]*)\}")
 _SIZED = re.compile(r"(\\(?:left|right|middle|[bB]ig[lr]?)(?![A-Za-z])\s*)(\\[A-Za-z]+|\\?.|$)", re.DOTALL)
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 
@@ -59,6 +58,11 @@ class Scanned:
         """Yield the uses of some commands, in order."""
         return (use for use in self.uses if use.command in commands)
 
+    def citation_keys(self) -> list[str]:
+        """Return the keys of the works that it cites, in order."""
+        uses = [use for use in self.uses if use.command.startswith("cite")]
+        return [key.strip() for use in uses for key in use.arguments[0].split(",")]
+
     def digits_of_formulas(self) -> str:
         """Return every digit that a formula prints."""
         letters = (letter for part in self.paragraphs for letter, _ in part)
@@ -82,7 +86,7 @@ def scan(source: str) -> Scanned:
     except tex.LatexWalkerParseError as error:
         raise NotAllowed(_syntax(error), error.lineno or 1) from None
     except RecursionError:
-        raise NotAllowed(f"more than {_DEEPEST} groups within each other; close some", 1) from None
+        raise NotAllowed(_TOO_DEEP, 1) from None
     return reader.found
 
 
@@ -94,7 +98,7 @@ def _check_characters(source: str) -> None:
     for line, text in enumerate(source.split("\n"), 1):
         for letter in text:
             category = unicodedata.category(letter)
-            if (category in ("Cc", "Cf", "Co", "Cs", "Cn") and letter != "\t") or letter == words.HOLE:
+            if (category[0] == "C" and letter != "\t") or letter == words.HOLE:
                 raise NotAllowed(f"character U+{ord(letter):04X} is not allowed; write plain text", line)
             if category[0] == "L" and unicodedata.decomposition(letter).startswith("<"):
                 plain = unicodedata.normalize("NFKC", letter)
@@ -109,32 +113,23 @@ def _without_size(found: re.Match[str], source: str) -> str:
     r"""Return a bracket without the \left or \big before it, as long as both, so that places stay."""
     bracket = found[2]
     if bracket not in words.BRACKETS:
-        raise NotAllowed(
-            f"{found[1].strip()} expects a bracket, or . for none", _line_of(source, found.start())
-        )
+        text = f"{found[1].strip()} expects a bracket, or . for none"
+        raise NotAllowed(text, _line_of(source, found.start()))
     return " " * len(found[1]) + (" " if bracket == "." else bracket)
 
 
 def _check_commands(source: str) -> None:
-    """Refuse commands, environments and depth on the raw text, before anything is parsed."""
+    """Refuse commands and depth on the raw text, before anything is parsed."""
     depth = 0
     for found in _TOKEN.finditer(source):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
-        name = found[1]
-        if depth <= _DEEPEST and name is None:
-            continue
-        line = _line_of(source, found.start())
+        name, line = found[1], functools.partial(_line_of, source, found.start())
         if depth > _DEEPEST:
-            raise NotAllowed(f"more than {_DEEPEST} groups within each other; close some", line)
+            raise NotAllowed(_TOO_DEEP, line())
         if name == "":
-            raise NotAllowed("a backslash at the end", line)
-        if name in ("begin", "end"):
-            environment = _NAMED.match(source, found.end())
-            if environment is None:
-                raise NotAllowed(rf"\{name} expects a brace here", line)
-            _check_environment(environment[1], line, _ENVIRONMENTS)
-        elif name is not None and _plain(name) not in _KNOWN:
-            raise _unknown_command(name, line, words.PROSE_COMMANDS)
+            raise NotAllowed("a backslash at the end", line())
+        if name is not None and _plain(name) not in _KNOWN:
+            raise _unknown_command(name, line(), words.PROSE_COMMANDS)
 
 
 def _unknown_command(name: str, line: int, allowed: dict[str, str]) -> NotAllowed:
@@ -144,12 +139,6 @@ def _unknown_command(name: str, line: int, allowed: dict[str, str]) -> NotAllowe
         rf"\{name} is not a command that a section may use{where}{hint or '; get_paper_template lists them'}",
         line,
     )
-
-
-def _check_environment(name: str, line: int, allowed: Iterable[str]) -> None:
-    if name not in allowed:
-        hint = nearest(name, _PROSE) or "; they are " + ", ".join(_PROSE)
-        raise NotAllowed(f"environment {name!r} is not one that a section may use{hint}", line)
 
 
 def _plain(name: str) -> str:
@@ -191,55 +180,57 @@ def _parser() -> tuple[Any, Any]:
 
 
 class _Reader:
-    """Walks the nodes of a section and takes down what it prints."""
+    """Walks the nodes of a section and takes down what it prints. `line` is that of what is printed next."""
 
     def __init__(self, source: str, tex: Any) -> None:
         self.source, self.tex, self.found = source, tex, Scanned()
-        self.tables = 0  # that are open
-        self.is_in_formula = False
-        self._ends = [at for at, letter in enumerate(source) if letter == "\n"]
-        self._line = 1
+        self.tables, self.is_in_formula, self.line = 0, False, 1
+        self._lines = list(itertools.accumulate((letter == "\n" for letter in source), initial=1))
 
-    def _at(self, at: int) -> int:
-        """Return the line of a place, and keep it for what is printed next."""
-        self._line = bisect.bisect_left(self._ends, at) + 1
-        return self._line
+    def _refuse(self, text: str) -> NotAllowed:
+        return NotAllowed(text, self.line)
 
     def _put(self, letters: str) -> None:
-        self.found.paragraphs[-1].extend((letter, self._line) for letter in letters)
+        self.found.paragraphs[-1].extend((letter, self.line) for letter in letters)
 
     def walk(self, nodes: Iterable[Any], *, in_math: bool = False, in_table: bool = False) -> None:
         """Read text or mathematics."""
-        items: list[Any] = []
+        items: list[tuple[Any, int]] = []
         for node in nodes:
             if isinstance(node, self.tex.LatexCharsNode):
-                places = ((letter, node.pos + index) for index, letter in enumerate(node.chars))
-                items += [place for place in places if not (in_math and place[0].isspace())]
+                places = enumerate(node.chars, node.pos)
+                items += [(letter, at) for at, letter in places if not (in_math and letter.isspace())]
             elif not isinstance(node, self.tex.LatexCommentNode):
-                items.append(node)
+                items.append((node, node.pos))
         left = iter(items)
-        for item in left:
-            if in_math and isinstance(item, tuple) and item[0] in "^_":
-                self._script(next(left, None), self._at(item[1]))
-            else:
-                self._item(item, in_math=in_math, in_table=in_table)
+        for item, at in left:
+            self.line = self._lines[at]
+            if not (in_math and isinstance(item, str) and item in "^_"):
+                self._item(item, at, in_math=in_math, in_table=in_table)
+                continue
+            base, at = next(left, ("^", at))
+            if (base if isinstance(base, str) else getattr(base, "macroname", "")) in ("^", "_"):
+                raise self._refuse("a sub- or superscript is missing behind ^ or _; write it in braces")
+            self._put(words.SCRIPT)
+            self._item(base, at, in_math=True)
+            self._put(words.SCRIPT_END)
 
-    def _item(self, item: Any, *, in_math: bool, in_table: bool = False) -> None:
-        line = self._at(item[1] if isinstance(item, tuple) else item.pos)
-        if isinstance(item, tuple):
-            self._letter(*item, in_math=in_math, in_table=in_table)
-        elif isinstance(item, self.tex.LatexGroupNode):
+    def _item(self, item: Any, at: int, *, in_math: bool, in_table: bool = False) -> None:
+        self.line, tex = self._lines[at], self.tex
+        if isinstance(item, str):
+            self._letter(item, at, in_math=in_math, in_table=in_table)
+        elif isinstance(item, tex.LatexGroupNode):
             self._group(item.nodelist, in_math=in_math)
-        elif isinstance(item, self.tex.LatexEnvironmentNode):
+        elif isinstance(item, tex.LatexEnvironmentNode):
             self._environment(item, in_math=in_math)
-        elif not isinstance(item, self.tex.LatexMathNode):
+        elif not isinstance(item, tex.LatexMathNode):
             self._command(item, words.MATH_COMMANDS if in_math else words.PROSE_COMMANDS)
         elif in_math:
-            raise NotAllowed(f"{item.delimiters[0]} within mathematics; close the formula before", line)
+            raise self._refuse(f"{item.delimiters[0]} within mathematics; close the formula before")
         else:
-            is_empty = all(isinstance(part, self.tex.LatexCommentNode) for part in item.nodelist)
+            is_empty = all(isinstance(part, tex.LatexCommentNode) for part in item.nodelist)
             if item.delimiters[0] == "$$" or (item.delimiters[0] == "$" and is_empty):
-                raise NotAllowed("$$ is not allowed; use the environment equation", line)
+                raise self._refuse("$$ is not allowed; use the environment equation")
             self._formula(item.nodelist, is_display=item.displaytype == "display")
 
     def _group(self, nodes: list[Any], *, in_math: bool) -> None:
@@ -250,11 +241,11 @@ class _Reader:
             self._put(words.EMPTY)
 
     def _letter(self, letter: str, at: int, *, in_math: bool, in_table: bool) -> None:
-        if letter == "#" or (letter in "^_$" and not (in_math and letter != "$")):
+        if letter in "#$" or (letter in "^_" and not in_math):
             where = "in" if in_math else "outside of"
-            raise NotAllowed(rf"{letter} {where} mathematics; write \{letter} for the sign", self._line)
+            raise self._refuse(rf"{letter} {where} mathematics; write \{letter} for the sign")
         if letter == "&" and not (in_table or in_math):
-            raise NotAllowed(r"& outside of a table; write \& for the sign", self._line)
+            raise self._refuse(r"& outside of a table; write \& for the sign")
         if letter == "\n" and not self.is_in_formula and _BLANK_LINE.match(self.source, at):
             self.found.paragraphs.append([])
         elif in_math and letter in "0123456789":
@@ -271,16 +262,6 @@ class _Reader:
         self._put(words.FORMULA_END if is_whole else "")
         self.is_in_formula = not is_whole
 
-    def _script(self, item: Any, line: int) -> None:
-        if item is None or (item[0] if isinstance(item, tuple) else getattr(item, "macroname", "")) in (
-            "^",
-            "_",
-        ):
-            raise NotAllowed("a sub- or superscript is missing behind ^ or _; write it in braces", line)
-        self._put(words.SCRIPT)
-        self._item(item, in_math=True)
-        self._put(words.SCRIPT_END)
-
     def _cells(self, parts: Iterable[list[Any]]) -> None:
         """Read what is above and below another."""
         self._put(words.CELL)
@@ -290,71 +271,71 @@ class _Reader:
         self._put(words.CELL_END)
 
     def _command(self, node: Any, allowed: dict[str, str]) -> None:
-        name, line, in_math = _plain(node.macroname), self._line, allowed is words.MATH_COMMANDS
+        name, line, in_math = _plain(node.macroname), self.line, allowed is words.MATH_COMMANDS
         if name not in allowed:
             raise _unknown_command(name, line, allowed)
-        if in_math or (name == "\\" and self.tables):
-            self._put(words.MATH_PRINTED.get(name, "") if in_math else words.BREAK)
-        else:
-            self._put(words.PRINTED.get(name, ""))
+        is_row = name == "\\" and self.tables and not in_math
+        self._put(words.BREAK if is_row else (words.MATH_PRINTED if in_math else words.PRINTED).get(name, ""))
         kinds = re.findall(r"\??\w", allowed[name])
         given = node.nodeargd.argnlist if node.nodeargd is not None else []
         given = given[len(given) - len(kinds) :]  # \operatorname has a star before
-        arguments = [self._argument(name, kind, part, line) for kind, part in zip(kinds, given, strict=True)]
-        if name in _CELLS:
-            self._cells(part.nodelist for part in arguments if part is not None)
-            return
+        arguments = [
+            (kind[-1], self._argument(name, kind, part)) for kind, part in zip(kinds, given, strict=True)
+        ]
+        arguments = [(kind, part) for kind, part in arguments if part is not None]
         names: list[str] = []
-        for kind, part in zip(kinds, arguments, strict=True):
-            if part is None:
-                continue
-            if kind[-1] == "m":
+        if name in _CELLS:
+            self._cells(part.nodelist for _, part in arguments)
+            return
+        for kind, part in arguments:
+            if kind == "m":
                 self._group(part.nodelist, in_math=True)
-            elif kind[-1] == "p":
+            elif kind == "p":
                 self._put(words.BREAK if name in _APART else "")
                 self.walk(part.nodelist)
                 self._put(words.BREAK if name in _APART else "")
             else:
-                names.append(self._verbatim(part, name, line))
+                names.append(self._verbatim(part, name))
         if names:
-            self._line = line
+            self.line = line
             self.found.uses.append(Use(name, tuple(names), line))
             self._put(words.MARKS.get(name, words.HOLE))
 
-    def _argument(self, name: str, kind: str, part: Any, line: int) -> Any:
+    def _argument(self, name: str, kind: str, part: Any) -> Any:
         opening = "[" if kind[0] == "?" else "{"
         if part is None and opening == "[":
             return None
-        delimiters = getattr(part, "delimiters", None) or "?"
-        if delimiters[0] != opening:
-            raise NotAllowed(rf"\{name} expects {opening} here", line)
+        if (getattr(part, "delimiters", None) or "?")[0] != opening:
+            raise self._refuse(rf"\{name} expects {opening} here")
         return part
 
-    def _verbatim(self, part: Any, command: str, line: int) -> str:
+    def _verbatim(self, part: Any, command: str) -> str:
         """Return a name in braces: names hold no braces, backslashes or comments."""
         text = self.source[part.pos + 1 : part.pos + part.len - 1]
         if any(sign in text for sign in "{}\\%\n$~#"):
-            raise NotAllowed(rf"\{command} expects a plain name in braces, got {text[:40]!r}", line)
+            raise self._refuse(rf"\{command} expects a plain name in braces, got {text[:40]!r}")
         return text.strip()
 
     def _environment(self, node: Any, *, in_math: bool) -> None:
-        name, line = node.environmentname, self._line
+        name = node.environmentname
+        allowed = words.INNER_MATH_ENVIRONMENTS if in_math else _PROSE
+        if name not in allowed:
+            hint = nearest(name, _PROSE) or "; they are " + ", ".join(_PROSE)
+            raise self._refuse(f"environment {name!r} is not one that a section may use here{hint}")
         if in_math:
-            _check_environment(name, line, words.INNER_MATH_ENVIRONMENTS)
             self._cells([node.nodelist])
-            return
-        _check_environment(name, line, _PROSE)
-        if name in words.MATH_ENVIRONMENTS:
+        elif name in words.MATH_ENVIRONMENTS:
             self._formula(node.nodelist, is_display=True)
-            return
-        is_table = name == "tabular"
-        if is_table:
-            part = self._argument(name, "k", node.nodeargd.argnlist[0], line)
-            columns = self._verbatim(part, "begin{tabular}", line)
+        elif name == "tabular":
+            columns = self._verbatim(self._argument(name, "k", node.nodeargd.argnlist[0]), "begin{tabular}")
             if not columns or set(columns) - set("lcr|"):
-                raise NotAllowed(f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line)
-        self._put(" " if is_table else words.BREAK)  # a table may be next to what is before it
-        self.tables += is_table
-        self.walk(node.nodelist, in_table=is_table)
-        self.tables -= is_table
-        self._put(" " if is_table else words.BREAK)
+                raise self._refuse(f"columns of a tabular are letters of l, c, r and |, got {columns!r}")
+            self._put(" ")  # a table may be next to what is before it
+            self.tables += 1
+            self.walk(node.nodelist, in_table=True)
+            self.tables -= 1
+            self._put(" ")
+        else:
+            self._put(words.BREAK)
+            self.walk(node.nodelist)
+            self._put(words.BREAK)

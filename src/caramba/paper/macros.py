@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
 from caramba.paper.check import derive
-from caramba.paper.evidence import Evidence, unit_tex
+from caramba.paper.evidence import Evidence, Result, unit_tex
 from caramba.paper.latex import Scanned
 
 PROXY_MARK = r"\textsuperscript{\emph{proxy}}"
@@ -43,26 +43,26 @@ def results_tex(sections: Iterable[Scanned], evidence: Evidence) -> str:
         _COMMANDS.rstrip(),
         rf"\newcommand{{\carambaproxy}}{{{' ' + PROXY_MARK if evidence.proxy else ''}}}",
     ]
-    for key in _used(scanned, "result"):
+    for key in list_names("result", scanned):
         found = evidence.result(key)
         kind = "standard error" if found.is_standard_error else "dispersion"
         spread = "" if found.spread is None else f", {kind} {found.spread!r} of n={found.n}"
-        lines.append(
-            f"% {_comment(key)} = {found.value!r} {found.unit}{spread}, from {_comment(found.source)}"
-        )
-        lines.append(_define("result", key, found.tex + _mark(found.is_proxy)))
-    for key in _used(scanned, "resultvalue"):
-        found = evidence.result(key)
-        lines.append(f"% {_comment(key)} = {found.value!r} {found.unit}, from {_comment(found.source)}")
-        lines.append(_define("resultvalue", key, found.value_tex + _mark(found.is_proxy)))
-    for operation, first, second in _used_derived(scanned):
+        lines += _define("result", key, found.tex, found, spread)
+    for key in list_names("resultvalue", scanned):
+        lines += _define("resultvalue", key, evidence.result(key).value_tex, evidence.result(key))
+    for use in dict.fromkeys(use.arguments for part in scanned for use in part.uses_of("derived")):
+        operation, first, second = use
         value = derive(operation, first, second, evidence)
         lines.append(f"% {operation} of {_comment(first)} and {_comment(second)} = {value!r}")
         one, other = evidence.result(first), evidence.result(second)
         unit = {"ratio": "", "difference": unit_tex(one.unit), "percent_change": r"\,\%"}[operation]
-        shown = typeset(number(value)) + unit + _mark(one.is_proxy or other.is_proxy)
-        lines.append(_define("derived", f"{operation} {first} {second}", shown))
-    lines += [_define("setting", path, evidence.settings[path]) for path in _used(scanned, "setting")]
+        mark = PROXY_MARK if one.is_proxy or other.is_proxy else ""
+        shown = typeset(number(value)) + unit + mark
+        lines.append(rf"\caramba@define{{derived}}{{{operation} {first} {second}}}{{{shown}}}")
+    lines += [
+        rf"\caramba@define{{setting}}{{{path}}}{{{evidence.settings[path]}}}"
+        for path in list_names("setting", scanned)
+    ]
     return "\n".join([*lines, r"\makeatother", ""])
 
 
@@ -74,31 +74,18 @@ def provenance_note(evidence: Evidence) -> str:
     return note
 
 
-def figures_used(sections: Iterable[Scanned]) -> list[str]:
-    """Return the names of the figures that the text shows."""
-    return _used(list(sections), "artifactfigure")
+def list_names(command: str, sections: Iterable[Scanned]) -> list[str]:
+    """Return what a command names in the sections, each once."""
+    return list(dict.fromkeys(use.arguments[0] for part in sections for use in part.uses_of(command)))
 
 
-def tables_used(sections: Iterable[Scanned]) -> list[str]:
-    """Return the labels of the tables that the text shows."""
-    return _used(list(sections), "artifacttable")
-
-
-def _used(sections: list[Scanned], command: str) -> list[str]:
-    return list(dict.fromkeys(use.arguments[0] for section in sections for use in section.uses_of(command)))
-
-
-def _used_derived(sections: list[Scanned]) -> list[tuple[str, str, str]]:
-    found = ((*use.arguments,) for section in sections for use in section.uses_of("derived"))
-    return list(dict.fromkeys((one, two, three) for one, two, three in found))
-
-
-def _define(kind: str, name: str, shown: str) -> str:
-    return rf"\caramba@define{{{kind}}}{{{name}}}{{{shown}}}"
-
-
-def _mark(is_proxy: bool) -> str:
-    return PROXY_MARK if is_proxy else ""
+def _define(command: str, key: str, shown: str, found: Result, spread: str = "") -> list[str]:
+    """Return the definition of a result after a comment with its source."""
+    mark = PROXY_MARK if found.is_proxy else ""
+    return [
+        f"% {_comment(key)} = {found.value!r} {found.unit}{spread}, from {_comment(found.source)}",
+        rf"\caramba@define{{{command}}}{{{key}}}{{{shown}{mark}}}",
+    ]
 
 
 def _comment(text: str) -> str:

@@ -118,6 +118,11 @@ _NUMBERED_SCRIPT, _OTHER_SCRIPT, _NUMBERED_CELL = "\ue019", "\ue01b", "\ue01c"
 _NUMBER = re.compile(f"[0-9]+|{words.VALUE}|{_NUMBERED_CELL}")
 _PARTS = re.compile(r"[^=+*/<>\u00d7\n-]+")  # between operators
 _HAS_LETTER = re.compile(rf"[^\W\d]|{words.LETTER}")
+_PLAIN_DIGITS = str.maketrans(words.DIGITS, "0123456789")
+# A script, the letter, script or closed bracket before it that is its base, and the empty group that it may hold.
+_SCRIPTED = re.compile(
+    rf"([^\W\d_]|[{words.LETTER}{words.SCRIPT_END}]|[^\s(\[{{]\s*[)\]}}|])?{words.SCRIPT}({words.EMPTY})?"
+)
 
 
 def in_formulas(text: Text) -> Iterator[tuple[str, int, bool]]:
@@ -126,40 +131,25 @@ def in_formulas(text: Text) -> Iterator[tuple[str, int, bool]]:
     Numbers without an operator between them are read together, and scripts need a base. A number alone is structure as
     an index or exponent of one digit, and as 0, 1 or 2 in a displayed formula, a fraction or a root.
     """
-    letters = "".join(
-        str(words.DIGITS.index(letter)) if letter in words.DIGITS else letter for letter, _ in text
-    )
+    letters = "".join(letter for letter, _ in text).translate(_PLAIN_DIGITS)
     for found in _FORMULA.finditer(letters):
         inside, lines = found[1], [line for _, line in text[found.start(1) : found.end(1)]]
-        for at, letter in enumerate(inside):
-            before = inside[at - 1 : at]
-            is_closed = before in tuple(")]}|") and inside[: at - 1].strip()[-1:] not in ("", *"([{")
-            has_base = before.isalpha() or before in (words.LETTER, words.SCRIPT_END) or is_closed
-            if letter == words.SCRIPT and (not before or not has_base or inside[at + 1] == words.EMPTY):
-                yield BASELESS, lines[at], False
+        for script in _SCRIPTED.finditer(inside):
+            if script[1] is None or script[2] is not None:
+                yield BASELESS, lines[script.start()], False
         while part := _INNERMOST.search(inside):
-            is_script = inside[part.start()] == words.SCRIPT
-            yield from _in_row(part[1], lines[part.start() :], is_script=is_script, is_inner=not is_script)
-            inside = inside[: part.start()] + _mark(part[1], is_script=is_script) + inside[part.end() :]
-            del lines[part.start() + 1 : part.end()]
+            start, row, is_script = part.start(), part[1], part[0][0] == words.SCRIPT
+            yield from _in_row(row, lines[start:], is_script=is_script, is_inner=not is_script)
+            number = _NUMBER.search(row)
+            if is_script:
+                mark = _NUMBERED_SCRIPT if number and len(row) == 1 else _OTHER_SCRIPT
+            elif number:
+                mark = words.VALUE if words.VALUE in row else _NUMBERED_CELL
+            else:
+                mark = words.LETTER if _HAS_LETTER.search(row) else words.EMPTY
+            inside = inside[:start] + mark + inside[part.end() :]
+            del lines[start + 1 : part.end()]
         yield from _in_row(inside, lines, is_script=False, is_inner=letters[found.start()] == words.DISPLAY)
-
-
-def _mark(inside: str, *, is_script: bool) -> str:
-    """Return what a script or a cell is to what is around it."""
-    number = _NUMBER.search(inside)
-    if is_script:
-        return _NUMBERED_SCRIPT if number and len(inside) == 1 else _OTHER_SCRIPT
-    has_letter = _HAS_LETTER.search(inside)
-    return (
-        words.VALUE
-        if words.VALUE in inside
-        else _NUMBERED_CELL
-        if number
-        else words.LETTER
-        if has_letter
-        else words.EMPTY
-    )
 
 
 def _in_row(
@@ -179,11 +169,8 @@ def _in_row(
             is_structure = (is_script and len(number) == 1) or (is_inner and number in ("0", "1", "2"))
             if len(run) > 1 or row[start - 1 : start] == _NUMBERED_SCRIPT:
                 has_value = any(item[0] == words.VALUE for item in run)
-                yield (
-                    GLUED if has_value else joined[:60] or "fractions side by side",
-                    lines[start],
-                    not has_value,
-                )
+                text = GLUED if has_value else joined[:60] or "fractions side by side"
+                yield text, lines[start], not has_value
             elif number not in (words.VALUE, _NUMBERED_CELL) and not is_structure:
                 yield joined, lines[start], True
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from caramba.artifacts.latex import escape
 from caramba.config.optional_deps import need_library
 from caramba.errors import ConfigError
+from caramba.paper.untrusted import clean
 
 _KEY = re.compile(r"[A-Za-z0-9:._+/-]+")
 MOST_TITLE, MOST_ABSTRACT, MOST_AUTHORS = 300, 3000, 50
@@ -56,25 +58,32 @@ class Record:
         return f"% {self.id}\n@misc{{{key},\n" + ",\n".join(lines) + "\n}\n"
 
 
-def clean(text: str, most: int) -> str:
-    """Return text of others on one line: no control, direction or zero-width characters, and no more than `most`."""
-    kept = (" " if letter.isspace() else letter for letter in unicodedata.normalize("NFC", text))
-    shown = "".join(letter for letter in kept if unicodedata.category(letter)[0] != "C")
-    shown = " ".join(shown.split())
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+def describe(
+    identity: str,
+    title: str,
+    authors: Iterable[str],
+    year: str,
+    *,
+    abstract: str = "",
+    entry: str = "",
+    **others: str,
+) -> Record:
+    """Return a record of what others wrote, each text on one line and no longer than allowed."""
+    people = tuple(clean(name, 200) for name in itertools.islice(authors, MOST_AUTHORS) if name.strip())
+    rest = {name: clean(text, 200) for name, text in others.items()}
+    abstract = clean(abstract, MOST_ABSTRACT)
+    return Record(identity, clean(title, MOST_TITLE), people, year, abstract=abstract, entry=entry, **rest)
 
 
 def new_key(record: Record, taken: Collection[str]) -> str:
     """Return a citation key: first author, year and first long word of the title, made distinct."""
     if record.id.startswith("bib:"):
         return record.id.removeprefix("bib:")
-    author = record.authors[0].split()[-1] if record.authors and record.authors[0].split() else "anon"
+    author = " ".join(record.authors[:1]).split() or ["anon"]
     word = next((word for word in re.findall(r"\w+", record.title) if len(word) > 3), "work")
-    base = _ascii(author) + record.year + _ascii(word) or "work"
-    number = 1
-    while (key := base + (f"x{number}" if number > 1 else "")) in taken:
-        number += 1
-    return key
+    base = _ascii(author[-1]) + record.year + _ascii(word) or "work"
+    keys = (base + (f"x{number}" if number > 1 else "") for number in itertools.count(1))
+    return next(key for key in keys if key not in taken)
 
 
 def read_bibliography(path: Path) -> dict[str, Record]:
@@ -101,14 +110,10 @@ def read_bibliography(path: Path) -> dict[str, Record]:
         people = [" ".join(part for name in (person.first_names, person.middle_names, person.prelast_names,
                                              person.last_names) for part in name)
                   for person in entry.persons.get("author", ())]  # fmt: skip
-        found[f"bib:{key}"] = Record(
-            id=f"bib:{key}",
-            title=clean(fields.get("title", ""), MOST_TITLE),
-            authors=tuple(clean(re.sub("[{}]", "", name), 200) for name in people),
-            year=year[0] if year else "",
-            abstract=clean(fields.get("abstract", ""), MOST_ABSTRACT),
-            entry=entry.to_string("bibtex"),
-        )
+        found[f"bib:{key}"] = describe(
+            f"bib:{key}", fields.get("title", ""), [re.sub("[{}]", "", name) for name in people],
+            year[0] if year else "", abstract=fields.get("abstract", ""), entry=entry.to_string("bibtex"),
+        )  # fmt: skip
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from caramba.config.paper import CitationsConfig, SourceName
 from caramba.errors import AgentError
-from caramba.paper.records import MOST_ABSTRACT, MOST_AUTHORS, MOST_TITLE, Record, clean
+from caramba.paper.records import Record, describe
 from caramba.paper.untrusted import read_json
 from caramba.runs.deadline import run_with_timeout
 
@@ -41,17 +41,6 @@ class Literature:
         self.config, self._sleep = config, sleep
         self._failures: dict[SourceName, int] = {}
         self._last_arxiv = -ARXIV_PAUSE_S
-        # http and https alone: a redirect may not lead to a file.
-        self._opener = urllib.request.OpenerDirector()
-        for handler in (
-            urllib.request.ProxyHandler,
-            urllib.request.HTTPHandler,
-            urllib.request.HTTPSHandler,
-            urllib.request.HTTPRedirectHandler,
-            urllib.request.HTTPErrorProcessor,
-            urllib.request.HTTPDefaultErrorHandler,
-        ):
-            self._opener.add_handler(handler())
 
     def search(self, source: SourceName, query: str, most: int) -> list[Record]:
         """Return at most `most` records, newer ones first where the configuration prefers them.
@@ -63,17 +52,14 @@ class Literature:
             raise SearchFailed(f"{source} is not among paper.citations.sources; cite without it")
         if self._failures.get(source, 0) >= MOST_FAILURES:
             raise SearchFailed(f"{source} failed {MOST_FAILURES} times in this draft and is not asked again")
+        ask = self._arxiv if source == "arxiv" else self._semantic_scholar
         try:
-            found = (self._arxiv if source == "arxiv" else self._semantic_scholar)(
-                query, min(most, MOST_RECORDS)
-            )
+            found = ask(query, min(most, MOST_RECORDS))
         except SearchFailed:
             self._failures[source] = self._failures.get(source, 0) + 1
             raise
         self._failures[source] = 0
-        if not self.config.prefer_recent:
-            return found
-        newest = time.gmtime().tm_year - self.config.recent_years
+        newest = time.gmtime().tm_year - self.config.recent_years if self.config.prefer_recent else 9999
         return sorted(found, key=lambda record: not (record.year.isdigit() and int(record.year) > newest))
 
     def _arxiv(self, query: str, most: int) -> list[Record]:
@@ -90,10 +76,8 @@ class Literature:
         try:
             entries = ET.fromstring(content).findall(f"{_ATOM}entry")
         except ET.ParseError as error:
-            raise SearchFailed(
-                f"arxiv: the answer is no XML ({error}); try again or semantic_scholar"
-            ) from None
-        return [record for entry in entries if (record := _of_entry(entry)) is not None][:most]
+            raise SearchFailed(f"arxiv: the answer is no XML ({error}); try semantic_scholar") from None
+        return [record for entry in entries if (record := _of_entry(entry)) and record.title][:most]
 
     def _semantic_scholar(self, query: str, most: int) -> list[Record]:
         fields = "title,abstract,year,venue,authors,externalIds,url"
@@ -106,8 +90,8 @@ class Literature:
         )
         try:
             papers = read_json(content).get("data") or []
-            return [record for paper in papers if (record := _of_paper(paper)) is not None][:most]
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            return [record for paper in papers if (record := _of_paper(paper)) and record.title][:most]
+        except (ValueError, AttributeError, TypeError) as error:
             raise SearchFailed(
                 f"semantic_scholar: the answer is not what was expected ({type(error).__name__}); try again or arxiv"
             ) from None
@@ -116,73 +100,48 @@ class Literature:
         request = urllib.request.Request(
             f"{url}?{urllib.parse.urlencode(parameters)}", headers={"User-Agent": "caramba", **headers}
         )
-        try:
-            return run_with_timeout(self.config.timeout_s, lambda: self._read(source, request))
-        except urllib.error.HTTPError as error:
-            limit = " (too many requests)" if error.code == 429 else ""
-            raise SearchFailed(
-                f"{source}: HTTP {error.code}{limit}; try again later or another source"
-            ) from None
-        except TimeoutError:
-            raise SearchFailed(
-                f"{source}: no answer within {self.config.timeout_s:g} s; try another source"
-            ) from None
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            reason = getattr(error, "reason", None) or type(error).__name__
-            if isinstance(reason, TimeoutError):
-                reason = f"no answer within {self.config.timeout_s:g} s"
-            raise SearchFailed(f"{source}: cannot be reached ({reason}); is this machine offline?") from None
 
-    def _read(self, source: str, request: urllib.request.Request) -> bytes:
-        deadline = time.monotonic() + self.config.timeout_s
-        with self._opener.open(request, timeout=self.config.timeout_s) as answer:
-            parts: list[bytes] = []
-            size = 0
-            while part := answer.read1(65536):  # returns what is there; `read` waits until all of it is
-                parts.append(part)
-                size += len(part)
-                if size > MOST_BYTES:
-                    raise SearchFailed(
-                        f"{source}: the answer is longer than {MOST_BYTES} bytes; search narrower"
-                    )
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-            return b"".join(parts)
+        def read() -> bytes:
+            with urllib.request.urlopen(request, timeout=self.config.timeout_s) as answer:
+                return answer.read(MOST_BYTES + 1)
+
+        try:
+            content = run_with_timeout(self.config.timeout_s, read)
+        except (http.client.HTTPException, OSError) as error:
+            reason = getattr(error, "reason", None) or type(error).__name__
+            if isinstance(error, urllib.error.HTTPError):
+                wrong = f"HTTP {error.code}{' (too many requests)' if error.code == 429 else ''}"
+            elif isinstance(error, TimeoutError) or isinstance(reason, TimeoutError):
+                wrong = f"no answer within {self.config.timeout_s:g} s"
+            else:
+                wrong = f"cannot be reached ({reason}); is this machine offline?"
+            raise SearchFailed(f"{source}: {wrong}; try again later or another source") from None
+        if len(content) > MOST_BYTES:
+            raise SearchFailed(f"{source}: the answer is longer than {MOST_BYTES} bytes; search narrower")
+        return content
 
 
 def _of_entry(entry: ET.Element) -> Record | None:
     found = _ARXIV_ID.search(entry.findtext(f"{_ATOM}id", "").strip())
-    title = clean(entry.findtext(f"{_ATOM}title", ""), MOST_TITLE)
-    if found is None or not title:
+    if found is None:
         return None
     names = [author.findtext(f"{_ATOM}name", "") for author in entry.findall(f"{_ATOM}author")]
     year = entry.findtext(f"{_ATOM}published", "")[:4]
-    return Record(
-        id=f"arxiv:{found[1]}",
-        title=title,
-        authors=tuple(clean(name, 200) for name in names[:MOST_AUTHORS] if name.strip()),
-        year=year if year.isdigit() else "",
-        url=f"https://arxiv.org/abs/{found[1]}",
-        doi=clean(entry.findtext(f"{_ARXIV}doi", ""), 200),
-        abstract=clean(entry.findtext(f"{_ATOM}summary", ""), MOST_ABSTRACT),
-    )
+    return describe(
+        f"arxiv:{found[1]}", entry.findtext(f"{_ATOM}title", ""), names, year if year.isdigit() else "",
+        url=f"https://arxiv.org/abs/{found[1]}", doi=entry.findtext(f"{_ARXIV}doi", ""),
+        abstract=entry.findtext(f"{_ATOM}summary", ""),
+    )  # fmt: skip
 
 
 def _of_paper(paper: dict[str, Any]) -> Record | None:
-    identity, title = str(paper.get("paperId") or ""), clean(str(paper.get("title") or ""), MOST_TITLE)
-    if not _S2_ID.fullmatch(identity) or not title:
+    identity, year = str(paper.get("paperId") or ""), paper.get("year")
+    if not _S2_ID.fullmatch(identity):
         return None
-    ids = paper.get("externalIds") or {}
-    year = paper.get("year")
-    return Record(
-        id=f"s2:{identity}",
-        title=title,
-        authors=tuple(
-            clean(str(item.get("name") or ""), 200) for item in (paper.get("authors") or [])[:MOST_AUTHORS]
-        ),
-        year=str(year) if isinstance(year, int) else "",
-        venue=clean(str(paper.get("venue") or ""), 200),
+    names = [str(item.get("name") or "") for item in paper.get("authors") or []]
+    texts = {name: str(paper.get(name) or "") for name in ("venue", "abstract")}
+    return describe(
+        f"s2:{identity}", str(paper.get("title") or ""), names, str(year) if isinstance(year, int) else "",
         url=f"https://www.semanticscholar.org/paper/{identity}",
-        doi=clean(str(ids.get("DOI") or ""), 200),
-        abstract=clean(str(paper.get("abstract") or ""), MOST_ABSTRACT),
-    )
+        doi=str((paper.get("externalIds") or {}).get("DOI") or ""), **texts,
+    )  # fmt: skip

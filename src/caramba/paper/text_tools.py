@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from caramba.paper.untrusted import read_json
+from caramba.paper.untrusted import read_json, read_object
 
 _ASKED = (
     "You call tools by answering with one JSON object and nothing else, "
@@ -42,12 +42,8 @@ def read_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[s
     Raises:
         ValueError: the answer is not of the form that was asked for; the message is for the model.
     """
-    start, end = text.find("{"), text.rfind("}")
-    try:
-        plain = read_json(text[start : end + 1])
-    except (ValueError, RecursionError):
-        raise ValueError("the answer is no JSON object") from None
-    if not isinstance(plain, dict) or not plain.keys() & {"calls", "text"}:
+    plain = read_object(text)
+    if not plain.keys() & {"calls", "text"}:
         raise ValueError("the object has neither calls nor text")
     known = [tool["function"]["name"] for tool in tools]
     calls: list[dict[str, Any]] = []
@@ -63,5 +59,5 @@ def read_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[s
 def _loaded(arguments: str) -> Any:
     try:
         return read_json(arguments)
-    except (ValueError, RecursionError):
+    except ValueError:
         return arguments

@@ -203,6 +203,6 @@ def test_figures_that_were_changed_are_refused(config: Make, own: Path, tmp_path
     ) as server:
         drafted(config(server.url), own)
         results = server.results()
-    assert "its SHA-256 is not that of report.json" in results[0]["error"]
+    assert "its SHA-256 is not that of the file" in results[0]["error"]
     assert "no such file" in results[1]["error"]
-    assert "its SHA-256 is not that of report.json" in results[2]["error"]
+    assert "its SHA-256 is not that of the file" in results[2]["error"]

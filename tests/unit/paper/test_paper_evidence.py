@@ -72,7 +72,8 @@ def test_tables_that_were_changed_are_refused(run: Path, tmp_path: Path) -> None
     with open(copy / "artifacts/tables.tex", "a") as file:
         file.write("% more\n")
     with pytest.raises(
-        ConfigError, match=r"tables\.tex: not the file that report\.json lists; write the artifacts"
+        ConfigError,
+        match=r"tables\.tex: its SHA-256 is not that of the file that report\.json lists; write the artifacts",
     ):
         read_evidence(copy, copy)
 

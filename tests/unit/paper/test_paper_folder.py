@@ -40,7 +40,6 @@ def opened(root: Path) -> PaperFolder:
             for path in ("../x.tex", "/etc/passwd", "a/../../x", "link/x.tex")
         ),
         ("versions/../../x", "out of the paper's folder"),
-        *((path, "no path of a file") for path in ("a\0b", "a" * 300 + ".tex", "a/" * 600)),
         ("\ud83d.tex", r"cannot be read \(UnicodeEncodeError\)"),
     ],
 )
@@ -145,14 +144,14 @@ def test_a_missing_head_is_put_back_and_an_edited_one_is_not(tmp_path: Path) -> 
     assert (paper.root / "paper.tex").read_text() == "one"
 
 
-def test_a_transcript_goes_on_behind_half_a_line(tmp_path: Path) -> None:
+def test_a_transcript_drops_half_a_line_that_a_kill_left(tmp_path: Path) -> None:
     paper = opened(tmp_path / "paper")
     paper.note("one", text="a\nb")
     with open(paper.root / "transcript.jsonl", "a") as file:
         file.write('{"torn": ')
     paper.note("two")
     lines = (paper.root / "transcript.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in (lines[0], lines[2])] == ["one", "two"]
+    assert [json.loads(line)["event"] for line in lines] == ["one", "two"]
 
 
 def test_a_draft_is_read_back(tmp_path: Path) -> None:

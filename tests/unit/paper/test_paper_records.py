@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from caramba.errors import ConfigError
-from caramba.paper.records import Record, clean, new_key, read_bibliography
+from caramba.paper.records import Record, new_key, read_bibliography
+from caramba.paper.untrusted import clean
 
 
 def test_titles_of_others_cannot_leave_their_field() -> None:
