@@ -17,9 +17,9 @@ from caramba.config.paper import SectionName
 from caramba.config.parse import parse_as
 from caramba.config.review import Action, ReviewConfig, Score, Topic
 from caramba.errors import AgentError, CarambaError, nearest
-from caramba.paper.arguments import Prefix, Words, read_arguments
+from caramba.paper.arguments import Prefix, Words, by_name, read_arguments
 from caramba.paper.evidence import Evidence
-from caramba.paper.research.proposal import Patch, Proposal, arm_manifest
+from caramba.paper.research.proposal import TRIALS, Patches, Proposal, Trials, arm_manifest
 from caramba.paper.review import Reviewed, check_paper
 from caramba.paper.untrusted import encodable
 from caramba.runs.manifest import manifest_sha256
@@ -60,7 +60,8 @@ class ProposeExperiment(Config):
     rationale: Words
     hypothesis: Words
     smallest_effect: Annotated[float, Field(ge=0)]
-    patches: Annotated[tuple[Patch, ...], Field(min_length=1, max_length=8)]
+    patches: Patches
+    trials: Trials = Field(default=(), description=TRIALS)
 
 
 class GenerateExperimentManifest(Config):
@@ -86,16 +87,10 @@ class SubmitReview(Config):
     findings: Annotated[tuple[FindingGiven, ...], Field(max_length=MOST_FINDINGS)] = ()
 
 
-REVIEW_TOOLS: dict[str, type[Config]] = {
-    "analyze_paper_structure": AnalyzePaperStructure,
-    "check_experimental_claims": CheckExperimentalClaims,
-    "check_citation_coverage": CheckCitationCoverage,
-    "read_paper_section": ReadPaperSection,
-    "get_experiment_results_summary": GetExperimentResultsSummary,
-    "propose_experiment": ProposeExperiment,
-    "generate_experiment_manifest": GenerateExperimentManifest,
-    "submit_review": SubmitReview,
-}
+REVIEW_TOOLS = by_name(
+    AnalyzePaperStructure, CheckExperimentalClaims, CheckCitationCoverage, ReadPaperSection,
+    GetExperimentResultsSummary, ProposeExperiment, GenerateExperimentManifest, SubmitReview,
+)  # fmt: skip
 _PROPOSING = ("propose_experiment", "generate_experiment_manifest")
 
 
@@ -193,7 +188,7 @@ class ReviewToolbox:
 
 def proposal_yaml(proposal: Proposal) -> str:
     """Return a proposal as its file has it."""
-    return yaml.safe_dump(proposal.model_dump(mode="json"), sort_keys=False)
+    return yaml.safe_dump(proposal.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
 
 
 def as_findings(given: SubmitReview, config: ReviewConfig) -> list[Reviewed]:

@@ -48,6 +48,7 @@ class Launcher:
         if run["seed"] in self.fails and plain["origin"] == "agent":
             return 1
         value = 2.0 + run["seed"] * 0.1 - (0.5 if run["train"]["lr"] == 0.002 else 0.0)
+        value -= {0.3: 0.2}.get(run["train"]["weight_decay"], 0.0)
         report = {"metrics": {METRIC: {"value": value}}, "phases": [{"tokens": 100}]}
         target = folder / "runs" / "tiny" / "1" / "artifacts" / "report.json"
         target.parent.mkdir(parents=True)
@@ -92,6 +93,7 @@ def test_comparison_is_accepted_and_verified(base: Path, tmp_path: Path) -> None
     assert (seen.state, seen.n_seeds) == ("accepted", 5)
     assert verify_ledger(tmp_path / "c") == {
         "lines": 28,
+        "trials": 0,
         "runs": 10,
         "looks": 5,
         "decisions": 1,
@@ -100,6 +102,53 @@ def test_comparison_is_accepted_and_verified(base: Path, tmp_path: Path) -> None
     again = Comparison(tmp_path / "c", base, GATE, launch=launcher).run(proposal(base))
     assert again == seen
     assert len(launcher.places) == 10
+
+
+TRIALS = [[{"key": "weight_decay", "value": value}] for value in (0.2, 0.3)]
+
+
+def test_both_arms_have_as_many_tuning_trials(base: Path, tmp_path: Path) -> None:
+    launcher, folder = Launcher(), tmp_path / "c"
+    seen = Comparison(folder, base, GATE, launch=launcher).run(proposal(base, trials=TRIALS))
+    assert (seen.state, seen.n_seeds) == ("accepted", 5)
+    counts = verify_ledger(folder)
+    assert (counts["trials"], counts["runs"]) == (6, 10)
+    places = [Path(place).relative_to(folder / "experiments").as_posix() for place in launcher.places]
+    tried = [f"lower_lr/trial{number}/{arm}" for number in range(3) for arm in ("baseline", "candidate")]
+    assert places[:8] == [*tried, "lower_lr/baseline/seed1", "lower_lr/seed1"]  # both take the second trial
+    decays = [json.loads(Path(place, "manifest.json").read_text())["groups"][0]["runs"][0]["train"]["weight_decay"]
+              for place in launcher.places[6:8]]  # fmt: skip
+    assert decays == [0.3, 0.3]
+    assert Comparison(folder, base, GATE, launch=launcher).run(proposal(base, trials=TRIALS)) == seen
+    assert len(launcher.places) == 16
+
+
+@pytest.mark.parametrize(
+    ("event", "changes", "message"),
+    [
+        ("trial", None, "baseline lacks trial 0 of 3; both arms have as many"),
+        ("tuned", {"baseline": 0}, "its trials give"),
+        ("tuned", None, "comes before both arms had their 2 trials"),
+    ],
+)
+def test_unequal_trials_with_a_new_chain_are_found(
+    event: str, changes: dict[str, Any] | None, message: str, base: Path, tmp_path: Path
+) -> None:
+    Comparison(tmp_path / "c", base, GATE, launch=Launcher()).run(proposal(base, trials=TRIALS))
+    forged, is_first = Ledger(tmp_path / "d"), True
+    for line in Ledger(tmp_path / "c").events:
+        fields = {
+            key: value for key, value in line.items() if key not in ("n", "previous", "sha256", "event")
+        }
+        if line["event"] == event and is_first:
+            is_first = False
+            if changes is None:
+                continue
+            fields |= changes
+        forged.append(line["event"], **fields)
+    os.rename(forged.file, tmp_path / "c" / LEDGER)
+    with pytest.raises(ConfigError, match=message):
+        verify_ledger(tmp_path / "c")
 
 
 def test_equal_arms_are_rejected(base: Path, tmp_path: Path) -> None:
@@ -200,6 +249,8 @@ def test_another_test_or_candidate_than_registered_is_refused(base: Path, tmp_pa
         ({"patches": [{"key": "data.path", "value": "/etc/passwd"}]}, "key"),
         ({"patches": [{"key": "lr", "value": 0.1}, {"key": "lr", "value": 0.01}]}, "two patches"),
         ({"patches": []}, "patches"),
+        ({"trials": [[{"key": "lr", "value": 0.1}]]}, "or a trial one of the patches"),
+        ({"name": "baseline"}, "the loop has a folder of that name"),
         ({"name": "../x"}, "small letter"),
         ({"plugins": ["evil"]}, "plugins"),
         ({"base_sha256": "x"}, "base_sha256"),

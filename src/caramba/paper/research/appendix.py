@@ -10,12 +10,13 @@ from typing import Any
 from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
 from caramba.paper.evidence import Evidence, Result
+from caramba.paper.research.experiment import run_place
 from caramba.paper.research.ledger import LEDGER
 
 
 def with_experiments(evidence: Evidence, events: Sequence[Mapping[str, Any]], metric: str) -> Evidence:
     """Return the evidence with `research.NAME.baseline|candidate|e_value` of every decision, and the appendix."""
-    runs = [line for line in events if line["event"] in ("run", "held_out_run")]
+    runs = [line for line in events if line["event"] in ("trial", "run", "held_out_run")]
     if not runs:
         return evidence
     results = dict(evidence.results)
@@ -23,10 +24,10 @@ def with_experiments(evidence: Evidence, events: Sequence[Mapping[str, Any]], me
     decided = [line for line in events if line["event"] == "decision"]
     for decision in decided:
         name, n = decision["proposal"], decision["n_seeds"]
-        for arm, folder in (("baseline", "baseline"), ("candidate", name)):
-            values = [
-                line["metric"] for line in runs if line["place"].startswith(f"experiments/{folder}/seed")
-            ]
+        tuned = next((line for line in events if line["event"] == "tuned" and line["proposal"] == name), {})
+        for arm in ("baseline", "candidate"):
+            place = run_place(name, arm, 0, tuned.get(arm, 0)).parent.as_posix()
+            values = [line["metric"] for line in runs if line["place"].startswith(f"{place}/seed")]
             values = [float(value) for value in values[:n] if value is not None]
             if values:
                 spread = statistics.stdev(values) if len(values) > 1 else None

@@ -20,7 +20,7 @@ from caramba.config.parse import parse_as
 from caramba.config.research import GateConfig
 from caramba.console import logger
 from caramba.errors import ConfigError, nearest
-from caramba.paper.research.gate import Look, Pair, budget_difference, look
+from caramba.paper.research.gate import Look, Pair, best_trial, budget_difference, look
 from caramba.paper.research.ledger import Ledger
 from caramba.paper.research.proposal import Proposal, arm_manifest
 from caramba.runs import read_manifest
@@ -57,20 +57,24 @@ class Comparison:
             ConfigError: another test is registered here, the proposal fits no manifest, or there were as many
                 candidates as registered.
         """
-        arms = {
-            seed: (arm_manifest(self.base, seed), arm_manifest(self.base, seed, proposal))
-            for seed in self.gate.seeds
-        }
-        for manifest in arms[self.gate.seeds[0]]:
-            self._plan(proposal.name, manifest)
+        changes = (None, proposal)
+        for trial in ((), *proposal.trials):
+            for change in changes:
+                self._plan(proposal.name, arm_manifest(self.base, self.gate.seeds[0], change, trial))
         self._register(proposal)
+        tuned = self._tune(proposal)
+        trials = ((), *proposal.trials)
         pairs: list[Pair] = []
         seen = Look(0, 1.0, "continue")
         for seed in self.gate.seeds:
             lines = [
-                self._run_arm(proposal.name, arm, seed, manifest)
-                for arm, manifest in zip(ARMS, arms[seed], strict=True)
-            ]
+                self._run_at(
+                    run_place(proposal.name, arm, seed, tuned[arm]),
+                    arm_manifest(self.base, seed, change, trials[tuned[arm]]),
+                    "run", arm=arm, seed=seed,
+                )
+                for arm, change in zip(ARMS, changes, strict=True)
+            ]  # fmt: skip
             pairs.append(self._pair(seed, lines))
             seen = look(pairs, self.gate)
             looks = [line for line in self.ledger.of("look") if line["proposal"] == proposal.name]
@@ -86,6 +90,25 @@ class Comparison:
             self.ledger.append("decision", proposal=proposal.name, state=seen.state, n_seeds=seen.n_seeds)
         return seen
 
+    def _tune(self, proposal: Proposal) -> dict[str, int]:
+        """Run every trial in both arms, so that each has as many, and return which one each arm takes, 0 for none."""
+        trials = ((), *proposal.trials) if proposal.trials else ()
+        metrics: dict[str, list[float | None]] = {arm: [] for arm in ARMS}
+        for number, trial in enumerate(trials):
+            for arm, change in zip(ARMS, (None, proposal), strict=True):
+                seed = max(self.gate.seeds) + 2  # of no pair
+                line = self._run_at(
+                    trial_place(proposal.name, arm, number), arm_manifest(self.base, seed, change, trial),
+                    "trial", proposal=proposal.name, arm=arm, trial=number, seed=seed,
+                )  # fmt: skip
+                metrics[arm].append(line["metric"])
+        if not trials:
+            return dict.fromkeys(ARMS, 0)
+        tuned = {arm: best_trial(metrics[arm], self.gate) for arm in ARMS}
+        if not any(line["proposal"] == proposal.name for line in self.ledger.of("tuned")):
+            self.ledger.append("tuned", proposal=proposal.name, n_trials=len(trials), **tuned)
+        return tuned
+
     def _register(self, proposal: Proposal) -> None:
         registered = self.ledger.of("registration")
         gate = self.gate.model_dump(mode="json")
@@ -96,7 +119,7 @@ class Comparison:
                 f"{self.ledger.file}, line {registered[0]['n']}: another test or base is registered; a test is not "
                 "changed after its runs began; name another folder"
             )
-        plain = proposal.model_dump(mode="json")
+        plain = proposal.model_dump(mode="json", exclude_defaults=True)
         proposals = {line["proposal"]["name"]: line["proposal"] for line in self.ledger.of("proposal")}
         if proposal.name in proposals:
             if proposals[proposal.name] != plain:
@@ -122,12 +145,6 @@ class Comparison:
         if done.returncode != 0:
             raise ConfigError(f"proposal {name}: its manifest cannot be run: {done.stderr.strip()[-2000:]}")
 
-    def _run_arm(self, name: str, arm: str, seed: int, manifest: Manifest) -> dict[str, Any]:
-        """Run one arm unless the ledger has it, and return its line."""
-        # A baseline is run once per seed for all candidates.
-        place = Path("experiments") / (name if arm == "candidate" else "baseline") / f"seed{seed}"
-        return self._run_at(place, manifest, "run", arm=arm, seed=seed)
-
     def open_held_out(self, proposal: Proposal) -> dict[str, dict[str, Any]]:
         """Train the winner and its baseline once more and measure both on the held-out tokens; by arm, their lines.
 
@@ -138,9 +155,11 @@ class Comparison:
         if not opened or opened[0]["proposal"] != proposal.name:
             self.ledger.append("held_out_opened", proposal=proposal.name, tokens=str(self.gate.held_out))
         seed = max(self.gate.seeds) + 1
+        tuned, trials = self._tune(proposal), ((), *proposal.trials)
         found: dict[str, dict[str, Any]] = {}
         for arm, change in zip(ARMS, (None, proposal), strict=True):
-            manifest = on_held_out(arm_manifest(self.base, seed, change), str(self.gate.held_out))
+            manifest = arm_manifest(self.base, seed, change, trials[tuned[arm]])
+            manifest = on_held_out(manifest, str(self.gate.held_out))
             place = Path("experiments") / "held_out" / arm
             found[arm] = self._run_at(place, manifest, "held_out_run", arm=arm, seed=seed)
         return found
@@ -176,6 +195,17 @@ class Comparison:
 
     def _pair(self, seed: int, lines: Sequence[dict[str, Any]]) -> Pair:
         return pair_of(seed, lines[0], lines[1], self.gate)
+
+
+def run_place(name: str, arm: str, seed: int, trial: int) -> Path:
+    """Return the folder of a run; a baseline that no trial improved is run once per seed for all candidates."""
+    folder = name if arm == "candidate" else f"{name}/baseline" if trial else "baseline"
+    return Path("experiments") / folder / f"seed{seed}"
+
+
+def trial_place(name: str, arm: str, trial: int) -> Path:
+    """Return the folder of a tuning trial of one arm."""
+    return Path("experiments") / name / f"trial{trial}" / arm
 
 
 def pair_of(seed: int, baseline: dict[str, Any], candidate: dict[str, Any], gate: GateConfig) -> Pair:

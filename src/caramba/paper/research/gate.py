@@ -85,6 +85,13 @@ def look(pairs: Sequence[Pair], gate: GateConfig) -> Look:
     return Look(len(values), value, "rejected" if is_lost else "continue")
 
 
+def best_trial(metrics: Sequence[float | None], gate: GateConfig) -> int:
+    """Return which of an arm's tuning trials is best, the first of equal ones, and the first if all failed."""
+    sign = 1.0 if gate.direction == "more" else -1.0
+    values = [-math.inf if _has_failed(metric) else sign * float(metric or 0.0) for metric in metrics]
+    return values.index(max(values))
+
+
 def budget_difference(baseline: float, candidate: float) -> float:
     """Return by which share two arms differ in what they spent."""
     most = max(baseline, candidate)

@@ -15,6 +15,8 @@ FIRST = "0" * 64
 _RUNS = (
     "registration",
     "proposal",
+    "trial",
+    "tuned",
     "run_started",
     "run",
     "look",

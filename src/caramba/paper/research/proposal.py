@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from caramba.config.base import Config
 from caramba.config.manifest import Manifest
 from caramba.config.parse import parse_as
 from caramba.config.resolve import load_tree, read_text
+from caramba.config.source import is_sequence
 from caramba.errors import ConfigError
 from caramba.runs.manifest import manifest_sha256
 
@@ -40,6 +42,7 @@ Key = Literal[
     "optimizer",
     "scheduler",
 ]
+_TAKEN = ("baseline", "held_out")  # folders of runs that belong to no proposal
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -60,6 +63,20 @@ class Patch(Config):
         return self
 
 
+def _tuples(given: Any) -> Any:
+    """Return a list of lists, as YAML and JSON have it, as the schema does."""
+    return (
+        tuple(tuple(item) if isinstance(item, list) else item for item in given)
+        if is_sequence(given)
+        else given
+    )
+
+
+Patches = Annotated[tuple[Patch, ...], Field(min_length=1, max_length=8)]
+Trials = Annotated[tuple[Patches, ...], BeforeValidator(_tuples), Field(max_length=8)]
+TRIALS = "settings that both arms are tuned over before the test, next to their own; each arm takes its best"
+
+
 class Proposal(Config):
     """What is to be tried, and why, stated before it runs."""
 
@@ -72,20 +89,25 @@ class Proposal(Config):
     smallest_effect: Annotated[float, Field(ge=0)] = Field(
         description="smallest difference of the metric that matters"
     )
-    patches: Annotated[tuple[Patch, ...], Field(min_length=1, max_length=8)]
+    patches: Patches
+    trials: Trials = Field(default=(), description=TRIALS)
 
     @field_validator("name")
     @classmethod
     def _is_name(cls, value: str) -> str:
+        if value in _TAKEN:
+            raise ValueError(f"the loop has a folder of that name; expected none of {', '.join(_TAKEN)}")
         if not _NAME.fullmatch(value):
             raise ValueError("expected a small letter, then small letters, digits and _, 40 in all")
         return value
 
     @model_validator(mode="after")
     def _distinct(self) -> Proposal:
-        keys = [patch.key for patch in self.patches]
-        if len(set(keys)) != len(keys):
-            raise ValueError("two patches set one key; set each once")
+        # Of a key that the patches set, the arms could not try the same values.
+        for patches in (self.patches, *((*self.patches, *trial) for trial in self.trials)):
+            keys = [patch.key for patch in patches]
+            if len(set(keys)) != len(keys):
+                raise ValueError("two patches set one key, or a trial one of the patches; set each once")
         return self
 
 
@@ -106,8 +128,12 @@ def read_proposal(file: Path) -> Proposal:
     return parse_as(Proposal, cast("dict[str, Any]", plain))
 
 
-def arm_manifest(base: Manifest, seed: int, proposal: Proposal | None = None) -> Manifest:
+def arm_manifest(
+    base: Manifest, seed: int, proposal: Proposal | None = None, trial: Sequence[Patch] = ()
+) -> Manifest:
     """Return the manifest of one arm and seed: the base's with the seed in every phase, and the patches if given.
+
+    `trial` are the settings that the arm is tuned to.
 
     Raises:
         ConfigError: the proposal is on another base, or the result is no valid manifest.
@@ -117,6 +143,7 @@ def arm_manifest(base: Manifest, seed: int, proposal: Proposal | None = None) ->
             f"proposal {proposal.name}: base_sha256 is {proposal.base_sha256[:12]}…, the base run's manifest has "
             f"{manifest_sha256(base)[:12]}…; propose on this run"
         )
+    patches = (*(proposal.patches if proposal is not None else ()), *trial)
     plain: dict[str, Any] = json.loads(json.dumps(base.model_dump(mode="json")))
     plain |= {"paper": None, "review": None, "research": None}
     if "seed" in plain:
@@ -126,8 +153,7 @@ def arm_manifest(base: Manifest, seed: int, proposal: Proposal | None = None) ->
             run["seed"] = seed
             if run["train"] is not None:
                 run["train"]["seed"] = seed
-            if proposal is not None and run["train"] is not None:
-                run["train"] |= {patch.key: patch.value for patch in proposal.patches}
-    if proposal is not None:
+                run["train"] |= {patch.key: patch.value for patch in patches}
+    if patches:
         plain["origin"] = "agent"
     return parse_as(Manifest, plain)

@@ -9,8 +9,8 @@ from typing import Any
 from caramba.config.parse import parse_as
 from caramba.config.research import GateConfig
 from caramba.errors import ConfigError
-from caramba.paper.research.experiment import pair_of, read_run
-from caramba.paper.research.gate import Pair, look
+from caramba.paper.research.experiment import ARMS, pair_of, read_run, run_place, trial_place
+from caramba.paper.research.gate import Pair, best_trial, look
 from caramba.paper.research.ledger import LEDGER, read_ledger
 from caramba.paper.research.proposal import Proposal, arm_manifest
 from caramba.runs import read_manifest
@@ -32,7 +32,8 @@ def verify_ledger(folder: Path) -> dict[str, int]:
     runs: dict[str, dict[str, Any]] = {}
     proposals: dict[str, Proposal] = {}
     last: dict[str, str] = {}
-    counts = {"lines": len(lines), "runs": 0, "looks": 0, "decisions": 0, "held_out_runs": 0}
+    tuned: dict[str, dict[str, int]] = {}
+    counts = {"lines": len(lines), "trials": 0, "runs": 0, "looks": 0, "decisions": 0, "held_out_runs": 0}
     for line in lines:
         where = f"{file}, line {line['n']}: "
         match line["event"]:
@@ -41,13 +42,23 @@ def verify_ledger(folder: Path) -> dict[str, int]:
             case "proposal":
                 proposal = parse_as(Proposal, line["proposal"])
                 proposals[proposal.name] = proposal
-            case "run" if gate is not None:
+            case "run" | "trial" if gate is not None:
                 _check_run(folder, line, gate, where)
                 runs[line["place"]] = line
-                counts["runs"] += 1
+                counts[f"{line['event']}s"] += 1
+            case "tuned" if gate is not None:
+                name, n = line["proposal"], len(proposals[line["proposal"]].trials) + 1
+                expected = {"n_trials": n, **{arm: _best(name, arm, n, runs, gate, where) for arm in ARMS}}
+                if (stated := {key: line[key] for key in expected}) != expected:
+                    raise ConfigError(f"{where}states {stated}, its trials give {expected}")
+                tuned[name] = {arm: line[arm] for arm in ARMS}
             case "look" if gate is not None:
                 name = line["proposal"]
-                pairs = _pairs(name, runs, gate, line["n_seeds"], where)
+                if proposals[name].trials and name not in tuned:
+                    raise ConfigError(
+                        f"{where}comes before both arms had their {len(proposals[name].trials)} trials"
+                    )
+                pairs = _pairs(name, tuned.get(name, {}), runs, gate, line["n_seeds"], where)
                 expected = asdict(look(pairs, gate))
                 stated = {key: line[key] for key in expected}
                 if stated != expected:
@@ -63,11 +74,11 @@ def verify_ledger(folder: Path) -> dict[str, int]:
             case "held_out_run" if gate is not None:
                 _check_run(folder, line, gate, where)
                 counts["held_out_runs"] += 1
-            case "run" | "look":
+            case "run" | "trial" | "tuned" | "look":
                 raise ConfigError(f"{where}comes before the registration of a test")
             case _:
                 pass
-    _check_manifests(folder, runs, proposals)
+    _check_manifests(folder, runs, proposals, tuned)
     return counts
 
 
@@ -84,28 +95,47 @@ def _check_run(folder: Path, line: dict[str, Any], gate: GateConfig, where: str)
         raise ConfigError(f"{where}{place / 'manifest.json'} is not the manifest that was recorded")
 
 
-def _pairs(name: str, runs: dict[str, dict[str, Any]], gate: GateConfig, n: int, where: str) -> list[Pair]:
+def _best(name: str, arm: str, n: int, runs: dict[str, dict[str, Any]], gate: GateConfig, where: str) -> int:
+    """Return the best trial of one arm, which must have had all that were registered for both."""
+    lines = [runs.get(trial_place(name, arm, number).as_posix()) for number in range(n)]
+    if None in lines:
+        raise ConfigError(f"{where}{arm} lacks trial {lines.index(None)} of {n}; both arms have as many")
+    return best_trial([line["metric"] for line in lines if line is not None], gate)
+
+
+def _pairs(
+    name: str, tuned: dict[str, int], runs: dict[str, dict[str, Any]], gate: GateConfig, n: int, where: str
+) -> list[Pair]:
     pairs: list[Pair] = []
     for seed in gate.seeds[:n]:
-        arms = [runs.get(f"experiments/{arm}/seed{seed}") for arm in ("baseline", name)]
+        arms = [runs.get(run_place(name, arm, seed, tuned.get(arm, 0)).as_posix()) for arm in ARMS]
         if arms[0] is None or arms[1] is None:
             raise ConfigError(f"{where}seed {seed} has no run in both arms before this look")
         pairs.append(pair_of(seed, arms[0], arms[1], gate))
     return pairs
 
 
-def _check_manifests(folder: Path, runs: dict[str, dict[str, Any]], proposals: dict[str, Proposal]) -> None:
-    """Check that a candidate's manifest is its baseline's with the registered patches, and nothing else."""
+def _check_manifests(
+    folder: Path,
+    runs: dict[str, dict[str, Any]],
+    proposals: dict[str, Proposal],
+    tuned: dict[str, dict[str, int]],
+) -> None:
+    """Check that a manifest is the untuned baseline's with the registered patches and trial, and nothing else."""
     for place, line in runs.items():
-        name = Path(place).parent.name
-        baseline = folder / "experiments" / "baseline" / f"seed{line['seed']}" / "manifest.json"
-        if line["arm"] == "baseline" or not baseline.is_file():
+        name, where = place.split("/")[1], f"{folder / LEDGER}, line {line['n']}: "
+        is_tuned = name in proposals and proposals[name].trials
+        untuned = (
+            trial_place(name, "baseline", 0) if is_tuned else run_place(name, "baseline", line["seed"], 0)
+        )
+        baseline = folder / untuned / "manifest.json"
+        if name == "baseline" or not baseline.is_file():
             continue
         if name not in proposals:
-            raise ConfigError(f"{folder / LEDGER}, line {line['n']}: {name} was not registered before it ran")
-        base = read_manifest(baseline)
+            raise ConfigError(f"{where}{name} was not registered before it ran")
+        base, arm = read_manifest(baseline), line["arm"]
         proposal = proposals[name].model_copy(update={"base_sha256": manifest_sha256(base)})
-        if manifest_sha256(arm_manifest(base, line["seed"], proposal)) != line["manifest_sha256"]:
-            raise ConfigError(
-                f"{folder / LEDGER}, line {line['n']}: its manifest is not the baseline's with the registered patches"
-            )
+        number = line["trial"] if line["event"] == "trial" else tuned.get(name, {}).get(arm, 0)
+        change, trial = proposal if arm == "candidate" else None, ((), *proposal.trials)[number]
+        if manifest_sha256(arm_manifest(base, line["seed"], change, trial)) != line["manifest_sha256"]:
+            raise ConfigError(f"{where}its manifest is not the baseline's with the registered patches")
