@@ -23,7 +23,7 @@ FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 PRELOADED = [
     *("caramba.launch.run", "caramba.launch.compose", "caramba.worker", "caramba.experiment.run"),
     *("caramba.launch.launchers.elastic", "caramba.train.trainer", "caramba.train.strategies"),
-    *("caramba.evaluation.latency", "torch.utils.tensorboard", "pytest"),
+    *("caramba.evaluation.latency", "torch.utils.tensorboard", "pytest", "caramba.paper"),
 ]
 RANK = "rank "
 """How the name of a rank's process begins."""

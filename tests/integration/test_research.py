@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,21 @@ import pytest
 from caramba.data import ByteTokenizer
 from caramba.export.write import export_model
 from caramba.infer import ModelBundle
+from caramba.paper.research.ledger import EVENTS
+from caramba.paper.research.verify import verify_ledger
 from tests.integration.commands import caramba, only_run, served
 from tests.paper_servers import Answer, chat_server
+from tests.preloaded import FORKS, forkserver
 from tests.unit.serve.served import byte_model
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "paper"))
 
+import killed_loop
 from finished_run import write_run
 from stub_model import NLL, PROPOSAL, StubModel
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
-pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+needs_latex = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 
 BENCHMARK = "{id:perplexity,config:{type:perplexity,block_size:32,batch_size:2,num_batches:2}}"
 LAUNCH = (
@@ -56,6 +62,7 @@ WRITTEN = (
 )
 
 
+@needs_latex
 def test_a_loop_ends_with_a_paper_after_a_real_experiment_and_replays(tmp_path: Path, cache: Path) -> None:
     done = caramba(LAUNCH, tmp_path, cache, draws=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,6 +93,7 @@ def test_a_loop_ends_with_a_paper_after_a_real_experiment_and_replays(tmp_path: 
         assert (tmp_path / "again" / name).read_bytes() == (run / "paper" / name).read_bytes(), name
 
 
+@needs_latex
 def test_a_loop_with_text_tools_on_caramba_serve_ends_where_the_model_has_no_form(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -117,3 +125,38 @@ def test_a_loop_with_text_tools_on_caramba_serve_ends_where_the_model_has_no_for
     assert "3 calls" in done.stdout
     assert not (run / "paper" / "paper.tex").exists()
     assert json.loads((run / "paper" / "research_loop_result.json").read_text())["reason"] == "model_unusable"
+
+
+def test_kill_9_behind_every_kind_of_event_repeats_no_paid_call_and_no_run(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    write_run(base)
+    (tmp_path / "held_out.npy").write_bytes(b"")
+    context: Any = forkserver() if FORKS else multiprocessing.get_context("spawn")
+
+    def loop(name: str, is_killed: bool) -> int:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        process = context.Process(target=killed_loop.run, args=(base, folder, is_killed))
+        process.start()
+        process.join()
+        return process.exitcode
+
+    def lines(name: str, file: str) -> list[str]:
+        return [line.replace(name, "NAME") for line in killed_loop.lines_of(tmp_path / name / file)]
+
+    assert loop("loop_one", False) == 0
+    n_kills = 0
+    while (status := loop("loop_two", True)) == -signal.SIGKILL:
+        n_kills += 1
+    assert status == 0
+    kinds = lines("loop_two", killed_loop.KINDS)
+    assert EVENTS | {"call of iter1/draft", "call of iter2/review"} <= set(kinds)
+    assert n_kills == len(kinds) == len(set(kinds))
+    assert sorted(lines("loop_two", killed_loop.PAID)) == sorted(lines("loop_one", killed_loop.PAID))
+    assert sorted(lines("loop_two", killed_loop.RUNS)) == sorted(lines("loop_one", killed_loop.RUNS))
+    assert (
+        len(lines("loop_one", killed_loop.RUNS)) == 12
+    )  # three trials in both arms, two pairs, the held-out pair
+    for name in ("loop_one", "loop_two"):
+        assert (tmp_path / name / killed_loop.RESULT).read_text() == "approved"
+        assert verify_ledger(tmp_path / name / "paper" / "research")["trials"] == 6

@@ -19,7 +19,7 @@ from caramba.config.research import LoopBudgetConfig, ResearchLoopConfig
 from caramba.config.review import ReviewConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper import ResearchLoop, client
-from caramba.paper.journal import CALLS, Journal
+from caramba.paper.journal import CALLS
 from caramba.paper.research import experiment, loop
 from caramba.paper.research.ledger import LEDGER, Ledger
 from caramba.paper.research.loop import RESULT, LoopResult
@@ -84,53 +84,6 @@ def test_a_loop_writes_reviews_experiments_and_is_approved(
     assert events.count("held_out_opened") == 1
     again = looped(base, StubModel(), Launcher(), monkeypatch)
     assert again == result
-
-
-class Killed(BaseException):
-    pass
-
-
-def _killing(patch: pytest.MonkeyPatch, kinds: set[str]) -> None:
-    """Kill the loop right after its first write of every kind to the ledger or the journal; `kinds` are those seen."""
-    append, add = Ledger.append, Journal.add
-
-    def kill(kind: str) -> None:
-        if kind not in kinds:
-            kinds.add(kind)
-            raise Killed
-
-    def appended(self: Ledger, event: str, **fields: Any) -> dict[str, Any]:
-        line = append(self, event, **fields)
-        kill(event)
-        return line
-
-    def added(self: Journal, request: dict[str, Any], reply: dict[str, Any]) -> None:
-        add(self, request, reply)
-        kill(f"call of {self.step}")
-
-    patch.setattr(Ledger, "append", appended)
-    patch.setattr(Journal, "add", added)
-
-
-def test_a_loop_killed_after_every_kind_of_event_repeats_nothing(base: Path, tmp_path: Path) -> None:
-    whole, model, launcher = StubModel(), StubModel(), Launcher()
-    with pytest.MonkeyPatch.context() as patch:
-        looped(base, whole, Launcher(), patch, output_dir=tmp_path / "whole")
-    kinds: set[str] = set()
-    result, n_kills = None, 0
-    while result is None:
-        with pytest.MonkeyPatch.context() as patch:
-            _killing(patch, kinds)
-            try:
-                result = looped(base, model, launcher, patch, output_dir=tmp_path / "killed")
-            except Killed:
-                n_kills += 1
-    assert {"draft", "review", "run", "look", "decision", "held_out_run", "stop"} <= kinds
-    assert n_kills == len(kinds) >= 16
-    assert result.reason == "approved"
-    assert sorted(model.bodies) == sorted(whole.bodies)  # no call is paid twice
-    assert len(set(launcher.places)) == len(launcher.places) == 6
-    verify_ledger(tmp_path / "killed" / "research")
 
 
 def test_a_replay_is_byte_identical_and_needs_no_model(
