@@ -12,6 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+PLUGINS = ("-p", "no:cacheprovider", "-p", "tests.ops.patched_once")
 
 runs_interpreted = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter's process"),
@@ -29,7 +30,7 @@ def run_kernel_tests(folder: Path) -> None:
     pytest.importorskip("triton")
     files = sorted(path.relative_to(ROOT) for path in folder.rglob("test_*_triton.py"))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", "-x", "-p", "no:cacheprovider", *map(str, files)],
+        [sys.executable, "-m", "pytest", "-q", "-rA", "-x", *PLUGINS, *map(str, files)],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,

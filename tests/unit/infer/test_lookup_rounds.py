@@ -46,9 +46,8 @@ def stats_of(generator: SpeculativeGenerator) -> SpeculativeStats:
     return generator.stats
 
 
-@pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
-    ("values", "differ"),  # every pair of the three is seen
+    ("values", "differ"),  # every pair of these and of the two options is seen
     [
         ({"temperature": 0.0}, False),
         ({"temperature": 0.0, "repetition_penalty": 1.2}, True),
@@ -56,26 +55,26 @@ def stats_of(generator: SpeculativeGenerator) -> SpeculativeStats:
         (SAMPLED, True),
     ],
 )
-def test_the_text_is_that_of_plain_decode(
-    target: Model, values: dict[str, Any], differ: bool, is_first: bool
-) -> None:
-    extra, adaptive = is_first, is_first != differ
-    given = {"spec_k": 9, "spec_k_adaptive": adaptive, "spec_extra_token": extra, "compiled": True}
-    generator = SpeculativeGenerator(target, **given, **LONG, **values)
-    plainly = [Generator(target, **LONG, **values).generate(prompts) for prompts in (PROMPTS, PROMPTS[:1])]
-    # On the context and buffers of the call before.
-    for prompts, plain in zip((PROMPTS, PROMPTS[:1], PROMPTS), (*plainly, plainly[0]), strict=True):
-        rows = generator.generate(prompts)
-        assert [row.tokens for row in rows] == [row.tokens for row in plain]
-        for mine, theirs in zip(rows, plain, strict=True):
-            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
-        stats = stats_of(generator)
-        assert (stats.decode, stats.not_batched) == ("compiled", None)
-        assert stats.accepted <= stats.judged <= stats.drafted
-        assert stats.accepted > 0 or values != {"temperature": 0.0}  # a likeliest text repeats itself
-        assert stats.drafted <= N_DRAFTS * stats.row_steps
-        # One token of each row comes from prefill, of others each is accepted or follows those; the last may be cut.
-        assert stats.row_steps + stats.accepted >= stats.new_tokens - len(prompts)
+def test_the_text_is_that_of_plain_decode(target: Model, values: dict[str, Any], differ: bool) -> None:
+    several, one = (
+        Generator(target, **LONG, **values).generate(prompts) for prompts in (PROMPTS, PROMPTS[:1])
+    )
+    for extra in (True, False):
+        given = {"spec_k": 9, "spec_k_adaptive": extra != differ, "spec_extra_token": extra, "compiled": True}
+        generator = SpeculativeGenerator(target, **given, **LONG, **values)
+        for plain in (several, one, several):  # on the context and buffers of the call before
+            prompts = PROMPTS[: len(plain)]
+            rows = generator.generate(prompts)
+            assert [row.tokens for row in rows] == [row.tokens for row in plain]
+            for mine, theirs in zip(rows, plain, strict=True):
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+            stats = stats_of(generator)
+            assert (stats.decode, stats.not_batched) == ("compiled", None)
+            assert stats.accepted <= stats.judged <= stats.drafted
+            assert stats.accepted > 0 or values != {"temperature": 0.0}  # a likeliest text repeats itself
+            assert stats.drafted <= N_DRAFTS * stats.row_steps
+            # One token of each row comes from prefill, of others each is accepted or follows those; the last may be cut.
+            assert stats.row_steps + stats.accepted >= stats.new_tokens - len(prompts)
 
 
 def test_rounds_verify_several_tokens_only_where_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
