@@ -21,6 +21,13 @@ DEAD_SHARE = 0.01
 """A slot is dead below this share of the read mass that it has where all slots are read alike."""
 COLLAPSE = 0.5
 """Share of dead slots above which a memory has collapsed."""
+STATISTICS = {
+    "utilization": "Share of memory slots in use: exp(H) / slots of the read mass per slot",
+    "dead_share": "Share of memory slots that are hardly read",
+    "memory_mass": "Probability that goes to memory slots, not to the window",
+    "write_rate": "Share of a token that a memory slot takes",
+}
+"""What is measured of slots, by its key, in words."""
 
 
 class SlotMemory:
@@ -68,8 +75,7 @@ class SlotMemory:
             for layer in layers.values():
                 layer.use = None
         self._slot_reads = {name: use["read_mass"] for name, use in by_layer.items()}
-        keys = ("utilization", "dead_share", "memory_mass", "write_rate")
-        stats = {key: sum(use[key] for use in by_layer.values()) / len(by_layer) for key in keys}
+        stats = {key: sum(use[key] for use in by_layer.values()) / len(by_layer) for key in STATISTICS}
         self._memory_stats = stats | {"layers": by_layer}
         if stats["dead_share"] > COLLAPSE and not self._has_warned_of_collapse:
             self._has_warned_of_collapse = True

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from caramba.infer.engine import EngineStats
+from caramba.model.memory import STATISTICS
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -59,6 +60,9 @@ class Metrics:
             ("open_connections", "Open connections", lambda: self.open_connections()),
         ):
             Gauge(f"caramba_{name}", text, registry=self.registry).set_function(read)
+        for key, text in STATISTICS.items() if stats().memory is not None else ():
+            gauge = Gauge(f"caramba_memory_{key.removeprefix('memory_')}", text, registry=self.registry)
+            gauge.set_function(lambda key=key: (stats().memory or {})[key])
 
     def text(self) -> bytes:
         """Return all of it as Prometheus text."""

@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from caramba.cache import MemoryLayerKVCache
 from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
@@ -22,6 +24,7 @@ from caramba.infer.engine.stats import EngineStats
 from caramba.infer.row import GenerationRow
 from caramba.infer.threads import step_threads
 from caramba.model import Model
+from caramba.model.memory import STATISTICS
 
 RATE_OVER = 32
 MAX_PREFILL_DELAY_STEPS = 4
@@ -36,6 +39,8 @@ the weights once for both, reached the same throughput and a longer p99 between 
 MIN_PREFILLED = 1
 """Requests that have run ahead of a slot with which the next ones wait no longer for others: a slot or two get free
 while their prompts run."""
+MEASURED_EVERY = 32
+"""Of so many texts that leave the window of a model with memory slots, the use of its slots is measured on one."""
 FULL = 0.7
 """Part of `prefill_chunk` with which prompts wait no longer: a forward of few tokens takes long for each of them."""
 
@@ -69,12 +74,17 @@ class Batch:
         self.slots = Slots(model, config)
         self.prefixes = self._prefix_cache()
         self.requests: list[EngineRequest | None] = [None] * (config.n_slots + self.slots.n_ahead)
+        caches = self.slots.ctx.caches
+        windows = [cache.window for cache in caches if isinstance(cache, MemoryLayerKVCache)]
         self.stats = EngineStats(
             n_slots=config.n_slots,
             n_ahead=self.slots.n_ahead,
             not_ahead=self.slots.not_ahead,
             cache_kind=self.slots.kind.value,
+            memory=dict.fromkeys(STATISTICS, math.nan) if windows else None,
         )
+        self._window = max(windows, default=0)  # of memory slots
+        self._n_beyond = 0  # texts that have left it
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._overlapping: list[int] = []  # slots whose prompts overlap decode steps, whole
         self._ahead: list[int] = []  # rows ahead whose prompts have run, the earliest first
@@ -348,6 +358,7 @@ class Batch:
             if row.finish is not None:
                 row.close(None)
                 self._keep(slot)
+                self._measure_slots((*row.prompt, *row.tokens))
         except Exception as error:
             self.release(slot, "error", error)
             return
@@ -355,6 +366,19 @@ class Batch:
             self.release(slot, ENDS[row.finish])
         elif failure is not None:
             self.release(slot, "error", failure)
+
+    def _measure_slots(self, text: Sequence[int]) -> None:
+        """Measure on some texts, the first one among them, how memory slots are used; in a forward not much longer than
+        a chunk of a prompt, for which the other rows wait."""
+        if self.stats.memory is None or len(text) <= self._window:
+            return
+        if self._n_beyond % MEASURED_EVERY == 0:
+            tokens = torch.tensor(
+                [text[: self._window + self.config.prefill_chunk]], device=self.slots.device
+            )
+            found = self.slots.model.get_memory_stats(tokens)
+            self.stats.memory = {key: found[key] for key in STATISTICS}
+        self._n_beyond += 1
 
     def release(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a slot's request and overwrite what the slot holds; the request ends even where that fails."""

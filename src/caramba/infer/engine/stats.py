@@ -20,6 +20,8 @@ class EngineStats:
         not_compiled: why they run otherwise than asked, if so.
         active: requests in slots; `ahead` those in rows ahead of them, of which there are `n_ahead`.
         not_ahead: why there are none of these, if some were asked for.
+        memory: use of memory slots in a text that has ended, see `Model.get_memory_stats`; NaN before the first such
+            text, None for a model without slots.
     """
 
     n_slots: int = 0
@@ -43,3 +45,4 @@ class EngineStats:
     decode: DecodeForm | str = "eager"
     not_compiled: str | None = None
     not_ahead: str | None = None
+    memory: dict[str, float] | None = None

@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from caramba.model import Model
+from caramba.model.memory import STATISTICS
 
 ROWS = 8
 """Sequences of the first held-out batch that are measured."""
-KEYS = ("utilization", "dead_share", "memory_mass", "write_rate")
 
 
 class SlotStatistics(pl.Callback):
@@ -35,6 +35,6 @@ class SlotStatistics(pl.Callback):
         if self._tokens is None or pl_module.has_stages or not trainer.is_global_zero:
             return
         stats = self.model.get_memory_stats(self._tokens)
-        pl_module.record({f"memory_{key.removeprefix('memory_')}": stats[key] for key in KEYS})
+        pl_module.record({f"memory_{key.removeprefix('memory_')}": stats[key] for key in STATISTICS})
         by_layer = {name: use["read_mass"].tolist() for name, use in stats["layers"].items()}
         self.write(trainer.global_step, by_layer)

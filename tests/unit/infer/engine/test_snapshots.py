@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from caramba.infer import Generator
 from caramba.infer.engine import Engine
 from caramba.infer.engine.prefix import SnapshotCache
 from caramba.model import Model, build_model
+from caramba.model.memory import STATISTICS
+from caramba.serve.metrics import Metrics
 from tests.unit.infer.engine.test_engine import run
 from tests.unit.layer.test_memory_bank import VOCAB, memory_model
 from tests.unit.model.model_specs import transformer
@@ -75,6 +79,28 @@ def test_a_full_cache_of_states_drops_the_least_recently_used() -> None:
     assert stats.prefix_bytes == 2 * state_bytes
     ask(engine, [*PREFIX[:21], 3])  # the snapshot of 20 tokens has been dropped for later ones
     assert engine.stats().prefix_hits == 0
+
+
+def test_use_of_slots_in_texts_that_have_ended_goes_to_the_metrics() -> None:
+    model = memory_model()
+    engine = Engine(model, n_slots=2, max_len=200, prefill_chunk=CHUNK)
+    metrics = Metrics(engine.stats)
+
+    def shown() -> dict[str, float]:
+        lines = [line for line in metrics.text().decode().splitlines() if line.startswith("caramba_memory_")]
+        return {name: float(value) for name, value in map(str.split, lines)}
+
+    ask(engine, PREFIX[:3], n=4)  # nothing leaves the window of 7
+    assert len(shown()) == 4
+    assert all(math.isnan(value) for value in shown().values())
+    ask(engine, PREFIX)
+    stats = model.get_memory_stats(torch.tensor([PREFIX[: 7 + CHUNK]]))
+    expected = {f"caramba_memory_{key.removeprefix('memory_')}": stats[key] for key in STATISTICS}
+    assert shown() == expected
+    ask(engine, PREFIX[20:])  # one of 32 is measured
+    assert shown() == expected
+    plain = Engine(build_model(transformer("standard"), seed=0), n_slots=1, max_len=20)
+    assert b"caramba_memory" not in Metrics(plain.stats).text()
 
 
 def test_snapshots_are_not_cut_nor_replaced_by_longer_texts() -> None:
