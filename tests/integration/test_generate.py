@@ -126,12 +126,13 @@ def test_what_cannot_be_done_is_said_with_status_2(
 
 
 def test_a_conversation_comes_through_a_pipe(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def chat(lines: str, status: int = 0) -> str:
+    def chat(lines: str, status: int = 0, *more: str) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
         capsys.readouterr()
-        assert main(["chat", str(folder), "--device", "cpu", "--max-new-tokens", "12", "--quiet"]) == status
+        words = ["chat", str(folder), "--device", "cpu", "--max-new-tokens", "12", "--quiet", *more]
+        assert main(words) == status
         return capsys.readouterr().out
 
     first = chat("hello\n/stats\n/reset\nhello\n\n/stats\n/help\n/quit\nnever read\n")
@@ -139,9 +140,14 @@ def test_a_conversation_comes_through_a_pipe(
     assert "2 turns, " in first
     assert "tok/s" in first
     assert "cache " in first
-    assert "/reset  forget the conversation" in first
+    assert "/reset      forget the conversation" in first
     assert chat("hello\n").strip() == first.split("1 turns")[0].strip()
     assert chat("x" * 200 + "\n", status=2) == ""
+    saved = tmp_path / "talk.safetensors"
+    said = chat(f"hello\n/save {saved}\nagain\n")
+    assert f"1 turns: {saved}\n" in said
+    assert chat("again\n", 0, "--resume", str(saved)) == said[said.index("1 turns: ") :]
+    assert chat("again\n", 2, "--resume", str(saved), "--cache-kind", "bf16") == ""
 
 
 @pytest.mark.slow

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from caramba.config.kvcache import KVCacheKind
+from caramba.cache.window import WindowLayerKVCache
+from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.console import logger
-from caramba.errors import ConfigError
+from caramba.errors import CheckpointError, ConfigError
 from caramba.infer.dialogue import Dialogue
-from caramba.infer.generator import Generator
+from caramba.infer.generator import Generator, SeenText
+from caramba.infer.scoring import default_kind
 from caramba.infer.speculative import SpeculativeGenerator
+from caramba.infer.state_file import load_state, read_conversation, save_state
 from caramba.infer.terminal import describe_speculation, log_cache_choice, without_control
 
 HELP = """\
-/help   these words
-/reset  forget the conversation
-/stats  speed and memory so far
-/quit   end, as the end of the input does"""
+/help       these words
+/reset      forget the conversation
+/save FILE  write the conversation and the model's state
+/load FILE  continue a conversation that was written
+/stats      speed and memory so far
+/quit       end, as the end of the input does"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,10 @@ class Turn:
 
 
 class ChatSession:
-    """A conversation with one model. Turn t draws with seed + t, so the same lines give the same answers."""
+    """A conversation with one model. Turn t draws with seed + t, so the same lines give the same answers.
+
+    Where the generator keeps what it has seen, a turn runs from the end of the prompt before it.
+    """
 
     def __init__(self, generator: Generator, dialogue: Dialogue) -> None:
         self.generator, self.dialogue = generator, dialogue
@@ -54,6 +64,7 @@ class ChatSession:
         config = self.generator.config
         assert config.max_seq_len is not None
         ids, dropped = self.dialogue.ask(text, config.max_seq_len - config.max_new_tokens)
+        seen = self.generator.seen
         if dropped:
             logger.info(f"(the oldest {dropped} turns no longer fit the context and are forgotten)")
         try:
@@ -62,6 +73,7 @@ class ChatSession:
             )
         except BaseException:
             self.dialogue.withdraw()
+            self.generator.seen = seen
             raise
         print(flush=True)
         self._tell_cache()
@@ -84,6 +96,62 @@ class ChatSession:
             self.dialogue.answer(turn.assistant)
             self.turns.append(turn)
 
+    def save(self, path: Path) -> None:
+        """Write the turns, and what the model's context holds after the last prompt.
+
+        Raises:
+            ConfigError: nothing is kept, or the file cannot be written.
+        """
+        seen, generator = self.generator.seen, self.generator
+        if seen is None or not self.turns:
+            raise ConfigError(
+                "chat: /save has no state to write; first get an answer, without speculation and with --cache-kind "
+                f"{', '.join(EXACT_KINDS)}"
+            )
+        conversation = {
+            "turns": [dataclasses.asdict(turn) for turn in self.turns],
+            "system": self.dialogue.system,
+            "is_plain": self.dialogue.template is None,
+            "n_tokens": len(seen.tokens),
+            "is_windowed": any(type(cache) is WindowLayerKVCache for cache in seen.ctx.caches),
+        }
+        try:
+            save_state(path, generator.model, seen.ctx, seen.tokens, conversation)
+        except OSError as error:
+            raise ConfigError(f"chat: /save cannot write {path} ({error}); choose another file") from None
+
+    def load(self, path: Path) -> None:
+        """Continue the conversation of a file that `save` wrote, as if it had not ended, in place of this one.
+
+        Raises:
+            ConfigError: the state of another model, dtype, cache format or number of slots, or another chat format or
+                system message; this conversation is then as it was.
+            CheckpointError: no readable file.
+        """
+        generator, found = self.generator, read_conversation(path)
+        kind = generator.config.cache_kind or default_kind(generator.model)
+        if kind not in EXACT_KINDS or not generator.keeps_seen:
+            raise ConfigError(
+                f"{path}: a saved conversation continues without speculation, with --cache-kind "
+                f"{', '.join(EXACT_KINDS)}; got {kind}"
+            )
+        for name, here in (("system", self.dialogue.system), ("is_plain", self.dialogue.template is None)):
+            if found[name] != here and (name != "system" or here):
+                raise ConfigError(
+                    f"{path}: the conversation has {name}={found[name]}, got {here}; give --system and --plain as they "
+                    "were"
+                )
+        ctx = generator.model.new_context(
+            1, found["n_tokens"], kind, static=True, windowed=found["is_windowed"]
+        )
+        tokens = load_state(path, generator.model, ctx)
+        generator.seen = SeenText(ctx, tuple(tokens))
+        self.dialogue.system = found["system"]
+        self.dialogue.reset()
+        self.turns = []
+        self.remember(Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in found["turns"])
+        self.context = len(tokens) + len(self.turns[-1].tokens)
+
     def _tell_cache(self) -> None:
         """Print the choice of `cache_kind=auto` when it is a new one."""
         decision = self.generator.cache_decision
@@ -92,13 +160,24 @@ class ChatSession:
             self.chosen = chosen
             log_cache_choice(self.generator)
 
-    def command(self, word: str) -> None:
-        """Run a slash command."""
-        if word == "/help":
+    def command(self, line: str) -> None:
+        """Run a slash command.
+
+        Raises:
+            ConfigError: a file that cannot be written, or does not fit.
+        """
+        word, _, file = line.partition(" ")
+        if word in ("/save", "/load"):
+            if not file.strip():
+                raise ConfigError(f"chat: {word} needs a file; write {word} FILE")
+            path = Path(file.strip()).expanduser()
+            (self.save if word == "/save" else self.load)(path)
+            print(f"{len(self.turns)} turns: {without_control(str(path))}", flush=True)
+        elif word == "/help":
             print(HELP, flush=True)
         elif word == "/reset":
             self.dialogue.reset()
-            self.context = 0
+            self.context, self.generator.seen = 0, None
             print("the conversation is forgotten", flush=True)
         elif word == "/stats":
             print(self.stats(), flush=True)
@@ -149,14 +228,14 @@ def converse(
     for line in lines:
         if not line.strip():
             continue
-        if line.startswith("/"):
-            if line.strip() in ("/quit", "/exit"):
-                return
-            session.command(line.strip())
-            continue
+        if line.strip() in ("/quit", "/exit"):
+            return
         try:
+            if line.startswith("/"):
+                session.command(line.strip())
+                continue
             session.say(line)
-        except ConfigError as error:
+        except (ConfigError, CheckpointError) as error:
             if not goes_on:
                 raise
             logger.error(str(error))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caramba.cache import Context
 from caramba.config.generate import GenerateConfig
-from caramba.config.kvcache import KVCacheKind
+from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.infer.decode import prefill
@@ -64,6 +64,19 @@ class Generated:
     seed: int
 
 
+@dataclass(frozen=True)
+class SeenText:
+    """A context of one row, and the tokens that it has seen."""
+
+    ctx: Context
+    tokens: tuple[int, ...]
+
+    def fits(self, prompt: Sequence[int], ctx: Context) -> bool:
+        """Whether a prompt begins with the tokens, and an empty context can take what this one holds."""
+        n_tokens, kinds = len(self.tokens), [[(type(c), c.kind) for c in x.caches] for x in (self.ctx, ctx)]
+        return kinds[0] == kinds[1] and n_tokens < len(prompt) and tuple(prompt[:n_tokens]) == self.tokens
+
+
 @dataclass
 class GenerateStats:
     """Time and memory of the last call: decode runs from the first token on, and counts tokens that rows kept.
@@ -101,6 +114,9 @@ class Generator:
     own tokens while the shorter ones are fed sampled ones. So every row has its own positions from 0, and batch
     equals single up to the rounding of a product of another shape. Rows whose prompts differ by more than
     `max_new_tokens` run after each other.
+
+    With `keeps_seen`, what an exact cache holds after the prompt of a single row stays in `seen`, and a prompt that
+    begins with those tokens runs from there; not with speculation.
     """
 
     def __init__(
@@ -125,6 +141,8 @@ class Generator:
         self.config = parse_as(GenerateConfig, given | values)
         self.model, self.tokenizer = model if device is None else model.to(device), tokenizer
         self.stats = GenerateStats()
+        self.keeps_seen = False
+        self.seen: SeenText | None = None
         self.pool = StepPool()
         self.held_out = held_out
         is_auto = self.config.cache_kind is KVCacheKind.AUTO
@@ -205,7 +223,10 @@ class Generator:
         ready = self.pool.prepare(self.model, rows, config, kind, n_tokens, limit)
         ctx, state, steps = ready.ctx, ready.state, ready.steps
         self.stats.decode, self.stats.not_compiled = ready.form, ready.not_compiled
-        logits = prefill(self.model, state.prompts[:, :start], ctx, config.prefill_chunk)
+        done = self._continue(rows[0].prompt, ctx) if len(rows) == 1 else 0
+        logits = prefill(self.model, state.prompts[:, done:start], ctx, config.prefill_chunk)
+        if self.keeps_seen and len(rows) == 1 and kind in EXACT_KINDS:
+            self.seen = SeenText(ctx.clone(), tuple(rows[0].prompt))
         synchronize(device)
         prefilled = time.perf_counter()
         probe = self._probe()
@@ -236,6 +257,13 @@ class Generator:
         self.stats.prefill_s += prefilled - began
         self.stats.decode_s += time.perf_counter() - prefilled
         self.stats.cache_bytes = max(self.stats.cache_bytes, ctx.nbytes())
+
+    def _continue(self, prompt: Sequence[int], ctx: Context) -> int:
+        """Load what was seen of a prompt into an empty context; return how many of its tokens that are."""
+        if self.seen is None or not self.seen.fits(prompt, ctx):
+            return 0
+        ctx.load_state_dict(self.seen.ctx.state_dict())
+        return ctx.position
 
     def _steps(self, state: StepState, ctx: Context) -> Steps:
         steps, self.stats.decode, self.stats.not_compiled = choose_steps(

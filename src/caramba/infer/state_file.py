@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from caramba.cache import Context, MemoryLayerKVCache
 from caramba.config.kvcache import KVCacheKind
@@ -16,8 +17,16 @@ from caramba.model import Model, model_hash
 FORMAT = "caramba state 1"
 
 
-def save_state(path: Path, model: Model, ctx: Context, tokens: Sequence[int] = ()) -> None:
+def save_state(
+    path: Path,
+    model: Model,
+    ctx: Context,
+    tokens: Sequence[int] = (),
+    conversation: Mapping[str, Any] | None = None,
+) -> None:
     """Write what a context holds, and optionally the tokens that it has seen, to a safetensors file.
+
+    `conversation`, of JSON values, is kept with them for `read_conversation`.
 
     Raises:
         ConfigError: tokens of another number than the context's position.
@@ -27,11 +36,10 @@ def save_state(path: Path, model: Model, ctx: Context, tokens: Sequence[int] = (
         raise ConfigError(
             f"{path}: got {len(tokens)} tokens for a context that has seen {ctx.position}; give those that it has seen"
         )
-    save_tensors(
-        Path(path),
-        ctx.state_dict(),
-        _described(model, ctx) | {"model": model_hash(model), "tokens": json.dumps(list(tokens))},
-    )
+    described = _described(model, ctx) | {"model": model_hash(model), "tokens": json.dumps(list(tokens))}
+    if conversation is not None:
+        described["conversation"] = json.dumps(conversation)
+    save_tensors(Path(path), ctx.state_dict(), described)
 
 
 def load_state(path: Path, model: Model, ctx: Context) -> list[int]:
@@ -43,9 +51,7 @@ def load_state(path: Path, model: Model, ctx: Context) -> list[int]:
         CheckpointError: no readable safetensors file.
         ConfigError: a state of another model, format, number of slots or batch; the context is then empty or as it was.
     """
-    found = read_metadata(Path(path))
-    if found.get("format") != FORMAT:
-        raise ConfigError(f"{path}: not a file of a context's state; give one that save_state() wrote")
+    found = _metadata(path)
     for key, value in _described(model, ctx).items():
         if found.get(key) != value:
             raise ConfigError(
@@ -58,6 +64,28 @@ def load_state(path: Path, model: Model, ctx: Context) -> list[int]:
         )
     ctx.load_state_dict(load_tensors(Path(path)))
     return [int(token) for token in json.loads(found.get("tokens", "[]"))]
+
+
+def read_conversation(path: Path) -> dict[str, Any]:
+    """Return the conversation that was saved with a state.
+
+    Raises:
+        CheckpointError: no readable safetensors file.
+        ConfigError: a file without a conversation.
+    """
+    found = _metadata(path).get("conversation")
+    if found is None:
+        raise ConfigError(
+            f"{path}: a state without a conversation; give a file that /save of caramba chat wrote"
+        )
+    return json.loads(found)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    found = read_metadata(Path(path))
+    if found.get("format") != FORMAT:
+        raise ConfigError(f"{path}: not a file of a context's state; give one that save_state() wrote")
+    return found
 
 
 def _described(model: Model, ctx: Context) -> dict[str, str]:

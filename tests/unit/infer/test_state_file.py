@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from caramba.cache import Context, KVCacheKind
+from caramba.config.model import ModelSpec
+from caramba.data import ByteTokenizer
 from caramba.data.checkpoint.tensors import save_tensors
 from caramba.errors import ConfigError
-from caramba.infer import load_state, save_state
+from caramba.infer import Generator, load_state, save_state
+from caramba.infer.chat_session import ChatSession
+from caramba.infer.dialogue import Dialogue
 from caramba.model import Model, build_model
-from tests.unit.layer.test_memory_bank import memory_model, tokens
+from tests.unit.layer.test_memory_bank import memory_model, memory_spec, tokens
 from tests.unit.model.model_specs import transformer
 
 
@@ -72,3 +77,75 @@ def test_other_files_and_wrong_tokens_are_refused(tmp_path: Path) -> None:
     save_tensors(path, {"x": torch.zeros(2)})
     with pytest.raises(ConfigError, match="not a file of a context's state"):
         load_state(path, model, ctx)
+
+
+def byte_model(has_slots: bool = True, **changes: Any) -> Model:
+    values = (memory_spec(**changes) if has_slots else transformer("standard")).model_dump(mode="json")
+    values["embedder"] |= {"vocab_size": ByteTokenizer().vocab_size, "max_positions": None}
+    return build_model(ModelSpec.model_validate(values), seed=4).eval()
+
+
+def talk(model: Model, *, keeps_seen: bool = True, **values: Any) -> ChatSession:
+    given = {"max_new_tokens": 12, "max_seq_len": 400, "temperature": 0.9, "seed": 3} | values
+    generator = Generator(model, ByteTokenizer(), **given)
+    generator.keeps_seen = keeps_seen
+    return ChatSession(generator, Dialogue(ByteTokenizer()))
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_a_saved_conversation_continues_bit_equal(tmp_path: Path, has_slots: bool) -> None:
+    model, path = byte_model(has_slots), tmp_path / "talk.safetensors"
+    whole, anew = talk(model), talk(model, keeps_seen=False)
+    for line in ("hello", "and then?"):
+        assert whole.say(line) == anew.say(line)
+    whole.command(f"/save {path}")
+    lengths: list[int] = []
+    hook = model.embedder.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[1]))
+    expected = whole.say("so?")
+    hook.remove()
+    # The answer before, bytes of which may be no text and take three, and the new message
+    assert lengths[0] <= len("User: so?\nAssistant:") + 3 * 12 + 2
+    restored = talk(model)
+    restored.say("another conversation")
+    restored.command(f"/load {path}")
+    assert restored.say("so?") == expected
+    assert restored.turns == whole.turns
+    assert restored.generator.seen is not None
+    assert whole.generator.seen is not None
+    state = whole.generator.seen.ctx.state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in restored.generator.seen.ctx.state_dict().items())
+    assert restored.context == whole.context
+
+
+def test_a_conversation_that_cannot_be_saved_or_continued_is_refused(tmp_path: Path) -> None:
+    model, path = byte_model(), tmp_path / "talk.safetensors"
+    session = talk(model)
+    with pytest.raises(ConfigError, match="/save has no state to write; first get an answer"):
+        session.command(f"/save {path}")
+    session.say("hello")
+    with pytest.raises(ConfigError, match="/save needs a file"):
+        session.command("/save")
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    with pytest.raises(ConfigError, match="/save cannot write"):
+        session.command(f"/save {file / 'talk.safetensors'}")
+    session.command(f"/save {path}")
+    with_system = talk(model)
+    with_system.dialogue.system = [{"role": "system", "content": "Be brief."}]
+    for other, message in (
+        (talk(byte_model(memory_slots=6)), "has slots 5, 5, the context here 6, 6"),
+        (talk(model, cache_kind="bf16"), "has cache fp32, the context here bf16"),
+        (talk(model, cache_kind="auto"), "with --cache-kind fp32, .*; got auto"),
+        (talk(model, keeps_seen=False), "continues without speculation"),
+        (with_system, "has system=.*give --system and --plain as they were"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            other.command(f"/load {path}")
+        assert not other.turns
+        assert other.generator.seen is None
+    save_state(path, model, begun(model))
+    with pytest.raises(ConfigError, match="a state without a conversation"):
+        session.command(f"/load {path}")
+    session.command("/reset")
+    with pytest.raises(ConfigError, match="/save has no state"):
+        session.command(f"/save {path}")

@@ -6,6 +6,7 @@ from caramba.console import logger
 from caramba.infer.arguments import GenerationArguments, chat_template, open_generator, sampling_config
 from caramba.infer.chat_session import ChatSession, converse, is_terminal, read_lines
 from caramba.infer.dialogue import Dialogue
+from caramba.infer.generator import Generator
 
 
 def main(argv: list[str]) -> int:
@@ -17,6 +18,7 @@ def main(argv: list[str]) -> int:
     parser = GenerationArguments("chat")
     parser.add_argument("--system")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--resume")
     args = parser.parse_args(argv)
     args.command = "chat"
     logger.quiet = args.quiet
@@ -28,6 +30,9 @@ def main(argv: list[str]) -> int:
         "the tokenizer's chat template" if dialogue.template is not None else "lines of User: and Assistant:"
     )
     logger.info(f"{opened.path}: {style}, {generator.config.max_seq_len} tokens of context; /help for help")
+    generator.keeps_seen = type(generator) is Generator
     session = ChatSession(generator, dialogue)
+    if args.resume is not None:
+        session.command(f"/load {args.resume}")
     converse(session, read_lines(), goes_on=is_terminal())
     return 0

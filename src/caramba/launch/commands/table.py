@@ -262,6 +262,7 @@ COMMANDS: dict[str, Command] = {
         "converse with a model, on a terminal or line by line from a pipe",
         {
             "--system": "System message; default none.",
+            "--resume": "File of a conversation that /save wrote, which continues; default a new conversation.",
             "--plain": "Use lines of User: and Assistant: although the tokenizer has a chat template.",
             **SAMPLING,
             **MODEL,
