@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import caramba
 from caramba.artifacts.memory_slots import read_statistics
+from caramba.data.checkpoint import load_tensors
 from caramba.errors import ConfigError
 from caramba.model import load_pretrained
 from caramba.model.memory import memory_layers
-from tests.integration.commands import SMALL
+from tests.integration.commands import SMALL, interrupt_when, only_run
+from tests.integration.commands import caramba as run_command
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 WORDS = (
@@ -19,6 +24,7 @@ WORDS = (
     *("benchmark=none", "verify=none", "device=cpu", "settings.instrument=none", "train.num_workers=0"),
     *("settings.eval_iters=2", "trainer.limit_val_batches=1", "model.topology.layers.0.repeat=1", *SMALL),
 )
+RESIZED = ("launch", *WORDS, "train.memory_resize={slots: 8}", "train.save_every=2", "train.compile=false")
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +47,52 @@ def test_a_phase_trains_the_slots_that_it_asks_for(slots: int, is_open: bool) ->
     assert [step for step, _ in lines["memory_mass"]] == [2, 4]
     assert [len(head) for head in read_mass] == [slots, slots]
     assert (run.path / "artifacts" / "memory_slots.png").is_file()
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A run of one process that resizes its slots before it trains."""
+    return trained(tmp_path_factory.mktemp("resized"), cache)
+
+
+def trained(folder: Path, cache: Path, *more: str) -> Path:
+    done = run_command([*RESIZED, *more], folder, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return only_run(folder)
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    found = load_tensors(run / "checkpoints" / "pretrain.safetensors")
+    gates = [x.shape[1] for name, x in found.items() if name.endswith("slot_gate")]
+    assert gates == [8]
+    return found
+
+
+def test_a_resized_run_that_was_killed_and_resumed_is_bit_equal(
+    resized: Path, tmp_path: Path, cache: Path
+) -> None:
+    state = "runs/*/*/checkpoints/pretrain.state.pt"
+    assert interrupt_when(state, RESIZED, tmp_path, cache, signal.SIGKILL) == -signal.SIGKILL
+    run = only_run(tmp_path)
+    assert not (run / "checkpoints" / "pretrain.safetensors").exists()
+    done = run_command(["resume", str(run)], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = weights(run), weights(resized)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], x) for name, x in theirs.items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_resize_and_train_as_one_process(
+    resized: Path, tmp_path: Path, cache: Path, strategy: str
+) -> None:
+    words = ("train.batch_size=1", f"parallel={strategy}", "parallel.dp=2", "launcher=torchrun")
+    ours, theirs = weights(trained(tmp_path, cache, *words)), weights(resized)
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        torch.testing.assert_close(
+            ours[name], x, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(
