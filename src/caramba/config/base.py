@@ -76,7 +76,7 @@ class Config(BaseModel):
 
     # What is not finite could not be written to manifest.json, which is JSON.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
 
     aliases: ClassVar[dict[str, str]] = {}

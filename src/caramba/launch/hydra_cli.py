@@ -12,10 +12,8 @@ from typing import Any
 import hydra
 from omegaconf import OmegaConf
 
-from caramba.config.lower import keeps_checks
 from caramba.config.source import is_mapping, mapping_of
 from caramba.errors import ConfigError, nearest
-from caramba.launch.completion import complete_word
 from caramba.launch.compose import compose
 from caramba.launch.overrides import HYDRA_FLAGS, CommandLine, refuse_unsafe_folder, refuse_unsafe_overrides
 
@@ -35,6 +33,8 @@ def run_native(args: CommandLine) -> int:
 
 def _complete(args: CommandLine) -> int:
     """Print the words that may come next in COMP_LINE, or nothing: a shell shows errors in the middle of the line."""
+    from caramba.launch.completion import complete_word  # loads every schema, which `--cfg job` rarely needs
+
     words = os.environ.get("COMP_LINE", "").split()[1:]
     line = os.environ.get("COMP_LINE", "")
     typed = "" if line.endswith(" ") or not words else words[-1]
@@ -123,8 +123,11 @@ def _text(args: CommandLine, words: list[str]) -> str:
     composed = compose(words, args.config_dirs)
     tree = composed.tree if args.resolves else composed.raw
     verify = mapping_of(tree.get("verify"))
-    if verify.get("checks") and not keeps_checks(composed.tree, composed.given, composed.chosen):
-        tree = {**tree, "verify": {**verify, "checks": []}}
+    if verify.get("checks"):
+        from caramba.config.lower import keeps_checks
+
+        if not keeps_checks(composed.tree, composed.given, composed.chosen):
+            tree = {**tree, "verify": {**verify, "checks": []}}
     part: Any = tree
     for name in (args.package or "").split(".") if args.package else ():
         if not is_mapping(part) or name not in part:

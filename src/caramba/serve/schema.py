@@ -39,7 +39,7 @@ def _one_prompt(value: object) -> object:
         one = value[0]
     if isinstance(one, str) and one:
         return one
-    if isinstance(one, list | tuple) and one and all(type(item) is int and item >= 0 for item in one):
+    if isinstance(one, list | tuple) and set(map(type, one)) == {int} and min(one) >= 0:
         return tuple(one)
     raise ValueError(
         "expected a text, a list of token ids, or a list with one of these; none is empty, and a request has one prompt"
@@ -438,7 +438,7 @@ def _is_numbers(value: object) -> bool:
     """True if a value is a list of numbers, or a list with one such list."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
-    return isinstance(value, list) and all(type(item) is int or type(item) is float for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int, float}
 
 
 def _without_nulls(schema: type[Config], value: Any) -> Any:
@@ -459,7 +459,9 @@ def _whole_numbers(value: Any) -> Any:
         return int(value)
     if isinstance(value, dict):
         return {key: _whole_numbers(item) for key, item in value.items()}
-    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list) and set(map(type, value)) != {int}:  # a long prompt is one pass in C
+        return [_whole_numbers(item) for item in value]
+    return value
 
 
 def _in_json_words(line: str) -> str:
