@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba.launch import hydra_cli
+from caramba.launch import completion, hydra_cli
 from caramba.launch.completion import complete_word
 from caramba.launch.overrides import parse_argv
 
@@ -69,7 +69,7 @@ def test_a_failure_prints_nothing_into_the_line(
     def fail(before: list[str], typed: str) -> list[str]:
         raise OSError(f"no folder for {before} {typed}")
 
-    monkeypatch.setattr(hydra_cli, "complete_word", fail)
+    monkeypatch.setattr(completion, "complete_word", fail)
     monkeypatch.setenv("COMP_LINE", "caramba resume la")
     assert hydra_cli.run_native(parse_argv(["-sc", "query=bash"])) == 0
     assert capfd.readouterr() == ("", "")
