@@ -76,7 +76,12 @@ class Config(BaseModel):
 
     # What is not finite could not be written to manifest.json, which is JSON.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        defer_build=True,
     )
 
     aliases: ClassVar[dict[str, str]] = {}
