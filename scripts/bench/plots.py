@@ -20,6 +20,7 @@ SIDE_COLOURS = {
 OTHERS = ("#56B4E9", "#CC79A7", "#F0E442", "#000000")
 """Of sides that have no colour of their own, as recipes of float8, in turn."""
 STRATEGY_COLOURS = {"single": "#000000", "ddp": "#0072B2", "fsdp2": "#D55E00"}
+POSITIONS = "0_15", "16_63", "64_127", "128_255", "256_511", "512_1023", "1024_2047"
 MARKERS = "osD^v"
 """By settings, in turn."""
 
@@ -216,3 +217,61 @@ def draw_kernels(data: dict[str, Any]) -> bytes:
         axes.set_xlabel(f"useful bytes a second, % of a copy's, on {data['machine']['device']} (black: must)")
         figure.legend(loc="outside lower center", ncols=4)
         return to_png(figure, {})
+
+
+def draw_smollm2(data: dict[str, Any]) -> bytes:
+    """Return the students of the real teacher as PNG: task points lost over compression, and perplexity by position.
+
+    Both are against the teacher trained further on the students' tokens; bars are 95% intervals.
+    """
+    with styled():
+        figure = new_figure(10.0, 4.4)
+        tasks, text = figure.subplots(1, 2)
+        objectives = dict.fromkeys(row["objective"] for row in data["students"] if "tasks" in row)
+        for objective, colour, marker in zip(objectives, SIDE_COLOURS.values(), MARKERS, strict=False):
+            rows = [row for row in data["students"] if row["objective"] == objective and "tasks" in row]
+            found = [row["tasks_against_control"]["mean_six_full"] for row in rows]
+            tasks.errorbar(
+                [row["bytes_ratio"] for row in rows],
+                [item["points"] for item in found],
+                yerr=_bars([item["points"] for item in found], [item["interval_95"] for item in found]),
+                color=colour,
+                marker=marker,
+                capsize=3,
+                label=f"{objective}, 32.8M tokens",
+            )
+        drops = {float(name.rstrip("x")): drop for name, drop in data["published"]["drops"].items()}
+        tasks.plot(list(drops), list(drops.values()), "k--D", label="MHA2MLA, published, 2.25B tokens")
+        tasks.axhline(0, color="black", linewidth=0.8)
+        tasks.set_ylim(bottom=1.45 * min(drops.values()))  # room for the legend
+        tasks.set(xlabel="fewer bytes a token (right is smaller)", ylabel="points, mean of six tasks")
+        tasks.set_title("Six tasks, less the continued control", loc="left")
+        label_ticks(tasks.xaxis, "{:g}x".format)
+        for row, colour in zip(
+            (row for row in data["students"] if row["objective"] == "KL, from the control"),
+            SIDE_COLOURS.values(),
+            strict=False,
+        ):
+            found = [row["text_against_control"][f"heldout_at_{place}"] for place in POSITIONS]
+            text.errorbar(
+                range(len(found)),
+                [item["ratio"] for item in found],
+                yerr=_bars([item["ratio"] for item in found], [item["interval_95"] for item in found]),
+                color=colour,
+                marker="o",
+                capsize=3,
+                label=f"{row['bytes_ratio']}x",
+            )
+        text.axhline(1, color="black", linewidth=0.8)
+        text.set_xticks(range(len(POSITIONS)), [place.replace("_", "-") for place in POSITIONS], rotation=30)
+        text.set(xlabel="position in windows of 2,048 tokens", ylabel="perplexity over the control's")
+        text.set_title("Held-out encyclopedia, KL from the control", loc="left")
+        tasks.legend(fontsize=9)
+        text.legend(fontsize=9)
+        return to_png(figure, {})
+
+
+def _bars(values: list[float], intervals: list[list[float]]) -> list[list[float]]:
+    """Return the lengths below and above each value, as `errorbar` takes them."""
+    below = [value - low for value, (low, _) in zip(values, intervals, strict=True)]
+    return [below, [high - value for value, (_, high) in zip(values, intervals, strict=True)]]

@@ -18,6 +18,7 @@ from typing import Any
 
 import jinja2
 import verdicts
+from plots import draw_smollm2
 from record import DEFAULT_FOLDER as FOLDER
 
 from caramba.runs.files import write_whole
@@ -137,6 +138,7 @@ def main() -> int:
         return int(any(not page.is_file() or page.read_text() != text for page, text in pages.items()))
     for page, text in pages.items():
         write_whole(page, text)
+    write_whole(FOLDER / "smollm2.png", draw_smollm2(json.loads((FOLDER / "smollm2.json").read_text())))
     return 0
 
 
