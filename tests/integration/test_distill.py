@@ -249,6 +249,7 @@ def test_bfloat16_trains_over_float32_weights(
     assert amp != plain
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_phase_begins_without_what_the_last_one_held(
     teacher: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

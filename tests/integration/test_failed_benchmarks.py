@@ -82,7 +82,9 @@ def test_rows_of_surgery_phases_and_controls_are_tried_again(tmp_path: Path, cac
         f"{CONFIG}.block_size=32",
     ]
     words += [f"{CONFIG}.controls=[weight_svd]", f"{CONFIG}.cache_kinds=[]", f"{CONFIG}.distil=true"]
-    words += ["benchmark.benchmarks.1.config.num_batches=1", "benchmark.benchmarks.1.config.block_size=32"]
+    words += [f"{CONFIG}.batch_size=4", "benchmark.benchmarks.2.config.sequence_lengths=[32]"]
+    sizes = ("num_batches=1", "block_size=32", "batch_size=4")
+    words += [f"benchmark.benchmarks.1.config.{size}" for size in sizes]
 
     done = caramba(words, tmp_path, cache, preexec_fn=_no_numbers)
     assert done.returncode == 1, done.stderr
@@ -157,8 +159,7 @@ def test_rows_that_stood_on_a_mended_rung_are_measured_again(tmp_path: Path, cac
 
 
 def test_the_same_command_tries_only_what_failed_again(tmp_path: Path, cache: Path) -> None:
-    words = ["launch", "model=tiny", "train=pretrain", *QUICK, "benchmark=quick", f"{CONFIG}.num_batches=1"]
-    words += [f"{CONFIG}.block_size=32", "benchmark.benchmarks.1.config.timed_runs=1"]
+    words = ["launch", "model=tiny", "train=pretrain", *QUICK, "benchmark=smoke"]
     assert caramba(words, tmp_path, cache, preexec_fn=_no_perplexity).returncode == 1
     run = only_run(tmp_path)
     before, others = marks(run), stages(run)["final"]["benchmarks"][1:]
@@ -175,12 +176,7 @@ def test_the_same_command_tries_only_what_failed_again(tmp_path: Path, cache: Pa
 
 
 def test_a_sweep_goes_on_in_a_point_that_lacks_only_a_benchmark(tmp_path: Path, cache: Path) -> None:
-    words = ["-m", "model=tiny", "train=pretrain", "seed=1,2", *QUICK, "benchmark=quick"]
-    words += [
-        f"{CONFIG}.num_batches=1",
-        f"{CONFIG}.block_size=32",
-        "benchmark.benchmarks.1.config.timed_runs=1",
-    ]
+    words = ["-m", "model=tiny", "train=pretrain", "seed=1,2", *QUICK, "benchmark=smoke"]
     done = caramba(words, tmp_path, cache, preexec_fn=_no_perplexity)
     assert done.returncode == 1, done.stderr
     (folder,) = tmp_path.glob("runs/*/sweeps/*")

@@ -140,6 +140,7 @@ def test_a_student_with_widths_per_head(tmp_path: Path) -> None:
     ] * 2, "values as wide as the teacher's, unless v_dim is given"
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_student_with_memory_slots_keeps_heads_and_rope_and_trains_its_gates(
     teacher_folder: Path, tmp_path: Path
 ) -> None:

@@ -224,7 +224,7 @@ def test_a_draft_that_fails_leaves_a_finished_run(drafted: Path, tmp_path: Path,
     folder = shutil.copytree(drafted, tmp_path / "copy")
     run = only_run(folder)
     shutil.rmtree(run / "paper")
-    done = caramba(["resume", str(run)], folder, cache)
+    done = caramba(["resume", str(run)], folder, cache, draws=False)
     assert done.returncode == 1
     assert "cannot be reached" in done.stderr
     assert f"caramba paper {run} --update" in done.stderr
@@ -238,7 +238,7 @@ def test_a_folder_that_is_no_papers_leaves_a_finished_run(drafted: Path, tmp_pat
     shutil.rmtree(run / "paper")
     (run / "paper").mkdir()
     (run / "paper/thesis.tex").write_text("mine")
-    done = caramba(["resume", str(run)], folder, cache)
+    done = caramba(["resume", str(run)], folder, cache, draws=False)
     assert done.returncode == 1
     assert "holds files that are no paper's of caramba" in done.stderr
     assert "The run is finished and its artifacts are written" in done.stderr

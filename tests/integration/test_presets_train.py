@@ -17,6 +17,8 @@ from caramba.model import build_model
 from tests.integration.commands import only_run
 from tests.unit.config.estimate.presets import PRESETS, SMALL_VOCAB, shrunk_tree
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_three_steps_at_reduced_size(
