@@ -26,6 +26,8 @@ from caramba.artifacts.markup import (
     table,
 )
 from caramba.artifacts.optimizers import PLOT_FILE as OPTIMIZERS_FILE
+from caramba.artifacts.recall import FAR_BACK_FILE
+from caramba.artifacts.recall import PLOT_FILE as RECALL_FILE
 from caramba.artifacts.report import Omission
 from caramba.artifacts.style import Picture
 from caramba.artifacts.summary import FILE as SUMMARY_FILE
@@ -79,6 +81,14 @@ _MEASURED = (
         "Verification",
         ("verification", "cases"),
         ((POSITION_FILE, "Perplexity ratio by position in the window"),),
+    ),
+    (
+        "Long-term memory",
+        ("recall", "contexts", "depths"),
+        (
+            (RECALL_FILE, "Recall by pairs, by bytes of the cache and by length of the context"),
+            (FAR_BACK_FILE, "Keys found in held-out text by depth, and perplexity by position"),
+        ),
     ),
     ("Accuracy", ("accuracy",), ()),
     ("Generated text", ("generation",), ()),

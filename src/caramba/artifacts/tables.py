@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from caramba.artifacts.cases import collect_verdicts
 from caramba.artifacts.controls import control_rows
 from caramba.artifacts.dispersion import describe_dispersion
-from caramba.artifacts.key import MetricKey, parse_key
+from caramba.artifacts.key import Condition, MetricKey, parse_key
 from caramba.artifacts.ladder import collect_measured_rows
 from caramba.artifacts.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
 from caramba.artifacts.optimizers import OPTIMIZERS_HEAD, interval_text, optimizer_rows
+from caramba.artifacts.recall import list_recall
 from caramba.artifacts.style import byte_text, name_of
 from caramba.artifacts.summary import ratio_key, stage_bars
 from caramba.artifacts.training_ladder import TRAINING_HEAD, ladder_keys
@@ -88,6 +89,9 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
         ("training_ladder", "Training ladder of ", ".", TRAINING_HEAD, _training_ladder(result, metrics)),
         ("optimizers", "Optimisers of ", ", from scratch.", OPTIMIZERS_HEAD, _optimizers(result, metrics)),
         ("variants", "Attentions of ", " from scratch.", VARIANT_HEAD, _variants(result, metrics)),
+        ("recall", "Recall behind the window, attention of ", ".", RECALL_HEAD, _recall(metrics)),
+        ("contexts", "Recall in long contexts, attention of ", ".", CONTEXT_HEAD, _contexts(metrics)),
+        ("depths", "Keys found in held-out text by depth, of ", ".", DEPTH_HEAD, _depths(metrics)),
         ("accuracy", "Accuracy of ", " by task.", ACCURACY_HEAD, _accuracy(metrics)),
         ("generation", "Generated text of ", ".", GENERATION_HEAD, _generation(metrics)),
         ("throughput", "Training speed of ", " by phase.", SPEED_HEAD, _speed(result)),
@@ -137,12 +141,26 @@ SPEED_HEAD = ("Phase", "Tokens/s", "MFU (share)", "Data wait (share)", "Peak mem
 VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per token")
 CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
 WEIGHTS_HEAD = ("Model", "Weights", "Perplexity", "NLL change (nats)", "PPL ratio", "Bytes", "Smaller")
+RECALL_HEAD = ("Model", "Attention", "Slots", "Pairs", "Cache", "Recall", "Own, swapped", "Other, swapped")
+CONTEXT_HEAD = (
+    "Model",
+    "Tokens",
+    "Ratio",
+    "Full cache",
+    "Recall, full",
+    "Window",
+    "Slots",
+    "Cache",
+    "Recall",
+)
+DEPTHS = (10, 30, 50, 70, 90)
+DEPTH_HEAD = ("Model", "Task", "Tokens", *(f"{depth}%" for depth in DEPTHS))
 LADDER_HEAD = ("Model", "Rung", "Ran as", "Per token (ms)", "Tokens/s", "Speed-up")
 CASE_HEAD = ("Case", "Kind", "Expected", "Teacher answers", "Student answers")
 # Columns of words stand left, numbers right.
 WORDS = frozenset(
     {*CASE_HEAD, "Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", "Rung", "Row"}
-    | {"Ran as", "Weights", "Model answers"}
+    | {"Ran as", "Weights", "Model answers", "Attention"}
 )
 TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
@@ -305,6 +323,56 @@ def _weights(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
         ]
         rows.append([Cell(name_of(row["model"])), Cell(str(row["weights"])), *cells])
     return rows
+
+
+def _recall(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List every trained attention; a swap gives a row the slots of another one."""
+    rows: list[list[Cell]] = []
+    for model, where, found in list_recall(metrics, has_length=False):
+        words = [name_of(model), str(where["attention"]).replace("_", " ")]
+        sizes = [str(where.get("slots", NOTHING)), str(where["pairs"])]
+        shares = [_measured_cell(found.get(name)) for name in ("recall", "swapped_own", "swapped_other")]
+        rows.append([*map(Cell, (*words, *sizes)), _bytes_cell(found["cache_bytes"]), *shares])
+    return rows
+
+
+def _contexts(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List every length and ratio of tokens to window and slots, next to full attention of that length."""
+    listed = list_recall(metrics, has_length=True)
+    full = {(model, where["length"]): found for model, where, found in listed if where["attention"] == "full"}
+    rows: list[list[Cell]] = []
+    for model, where, found in listed:
+        if where["attention"] == "memory":
+            whole = full.get((model, where["length"]), {})
+            sizes = [f"{where['length']:,}", f"{where['ratio']}{TIMES}"]
+            rows.append(
+                [
+                    *map(Cell, (name_of(model), *sizes)),
+                    _bytes_cell(whole.get("cache_bytes")),
+                    _measured_cell(whole.get("recall")),
+                    *(Cell(f"{where[name]:,}") for name in ("window", "slots")),
+                    _bytes_cell(found["cache_bytes"]),
+                    _measured_cell(found["recall"]),
+                ]
+            )
+    return rows
+
+
+def _depths(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List needles and keys that were found, by length and depth."""
+    found: dict[tuple[str, str, int], dict[Condition, Metric]] = {}
+    for metric in metrics.values():
+        key = parse_key(metric.key)
+        if key.family == "long_context" and key.field in ("needle", "recall") and "depth" in key.conditions:
+            at = (str(key.model), key.field, int(key.conditions["length"]))
+            found.setdefault(at, {})[key.conditions["depth"]] = metric
+    return [
+        [
+            *map(Cell, (name_of(model), task, f"{length:,}")),
+            *(_measured_cell(row.get(depth)) for depth in DEPTHS),
+        ]
+        for (model, task, length), row in found.items()
+    ]
 
 
 def _ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:

@@ -23,6 +23,8 @@ from caramba.artifacts.metrics import collect, find_undefined_ratios
 from caramba.artifacts.optimizers import PLOT_FILE as OPTIMIZERS_FILE
 from caramba.artifacts.optimizers import draw_optimizers
 from caramba.artifacts.page import build_page
+from caramba.artifacts.recall import FAR_BACK_FILE, draw_far_back, draw_recall
+from caramba.artifacts.recall import PLOT_FILE as RECALL_FILE
 from caramba.artifacts.report import Omission, build_report
 from caramba.artifacts.rows import missing_reason, to_csv
 from caramba.artifacts.style import Picture
@@ -108,6 +110,8 @@ def _contents(
     omitted += missing
     pictures[SLOTS_FILE] = draw_memory_slots(run_dir, result.labels)
     pictures[POSITION_FILE] = draw_by_position(result)
+    pictures[RECALL_FILE] = draw_recall(result, metrics)
+    pictures[FAR_BACK_FILE] = draw_far_back(result, metrics)
     pictures[CONTROLS_FILE] = draw_controls(result)
     omitted += collect_skipped_controls(result)
     pictures[LADDER_FILE], missing = draw_ladder(result)

@@ -281,7 +281,11 @@ class RecallBenchmarkConfig(Measurement):
     """Recall of key and value pairs `windows` windows back, by small models that are trained for it.
 
     For each model with memory slots: models of `blocks` blocks of its attention (`memory`), of its window alone, of a
-    window that takes the same cache bytes, and of full attention, each trained for `steps` steps of `batch_size` rows.
+    window that takes the same cache bytes, and of full attention, each trained for `steps` steps of `batch_size` rows,
+    with the numbers of `pairs` in turn. Several `memory_slots` make a grid of pairs and slots.
+
+    For each of `lengths` and `ratios` the memory is also read behind that many tokens, its window as much longer that
+    window and slots are length / ratio tokens, and so is full attention; rows of `context_tokens` tokens in all.
     """
 
     target = "caramba.evaluation.recall:recall"
@@ -298,8 +302,17 @@ class RecallBenchmarkConfig(Measurement):
     local_window: Positive | None = Field(
         default=None, description="window of the trained models, in tokens; unset: the model's"
     )
-    memory_slots: Positive | None = Field(
-        default=None, description="slots of the trained models; unset: the model's"
+    memory_slots: Annotated[tuple[Positive, ...], Field(min_length=1)] | Positive | None = Field(
+        default=None, description="slots of the trained models, one number or several; unset: the model's"
+    )
+    lengths: tuple[Positive, ...] = Field(
+        default=(), description="tokens behind which trained models are read as well; empty: none"
+    )
+    ratios: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
+        default=(2, 16, 128), description="of lengths: tokens of a text for one of window and slots"
+    )
+    context_tokens: Positive = Field(
+        default=131072, description="of lengths: tokens to read at each; at least one row"
     )
     d_model: Positive | None = Field(
         default=None,

@@ -30,6 +30,8 @@ NAMES = (
     *("train", "metal", "field", "shirt", "grape", "sheep", "brick", "spoon", "piano", "beach"),
 )
 SEED = 0x10C0
+DEPTHS = 5
+"""Parts of a row by which answers are counted too, each by the percent of its middle."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,13 @@ def long_context(
                     for question, score in zip(asked, scores, strict=True)
                     if question.task == task
                 ]
-                metrics += _summary(
-                    f"long_context.{name}", task, length, [score for _, score in of_task], source
-                )
+                prefix, where = f"long_context.{name}", f"length={length}"
+                metrics += _summary(prefix, task, where, [score for _, score in of_task], source)
+                for fifth in range(DEPTHS):
+                    there = [score for asked, score in of_task if int(asked.depth * DEPTHS) == fifth]
+                    if there:
+                        depth = round(100 * (fifth + 0.5) / DEPTHS)
+                        metrics += _summary(prefix, task, f"{where},depth={depth}", there, source)
                 rows += [
                     {
                         "model": name,
@@ -108,17 +114,15 @@ def long_context(
 
 
 def _summary(
-    prefix: str, task: str, length: int, scores: Sequence[tuple[bool, float]], source: str
+    prefix: str, task: str, where: str, scores: Sequence[tuple[bool, float]], source: str
 ) -> list[Metric]:
     n = len(scores)
     share, nlls = sum(found for found, _ in scores) / n, [nll for _, nll in scores]
     error = statistics.stdev(nlls) / math.sqrt(n) if n > 1 else None
     return [
+        Metric(f"{prefix}.{task}@{where}", share, "", n, None, source, math.sqrt(share * (1 - share) / n)),
         Metric(
-            f"{prefix}.{task}@length={length}", share, "", n, None, source, math.sqrt(share * (1 - share) / n)
-        ),
-        Metric(
-            f"{prefix}.{task}_answer_nll@length={length}",
+            f"{prefix}.{task}_answer_nll@{where}",
             statistics.fmean(nlls),
             "nats",
             n,

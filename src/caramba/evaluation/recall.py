@@ -17,6 +17,7 @@ from caramba.config.memory_bank import SPARE_TOKENS, MemoryBankLayerConfig
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.evaluation.subject import Subjects
+from caramba.infer import prefill
 from caramba.layer import MemoryBankLayer
 from caramba.model import Model, build_model
 from caramba.result import Metric
@@ -24,6 +25,8 @@ from caramba.result import Metric
 SYMBOLS = 32
 """Keys, values and fillers, each: the vocabulary is three times as large, and chance one in SYMBOLS."""
 IGNORED = -100
+PREFILL = 512
+"""Tokens of a forward of a context."""
 INIT_SCALE = 5.0
 """What initial matrices are multiplied by: at 0.02, the default, all attentions take far longer to learn the task."""
 
@@ -82,9 +85,12 @@ def probe_spec(attention: dict[str, Any], d_model: int, n_blocks: int) -> ModelS
 
 
 def train_probe(
-    spec: ModelSpec, config: RecallBenchmarkConfig, n_pairs: int, length: int, seed: int, device: torch.device
+    spec: ModelSpec, config: RecallBenchmarkConfig, length: int, seed: int, device: torch.device
 ) -> Model:
-    """Train a probe on fresh rows, whose length grows to `length` over the first 60% of the steps."""
+    """Train a probe on fresh rows, with each number of pairs in turn.
+
+    Their length grows to `length` over the first 60% of the steps.
+    """
     model = build_model(spec, seed=seed).to(device).train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -95,8 +101,9 @@ def train_probe(
         optimizer, config.lr, total_steps=config.steps, pct_start=0.1
     )
     generator = torch.Generator().manual_seed(seed)
-    shortest = 2 * n_pairs
     for step in range(config.steps):
+        n_pairs = config.pairs[step % len(config.pairs)]
+        shortest = 2 * n_pairs
         share = min(1.0, step / max(1.0, 0.6 * config.steps))
         rows = draw_rows(config.batch_size, n_pairs, shortest + round((length - shortest) * share), generator)
         tokens, targets = (x.to(device) for x in rows)
@@ -133,10 +140,10 @@ def score(
         tokens, targets = (x.to(device) for x in row)
         context, questions, answers = tokens[:, :-n_pairs], tokens[:, -n_pairs:], targets[:, -n_pairs:]
         ctx = model.new_context(len(tokens), tokens.shape[1])
-        model(context, ctx)
+        prefill(model, context, ctx, PREFILL)
         hits["recall"].append(_hits(model(questions, ctx.clone()), answers))
         caches = [cache for cache in ctx.caches if isinstance(cache, MemoryLayerKVCache)]
-        if caches:
+        if caches and len(tokens) > 1:
             for cache in caches:
                 for x in cache.state:
                     x.copy_(x.roll(1, 0))
@@ -155,7 +162,9 @@ def _hits(logits: Tensor, answers: Tensor) -> float:
 def recall(
     config: RecallBenchmarkConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
-    """Train and score a probe of every attention, number of pairs and seed, for each model with memory slots.
+    """Train a probe of every attention, number of slots and seed, for each model with memory slots.
+
+    Each is scored with every number of pairs, memory and full attention behind every one of `lengths` too.
 
     `std` is the deviation over the seeds. A model without memory slots is a row with the reason.
     """
@@ -166,32 +175,113 @@ def recall(
         if not layers:
             rows.append({"model": name, "skipped": "it has no MemoryBankLayer"})
             continue
-        layer = _with_sizes(layers[0], config)
-        assert layer.local_window is not None
-        length = config.windows * layer.local_window
-        for n_pairs in config.pairs:
+        given = config.memory_slots or layers[0].slots
+        grid = given if isinstance(given, tuple) else (given,)
+        trained: list[_Trained] = []
+        for slots in grid:
+            layer = _with_sizes(layers[0], config, slots)
             for kind, node in attentions(layer).items():
-                if kind not in config.attentions:
-                    continue
-                spec, found = probe_spec(node, layer.d_model, config.blocks), []
-                for seed in range(config.seeds):
-                    probe = train_probe(spec, config, n_pairs, length, seed, subjects.device)
-                    found.append(score(probe, config, n_pairs, length, subjects.device))
-                    row = {"model": name, "attention": kind, "pairs": n_pairs, "length": length, "seed": seed}
-                    rows.append(row | {"chance": 1 / SYMBOLS} | found[-1])
-                metrics += _metrics(found, f"recall.{name}", f"@attention={kind},pairs={n_pairs}", source)
+                has_slots = kind in ("memory", "window_equal_bytes")  # others are the same for every number
+                if kind in config.attentions and (has_slots or slots == grid[0]):
+                    own = slots if has_slots and len(grid) > 1 else None
+                    trained.append(_Trained(kind, node, layer, own, config, subjects.device))
+        for each in trained:
+            for n_pairs in config.pairs:
+                length, device = each.length(config), subjects.device
+                found = [score(probe, config, n_pairs, length, device) for probe in each.probes]
+                where = {"attention": each.kind, "pairs": n_pairs} | each.conditions
+                sizes = {"length": length, "window": each.node["local_window"], "chance": 1 / SYMBOLS}
+                rows += [{"model": name, "seed": seed} | where | sizes | x for seed, x in enumerate(found)]
+                metrics += _metrics(found, f"recall.{name}", where, source)
+        for where, found in _far_back(config, trained, subjects.device):
+            rows += [
+                {"model": name, "seed": seed, "chance": 1 / SYMBOLS} | where | x
+                for seed, x in enumerate(found)
+            ]
+            metrics += _metrics(found, f"recall.{name}", where, source)
     return metrics, rows
 
 
-def _with_sizes(layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig) -> MemoryBankLayerConfig:
-    """Return the layer with the window, slots and width that the benchmark asks for.
+class _Trained:
+    """Trained probes of one attention, one a seed."""
+
+    def __init__(
+        self,
+        kind: str,
+        node: dict[str, Any],
+        layer: MemoryBankLayerConfig,
+        slots: int | None,
+        config: RecallBenchmarkConfig,
+        device: torch.device,
+    ) -> None:
+        self.kind, self.node, self.layer = kind, node, layer
+        self.conditions = {} if slots is None else {"slots": slots}
+        spec = probe_spec(node, layer.d_model, config.blocks)
+        self.probes = [
+            train_probe(spec, config, self.length(config), seed, device) for seed in range(config.seeds)
+        ]
+
+    def length(self, config: RecallBenchmarkConfig) -> int:
+        """Tokens of a row before its questions."""
+        assert self.layer.local_window is not None
+        return config.windows * self.layer.local_window
+
+    def with_window(self, window: int, config: RecallBenchmarkConfig) -> list[Model]:
+        """Return models of the same weights and another window."""
+        spec, models = probe_spec(self.node | {"local_window": window}, self.layer.d_model, config.blocks), []
+        for probe in self.probes:
+            model = build_model(spec).to(probe.embedder.token.weight.device).eval()
+            model.load_state_dict(probe.state_dict())
+            models.append(model)
+        return models
+
+
+def _far_back(
+    config: RecallBenchmarkConfig, trained: list[_Trained], device: torch.device
+) -> Iterator[tuple[dict[str, Any], list[dict[str, float]]]]:
+    """Yield conditions and scores, one a seed, of full attention at every length and of memory at every ratio.
+
+    Window and slots are `length` / ratio tokens: the most trained slots with which the window is no shorter than in
+    training. A state too small for any is left out.
+    """
+    n_pairs = min(config.pairs)
+    full = next((each for each in trained if each.kind == "full"), None)
+    memory = sorted((each for each in trained if each.kind == "memory"), key=lambda each: -each.layer.slots)
+    for length in config.lengths:
+        rows = max(1, config.context_tokens // length)
+        few = config.model_copy(
+            update={"batch_size": min(rows, config.batch_size), "eval_batches": -(-rows // config.batch_size)}
+        )
+        if full is not None:
+            found = [score(probe, few, n_pairs, length, device) for probe in full.probes]
+            yield {"attention": "full", "length": length, "pairs": n_pairs}, found
+        for ratio in config.ratios if length > 2 * n_pairs else ():
+            state = length // ratio
+            fits = (each for each in memory if state - each.layer.slots >= (each.layer.local_window or 0))
+            chosen = next(fits, None)
+            if chosen is not None:
+                window = state - chosen.layer.slots
+                found = [
+                    score(model, few, n_pairs, length, device) for model in chosen.with_window(window, config)
+                ]
+                sizes = {"slots": chosen.layer.slots, "window": window}
+                yield (
+                    {"attention": "memory", "length": length, "ratio": ratio, "pairs": n_pairs} | sizes,
+                    found,
+                )
+
+
+def _with_sizes(
+    layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig, slots: int
+) -> MemoryBankLayerConfig:
+    """Return the layer with this many slots and the window and width that the benchmark asks for.
 
     Raises:
         ConfigError: a width that whole heads do not fill.
     """
     sizes: dict[str, Any] = {
         "local_window": config.local_window or layer.local_window,
-        "memory_slots": config.memory_slots or layer.slots,
+        "memory_slots": slots,
         "memory_compression_ratio": None,
     }
     if config.d_model is not None:
@@ -206,8 +296,9 @@ def _with_sizes(layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig) -> 
     return MemoryBankLayerConfig.model_validate(layer.model_dump(mode="json") | sizes)
 
 
-def _metrics(found: list[dict[str, float]], prefix: str, given: str, source: str) -> list[Metric]:
+def _metrics(found: list[dict[str, float]], prefix: str, where: dict[str, Any], source: str) -> list[Metric]:
     units = {"cache_bytes": "bytes"}
+    given = "@" + ",".join(f"{key}={value}" for key, value in where.items())
     metrics = []
     for key in found[0]:
         values = torch.tensor([row[key] for row in found], dtype=torch.float64)

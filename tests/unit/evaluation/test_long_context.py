@@ -11,6 +11,9 @@ import torch
 from tests.unit.infer.test_generator import byte_spec
 from torch.nn import functional as F
 
+from caramba.artifacts.metrics import collect
+from caramba.artifacts.recall import draw_far_back
+from caramba.artifacts.tables import list_tables
 from caramba.config.benchmark import LongContextBenchmarkConfig
 from caramba.data import ByteTokenizer, TokenDataset, Tokenizer
 from caramba.errors import ConfigError
@@ -18,6 +21,7 @@ from caramba.evaluation.long_context import _ask, _questions, long_context
 from caramba.evaluation.subject import Subjects
 from caramba.infer.nll import windowed_nll
 from caramba.model import build_model
+from caramba.result import BenchmarkResult, RunResult
 
 TOKENIZER = ByteTokenizer()
 TEXT = np.frombuffer(b"Some held-out text with words in it. " * 300, dtype=np.uint8).astype(np.int64)
@@ -71,6 +75,16 @@ def test_metrics_of_every_length_and_position() -> None:
         for length in (300, 600):
             assert found[f"long_context.{name}.needle@length={length}"].n == 4
             assert found[f"long_context.{name}.recall_answer_nll@length={length}"].value > 0
+            by_depth = [
+                found[f"long_context.{name}.needle@length={length},depth={n}"].n for n in (10, 30, 70, 90)
+            ]
+            assert by_depth == [1, 1, 1, 1]
+    bench = BenchmarkResult("long", "long_context", tuple(metrics), tuple(rows))
+    result = RunResult("far", "id", "0", None, {}, {}, benchmarks=(bench,))
+    tables = {table.label: table.rows for table in list_tables(result, collect(result))}
+    assert len(tables["depths"]) == 2 * 2 * 2
+    assert [cell.is_number for cell in tables["depths"][0][3:]] == [True, True, False, True, True]
+    assert draw_far_back(result, collect(result)) is not None
     bins = [row for row in rows if row["task"] == "perplexity" and row["model"] == "student"]
     assert (bins[0]["from"], bins[-1]["to"]) == (0, 599)
     total = sum(row["nll"] * (row["to"] - row["from"] + 1) for row in bins) / 600

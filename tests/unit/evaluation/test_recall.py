@@ -9,6 +9,9 @@ import torch
 from tests.unit.layer.test_memory_bank import layer_config, memory_model
 from tests.unit.model.model_specs import transformer
 
+from caramba.artifacts.metrics import collect
+from caramba.artifacts.recall import draw_recall
+from caramba.artifacts.tables import TIMES, list_tables
 from caramba.cache import KVCacheKind
 from caramba.config.benchmark import RecallBenchmarkConfig
 from caramba.errors import ConfigError
@@ -23,6 +26,7 @@ from caramba.evaluation.recall import (
 )
 from caramba.evaluation.subject import Subjects
 from caramba.model import build_model
+from caramba.result import BenchmarkResult, RunResult
 
 
 def config(**changes: Any) -> RecallBenchmarkConfig:
@@ -79,11 +83,52 @@ def test_recall_measures_every_attention_and_names_models_without_slots() -> Non
 
 
 def test_width_of_probes_sets_their_heads() -> None:
-    layer = _with_sizes(layer_config(), config(d_model=12, memory_slots=3))
+    layer = _with_sizes(layer_config(), config(d_model=12), 3)
     assert (layer.d_model, layer.n_heads, layer.n_kv_heads, layer.head_dim, layer.slots) == (12, 2, 2, 6, 3)
     build_model(probe_spec(attentions(layer)["full"], 12, 1))
     with pytest.raises(ConfigError, match="no multiple of the model's head width of 6; use 6"):
-        _with_sizes(layer_config(), config(d_model=10))
+        _with_sizes(layer_config(), config(d_model=10), 5)
+
+
+def test_grid_of_pairs_and_slots_and_ratios_of_a_context_have_a_table_and_a_plot() -> None:
+    given = config(
+        pairs=[2, 3],
+        memory_slots=[3, 5],
+        local_window=2,
+        windows=4,
+        steps=1,
+        lengths=[64],
+        ratios=[2, 8, 32],
+        context_tokens=128,
+    )
+    metrics, rows = recall(given, subjects(student=memory_model()), "recall")
+    near = [(row["attention"], row.get("slots"), row["pairs"]) for row in rows if "ratio" not in row]
+    assert near[:-1] == [
+        (kind, slots, pairs)
+        for kind, slots in (
+            *(("memory", 3), ("window", None), ("window_equal_bytes", 3), ("full", None)),
+            *(("memory", 5), ("window_equal_bytes", 5)),
+        )
+        for pairs in (2, 3)
+    ]
+    # A state of 2 tokens is smaller than the slots; one of 8 tokens has 5 slots and a window of 3.
+    far = [row for row in rows if "ratio" in row]
+    assert [(row["ratio"], row["slots"], row["window"]) for row in far] == [(2, 5, 27), (8, 5, 3)]
+    assert far[0]["cache_bytes"] > far[1]["cache_bytes"]
+    full = next(row for row in rows if row["attention"] == "full" and row["length"] == 64)
+    assert full["cache_bytes"] >= 66 * 2 * 2 * 2 * 6  # at least as many tokens in 16 bits, keys and values
+    bench = BenchmarkResult("recall", "recall", tuple(metrics), tuple(rows))
+    result = RunResult("memory", "id", "0", None, {}, {}, benchmarks=(bench,))
+    collected = collect(result)
+    tables = {table.label: table.rows for table in list_tables(result, collected)}
+    assert len(tables["recall"]) == 12
+    assert [[cell.text for cell in row[1:3]] for row in tables["contexts"]] == [
+        ["64", f"{ratio}{TIMES}"] for ratio in (2, 8)
+    ]
+    assert all(row[3].is_number and row[4].is_number for row in tables["contexts"])
+    picture = draw_recall(result, collected)
+    assert picture is not None
+    assert picture.png.startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
