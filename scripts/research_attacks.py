@@ -4,15 +4,19 @@ python scripts/research_attacks.py --sessions 1000 --jobs 32 --out docs/benchmar
 
 A session is a random script of honest and hostile tool calls. What it leaves is read without the scanner of the gate:
 digits outside of commands, and keys of citations that references.bib lacks. Only `--latex N` needs pdflatex: it
-compiles the papers of the first N sessions and reads the digits of their pages.
+compiles the papers of the first N sessions and reads the digits of their pages. In pieces, with one --out and --folder:
+
+python scripts/research_attacks.py --first 500 --sessions 500 --latex 500 --folder DIR --out FILE
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -36,7 +40,7 @@ from stub_model import NLL, called, said  # noqa: E402
 from caramba.config.paper import PaperConfig  # noqa: E402
 from caramba.console import logger  # noqa: E402
 from caramba.errors import CarambaError  # noqa: E402
-from caramba.paper import PaperDrafter, client, drafter, gate  # noqa: E402
+from caramba.paper import PaperDrafter, client, drafter, gate, printed  # noqa: E402
 from caramba.paper.check import check_section  # noqa: E402
 from caramba.paper.compile import Compiled, compile_paper  # noqa: E402
 from caramba.paper.document import read_paper  # noqa: E402
@@ -44,7 +48,7 @@ from caramba.paper.evidence import Evidence, read_evidence  # noqa: E402
 from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PaperFolder  # noqa: E402
 from caramba.paper.printed import unknown_digits  # noqa: E402
 from caramba.paper.review import check_paper  # noqa: E402
-from caramba.runs.files import write_json  # noqa: E402
+from caramba.runs.files import write_json, write_whole  # noqa: E402
 
 SEED = 37
 LIMIT = 60_000  # tokens of a session
@@ -67,16 +71,27 @@ def main() -> None:
         description="Count what attacks and fuzzed sessions get past the checks."
     )
     parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first session, whose seed follows from it"
+    )
     parser.add_argument("--latex", type=int, default=0, help="sessions whose papers are compiled by pdflatex")
+    parser.add_argument("--folder", type=Path, help="keeps what pdflatex made; default: a temporary one")
     parser.add_argument("--jobs", type=int, default=1, help="processes among which the sessions are spread")
     parser.add_argument("--out", type=Path, help="JSON file; default: print only")
     words = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        run = Path(name) / "run"
-        write_run(run)
+        folder = (words.folder or Path(name)).absolute()
+        run = folder / "run"
+        if not run.exists():
+            write_run(run)
         record = {"script": "scripts/research_attacks.py", **of_corpus(run), **of_defects(run)}
-        record["sessions"] = run_sessions(run, Path(name), words.sessions, words.latex, words.jobs)
+        found = run_sessions(run, folder, words.sessions, words.latex, words.jobs, words.first)
+        if words.first:
+            earlier = json.loads(words.out.read_text(encoding="utf-8"))["sessions"]
+            assert earlier["count"] == words.first, "the sessions before --first are not in --out"
+            found = {key: earlier[key] + value for key, value in found.items()}
+        record["sessions"] = found
     print(json.dumps(record, indent=1))
     print(f"{sum(os.times()[:4]):.0f} seconds of CPU, {time.perf_counter() - began:.0f} in all")
     if words.out is not None:
@@ -168,15 +183,18 @@ def loose_digits(body: str) -> list[str]:
 HONEST = [body for body in corpus.CORPUS["honest"] if not loose_digits(body) and "ref{" not in body]
 
 
-def run_sessions(run: Path, folder: Path, count: int, with_latex: int, jobs: int = 1) -> dict[str, Any]:
+def run_sessions(
+    run: Path, folder: Path, count: int, with_latex: int, jobs: int = 1, first: int = 0
+) -> dict[str, Any]:
     """Return how many sessions adopted a version, and how many left what no session may leave."""
     (folder / "works.bib").write_text(WORKS, encoding="utf-8")
-    session = functools.partial(run_session, run, folder, with_latex)
+    session = functools.partial(run_session, run, folder, first + with_latex)
+    numbers = range(first, first + count)
     if jobs == 1:
-        found = [session(number) for number in range(count)]
+        found = [session(number) for number in numbers]
     else:
         with ProcessPoolExecutor(jobs) as pool:
-            found = list(pool.map(session, range(count), chunksize=4))
+            found = list(pool.map(session, numbers, chunksize=4))
     total: Counter[str] = Counter()
     for faults in found:
         total.update(faults)
@@ -193,7 +211,10 @@ def run_session(run: Path, folder: Path, with_latex: int, number: int) -> Counte
         gate.compile_paper = _compiled
         gate.unknown_digits = lambda *arguments: []
     else:
-        gate.compile_paper, gate.unknown_digits = compile_paper, unknown_digits
+        kept = folder / "compiled"
+        kept.mkdir(exist_ok=True)
+        gate.compile_paper = printed.compile_paper = functools.partial(compile_once, kept)
+        gate.unknown_digits = unknown_digits
     config = PaperConfig.model_validate({
         "model": "stub", "sections": ["abstract", "results"],
         "citations": {"enabled": False, "bibliography": str(folder / "works.bib")},
@@ -208,7 +229,7 @@ def run_session(run: Path, folder: Path, with_latex: int, number: int) -> Counte
         found["adopted"] += 1
     except CarambaError:
         pass
-    found.update(find_faults(output, _evidence(run), has_latex=has_latex))
+    found.update(find_faults(output, _evidence(run), gate.compile_paper if has_latex else None))
     found["spend_over_cap"] += model.tokens > LIMIT
     shutil.rmtree(output, ignore_errors=True)
     return found
@@ -217,7 +238,17 @@ def run_session(run: Path, folder: Path, with_latex: int, number: int) -> Counte
 _evidence = functools.cache(lambda run: read_evidence(run, run))
 
 
-def find_faults(output: Path, evidence: Evidence, *, has_latex: bool) -> Counter[str]:
+def compile_once(kept: Path, files: Mapping[str, bytes], **options: Any) -> Compiled:
+    """Compile each set of files once for all sessions: the same files give the same PDF."""
+    file = kept / hashlib.sha256(repr((sorted(files.items()), options)).encode()).hexdigest()
+    if not file.is_file():
+        write_whole(file, pickle.dumps(compile_paper(files, **options)))
+    return pickle.loads(file.read_bytes())
+
+
+def find_faults(
+    output: Path, evidence: Evidence, compiles: Callable[[Mapping[str, bytes]], Compiled] | None
+) -> Counter[str]:
     """Check the head of a session's folder by itself."""
     found: Counter[str] = Counter()
     file = output / PAPER
@@ -226,7 +257,7 @@ def find_faults(output: Path, evidence: Evidence, *, has_latex: bool) -> Counter
         found["broken_heads"] += file.exists()
         return found
     names = [name for name in head["files"] if not name.endswith(".pdf")]
-    if has_latex and compile_paper({name: (output / name).read_bytes() for name in names}).pdf is None:
+    if compiles is not None and compiles({name: (output / name).read_bytes() for name in names}).pdf is None:
         found["broken_heads"] += 1
     works = (output / BIBLIOGRAPHY).read_text(encoding="utf-8")
     for name, body in read_paper(file).items():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from caramba.paper import client, drafter, gate
+from caramba.paper import client, drafter, gate, printed
 from caramba.paper.check import Checked, check_section
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
@@ -30,6 +30,7 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (drafter, "need_latex"),
         (gate, "compile_paper"),
         (gate, "unknown_digits"),
+        (printed, "compile_paper"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # what the script replaces is put back
     return module

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from caramba.config.research import GateConfig
-from caramba.paper.research.gate import Pair, budget_difference, e_values, gains, look
+from caramba.paper.research.gate import Pair, best_trial, budget_difference, e_values, gains, look
 
 GATE = GateConfig(metric="loss", direction="less")
 
@@ -76,3 +76,9 @@ def test_simulated_loops_keep_the_level_and_find_a_true_improvement(monkeypatch:
         if name.startswith("no effect"):
             assert row["loops_with_a_win"] <= 0.055, name
     assert rows["effect of 2 sd of the paired differences"]["power"] >= 0.9
+
+
+def test_the_first_of_the_best_trials_is_taken_and_none_that_failed() -> None:
+    assert best_trial([2.0, None, 1.0, math.nan, 1.0], GATE) == 2
+    assert best_trial([None, -math.inf, None], GATE) == 0
+    assert best_trial([2.0, 3.0], GATE.model_copy(update={"direction": "more"})) == 1
