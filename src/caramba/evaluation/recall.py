@@ -175,7 +175,7 @@ def recall(
         if not layers:
             rows.append({"model": name, "skipped": "it has no MemoryBankLayer"})
             continue
-        given = config.memory_slots or layers[0].slots
+        given = layers[0].slots if config.memory_slots is None else config.memory_slots
         grid = given if isinstance(given, tuple) else (given,)
         trained: list[_Trained] = []
         for slots in grid:
