@@ -176,7 +176,7 @@ def recall(
             rows.append({"model": name, "skipped": "it has no MemoryBankLayer"})
             continue
         given = layers[0].slots if config.memory_slots is None else config.memory_slots
-        grid = given if isinstance(given, tuple) else (given,)
+        grid = (given,) if isinstance(given, int) else given
         trained: list[_Trained] = []
         for slots in grid:
             layer = _with_sizes(layers[0], config, slots)
