@@ -176,14 +176,14 @@ def recall(
             rows.append({"model": name, "skipped": "it has no MemoryBankLayer"})
             continue
         given = layers[0].slots if config.memory_slots is None else config.memory_slots
-        grid = (given,) if isinstance(given, int) else given
+        first, *others = (given,) if isinstance(given, int) else given
         trained: list[_Trained] = []
-        for slots in grid:
+        for slots in (first, *others):
             layer = _with_sizes(layers[0], config, slots)
             for kind, node in attentions(layer).items():
                 has_slots = kind in ("memory", "window_equal_bytes")  # others are the same for every number
-                if kind in config.attentions and (has_slots or slots == grid[0]):
-                    own = slots if has_slots and len(grid) > 1 else None
+                if kind in config.attentions and (has_slots or slots == first):
+                    own = slots if has_slots and others else None
                     trained.append(_Trained(kind, node, layer, own, config, subjects.device))
         for each in trained:
             for n_pairs in config.pairs:
