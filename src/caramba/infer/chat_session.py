@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,6 +37,16 @@ class Turn:
     seed: int
     tokens: tuple[int, ...]
     finish: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a file of `ChatSession.save` has beside the model's state."""
+
+    turns: tuple[Turn, ...]
+    system: list[dict[str, str]]
+    is_plain: bool
+    is_windowed: bool
 
 
 class ChatSession:
@@ -108,13 +117,12 @@ class ChatSession:
                 "chat: /save has no state to write; first get an answer, without speculation and with --cache-kind "
                 f"{', '.join(EXACT_KINDS)}"
             )
-        conversation = {
-            "turns": [dataclasses.asdict(turn) for turn in self.turns],
-            "system": self.dialogue.system,
-            "is_plain": self.dialogue.template is None,
-            "n_tokens": len(seen.tokens),
-            "is_windowed": any(type(cache) is WindowLayerKVCache for cache in seen.ctx.caches),
-        }
+        conversation = Conversation(
+            tuple(self.turns),
+            self.dialogue.system,
+            is_plain=self.dialogue.template is None,
+            is_windowed=any(type(cache) is WindowLayerKVCache for cache in seen.ctx.caches),
+        )
         try:
             save_state(path, generator.model, seen.ctx, seen.tokens, conversation)
         except OSError as error:
@@ -128,7 +136,7 @@ class ChatSession:
                 system message; this conversation is then as it was.
             CheckpointError: no readable file.
         """
-        generator, found = self.generator, read_conversation(path)
+        generator, (found, n_tokens) = self.generator, read_conversation(path, Conversation)
         kind = generator.config.cache_kind or default_kind(generator.model)
         if kind not in EXACT_KINDS or not generator.keeps_seen:
             raise ConfigError(
@@ -136,20 +144,21 @@ class ChatSession:
                 f"{', '.join(EXACT_KINDS)}; got {kind}"
             )
         for name, here in (("system", self.dialogue.system), ("is_plain", self.dialogue.template is None)):
-            if found[name] != here and (name != "system" or here):
+            there = getattr(found, name)
+            if there != here and (name != "system" or here):
                 raise ConfigError(
-                    f"{path}: the conversation has {name}={found[name]}, got {here}; give --system and --plain as they "
+                    f"{path}: the conversation has {name}={there}, got {here}; give --system and --plain as they "
                     "were"
                 )
-        ctx = generator.model.new_context(
-            1, found["n_tokens"], kind, static=True, windowed=found["is_windowed"]
-        )
+        if not found.turns:
+            raise CheckpointError(f"{path}: the conversation has no turns; save one that has an answer")
+        ctx = generator.model.new_context(1, n_tokens, kind, static=True, windowed=found.is_windowed)
         tokens = load_state(path, generator.model, ctx)
         generator.seen = SeenText(ctx, tuple(tokens))
-        self.dialogue.system = found["system"]
+        self.dialogue.system = found.system
         self.dialogue.reset()
         self.turns = []
-        self.remember(Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in found["turns"])
+        self.remember(found.turns)
         self.context = len(tokens) + len(self.turns[-1].tokens)
 
     def _tell_cache(self) -> None:

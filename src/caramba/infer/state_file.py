@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from caramba.cache import Context, MemoryLayerKVCache
 from caramba.config.kvcache import KVCacheKind
 from caramba.data.checkpoint.header import read_metadata
 from caramba.data.checkpoint.tensors import load_tensors, save_tensors
-from caramba.errors import ConfigError
+from caramba.errors import CheckpointError, ConfigError
 from caramba.model import Model, model_hash
 
 FORMAT = "caramba state 1"
+Conversation, Value = TypeVar("Conversation"), TypeVar("Value")
 
 
 def save_state(
@@ -22,11 +25,11 @@ def save_state(
     model: Model,
     ctx: Context,
     tokens: Sequence[int] = (),
-    conversation: Mapping[str, Any] | None = None,
+    conversation: object = None,
 ) -> None:
     """Write what a context holds, and optionally the tokens that it has seen, to a safetensors file.
 
-    `conversation`, of JSON values, is kept with them for `read_conversation`.
+    `conversation`, a dataclass, is kept with them for `read_conversation`.
 
     Raises:
         ConfigError: tokens of another number than the context's position.
@@ -38,7 +41,7 @@ def save_state(
         )
     described = _described(model, ctx) | {"model": model_hash(model), "tokens": json.dumps(list(tokens))}
     if conversation is not None:
-        described["conversation"] = json.dumps(conversation)
+        described["conversation"] = TypeAdapter(type(conversation)).dump_json(conversation).decode()
     save_tensors(Path(path), ctx.state_dict(), described)
 
 
@@ -63,22 +66,35 @@ def load_state(path: Path, model: Model, ctx: Context) -> list[int]:
             f"{path}: the state of another model (other weights or description); load the model that it was saved with"
         )
     ctx.load_state_dict(load_tensors(Path(path)))
-    return [int(token) for token in json.loads(found.get("tokens", "[]"))]
+    return _parsed(path, list[int], "tokens", found.get("tokens", "[]"))
 
 
-def read_conversation(path: Path) -> dict[str, Any]:
-    """Return the conversation that was saved with a state.
+def read_conversation(path: Path, kind: type[Conversation]) -> tuple[Conversation, int]:
+    """Return the conversation, a dataclass, that was saved with a state, and the number of the state's tokens.
 
     Raises:
-        CheckpointError: no readable safetensors file.
+        CheckpointError: no readable safetensors file, or a conversation of another form.
         ConfigError: a file without a conversation.
     """
-    found = _metadata(path).get("conversation")
+    metadata = _metadata(path)
+    found = metadata.get("conversation")
     if found is None:
         raise ConfigError(
             f"{path}: a state without a conversation; give a file that /save of caramba chat wrote"
         )
-    return json.loads(found)
+    n_tokens = len(_parsed(path, list[int], "tokens", metadata.get("tokens", "[]")))
+    return _parsed(path, kind, "conversation", found), n_tokens
+
+
+def _parsed(path: Path, kind: type[Value], name: str, text: str) -> Value:
+    try:
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, (name, *first["loc"])))
+        raise CheckpointError(
+            f"{path}: {where} cannot be read ({first['msg'][:100]}); save it again"
+        ) from None
 
 
 def _metadata(path: Path) -> dict[str, str]:

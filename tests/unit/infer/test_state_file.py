@@ -11,8 +11,9 @@ import torch
 from caramba.cache import Context, KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer
-from caramba.data.checkpoint.tensors import save_tensors
-from caramba.errors import ConfigError
+from caramba.data.checkpoint.header import read_metadata
+from caramba.data.checkpoint.tensors import load_tensors, save_tensors
+from caramba.errors import CheckpointError, ConfigError
 from caramba.infer import Generator, load_state, save_state
 from caramba.infer.chat_session import ChatSession
 from caramba.infer.dialogue import Dialogue
@@ -143,6 +144,16 @@ def test_a_conversation_that_cannot_be_saved_or_continued_is_refused(tmp_path: P
             other.command(f"/load {path}")
         assert not other.turns
         assert other.generator.seen is None
+    tensors, metadata = load_tensors(path), read_metadata(path)
+    for key, text, message in (
+        ("conversation", "{", "conversation cannot be read"),
+        ("conversation", '{"turns": 3}', "conversation.turns cannot be read"),
+        ("tokens", '["a"]', "tokens.0 cannot be read"),
+    ):
+        save_tensors(path, tensors, metadata | {key: text})
+        with pytest.raises(CheckpointError, match=message):
+            session.command(f"/load {path}")
+        assert len(session.turns) == 1
     save_state(path, model, begun(model))
     with pytest.raises(ConfigError, match="a state without a conversation"):
         session.command(f"/load {path}")
