@@ -41,7 +41,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a file of `ChatSession.save` has beside the model's state."""
+    """What a file of `ChatSession.save` holds in addition to the model's state."""
 
     turns: tuple[Turn, ...]
     system: list[dict[str, str]]

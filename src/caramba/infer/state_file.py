@@ -17,7 +17,8 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.model import Model, model_hash
 
 FORMAT = "caramba state 1"
-Conversation, Value = TypeVar("Conversation"), TypeVar("Value")
+Conversation = TypeVar("Conversation")
+Value = TypeVar("Value")
 
 
 def save_state(
