@@ -61,8 +61,8 @@ def run_as_main(module: str, words: Sequence[str], variables: Mapping[str, str])
             signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Also where a shell runs the tests in the background, which ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)
     # An agent asks every loaded module for the caller of each event.
