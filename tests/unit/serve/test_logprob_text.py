@@ -62,7 +62,7 @@ def test_tokens_of_a_slow_client_come_in_pieces_between_which_others_run() -> No
 
     async def read(engine: Engine) -> tuple[list[int], int]:
         turns, queue = 0, EventQueue(asyncio.get_running_loop())
-        metrics = Metrics(lambda: engine.stats)
+        metrics = Metrics(engine.stats)
         running = ActiveRequest(engine, tokenizer, lambda _: "a", metrics, queue, [1], config)
         while running.n_new < n_new:
             await asyncio.sleep(0.01)
