@@ -23,7 +23,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.integration.commands import hear_interrupts  # noqa: E402
 from tests.integration.page_blocks import Block, blocks_of  # noqa: E402 - the readers of pages are those of the tests
 from tests.integration.test_tutorials import DOCS, Reader  # noqa: E402
 
@@ -69,7 +68,6 @@ class NotebookReader(Reader):
 
 def main(names: Sequence[str]) -> int:
     """Time the pages and write their rows."""
-    hear_interrupts()
     pages = [page for page in dict.fromkeys((*TASKS, *TUTORIALS)) if not names or Path(page).stem in names]
     if any(starts_from_quickstart(page) for page in pages):
         pages = [QUICK, *(page for page in pages if page != QUICK)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from verdicts import memory_bound, read_bandwidth_of, settings_of, share_of_linear, sitting_of
@@ -231,15 +232,9 @@ def draw_smollm2(data: dict[str, Any]) -> bytes:
         for objective, colour, marker in zip(objectives, SIDE_COLOURS.values(), MARKERS, strict=False):
             rows = [row for row in data["students"] if row["objective"] == objective and "tasks" in row]
             found = [row["tasks_against_control"]["mean_six_full"] for row in rows]
-            tasks.errorbar(
-                [row["bytes_ratio"] for row in rows],
-                [item["points"] for item in found],
-                yerr=_bars([item["points"] for item in found], [item["interval_95"] for item in found]),
-                color=colour,
-                marker=marker,
-                capsize=3,
-                label=f"{objective}, 32.8M tokens",
-            )
+            label = f"{objective}, {rows[0]['tokens'] / 1e6:.1f}M tokens"
+            xs = [row["bytes_ratio"] for row in rows]
+            _draw_intervals(tasks, xs, found, "points", color=colour, marker=marker, label=label)
         drops = {float(name.rstrip("x")): drop for name, drop in data["published"]["drops"].items()}
         tasks.plot(list(drops), list(drops.values()), "k--D", label="MHA2MLA, published, 2.25B tokens")
         tasks.axhline(0, color="black", linewidth=0.8)
@@ -253,15 +248,8 @@ def draw_smollm2(data: dict[str, Any]) -> bytes:
             strict=False,
         ):
             found = [row["text_against_control"][f"heldout_at_{place}"] for place in POSITIONS]
-            text.errorbar(
-                range(len(found)),
-                [item["ratio"] for item in found],
-                yerr=_bars([item["ratio"] for item in found], [item["interval_95"] for item in found]),
-                color=colour,
-                marker="o",
-                capsize=3,
-                label=f"{row['bytes_ratio']}x",
-            )
+            label = f"{row['bytes_ratio']}x"
+            _draw_intervals(text, range(len(found)), found, "ratio", color=colour, marker="o", label=label)
         text.axhline(1, color="black", linewidth=0.8)
         text.set_xticks(range(len(POSITIONS)), [place.replace("_", "-") for place in POSITIONS], rotation=30)
         text.set(xlabel="position in windows of 2,048 tokens", ylabel="perplexity over the control's")
@@ -271,7 +259,9 @@ def draw_smollm2(data: dict[str, Any]) -> bytes:
         return to_png(figure, {})
 
 
-def _bars(values: list[float], intervals: list[list[float]]) -> list[list[float]]:
-    """Return the lengths below and above each value, as `errorbar` takes them."""
-    below = [value - low for value, (low, _) in zip(values, intervals, strict=True)]
-    return [below, [high - value for value, (_, high) in zip(values, intervals, strict=True)]]
+def _draw_intervals(
+    axes: Any, xs: Sequence[float], found: list[dict[str, Any]], key: str, **style: Any
+) -> None:
+    """Draw a line of values with their 95% intervals."""
+    bars = [[abs(item["interval_95"][side] - item[key]) for item in found] for side in (0, 1)]
+    axes.errorbar(xs, [item[key] for item in found], yerr=bars, capsize=3, **style)

@@ -17,9 +17,9 @@ from caramba.config.manifest import GroupConfig, Manifest
 from caramba.console import logger
 from caramba.data import Tokenizer, load_tokenizer, open_corpus
 from caramba.data.checkpoint import index_tensors, read_metadata
-from caramba.data.checkpoint.folder import is_dcp, latest_sharded_state
+from caramba.data.checkpoint.folder import is_dcp, is_gguf, latest_sharded_state
 from caramba.data.checkpoint.formats import read_model_metadata
-from caramba.data.checkpoint.gguf_file import is_gguf, unpack_gguf
+from caramba.data.checkpoint.gguf_file import unpack_gguf
 from caramba.data.checkpoint.locate import EXPORTED, find_checkpoint
 from caramba.data.checkpoint.shards import StoredWeights
 from caramba.errors import CheckpointError, ConfigError, DataError

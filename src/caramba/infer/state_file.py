@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,6 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.model import Model, model_hash
 
 FORMAT = "caramba state 1"
-Conversation = TypeVar("Conversation")
 Value = TypeVar("Value")
 
 
@@ -66,11 +65,12 @@ def load_state(path: Path, model: Model, ctx: Context) -> list[int]:
         raise ConfigError(
             f"{path}: the state of another model (other weights or description); load the model that it was saved with"
         )
+    tokens = _tokens(path, found)
     ctx.load_state_dict(load_tensors(Path(path)))
-    return _parsed(path, list[int], "tokens", found.get("tokens", "[]"))
+    return tokens
 
 
-def read_conversation(path: Path, kind: type[Conversation]) -> tuple[Conversation, int]:
+def read_conversation(path: Path, kind: type[Value]) -> tuple[Value, int]:
     """Return the conversation, a dataclass, that was saved with a state, and the number of the state's tokens.
 
     Raises:
@@ -83,8 +83,11 @@ def read_conversation(path: Path, kind: type[Conversation]) -> tuple[Conversatio
         raise ConfigError(
             f"{path}: a state without a conversation; give a file that /save of caramba chat wrote"
         )
-    n_tokens = len(_parsed(path, list[int], "tokens", metadata.get("tokens", "[]")))
-    return _parsed(path, kind, "conversation", found), n_tokens
+    return _parsed(path, kind, "conversation", found), len(_tokens(path, metadata))
+
+
+def _tokens(path: Path, metadata: Mapping[str, str]) -> list[int]:
+    return _parsed(path, list[int], "tokens", metadata.get("tokens", "[]"))
 
 
 def _parsed(path: Path, kind: type[Value], name: str, text: str) -> Value:

@@ -18,6 +18,7 @@ from caramba.config.parse import parse_as
 from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, SourceMap, format_place, is_mapping, read_path
 from caramba.config.train import PhaseConfig
+from caramba.data.checkpoint.folder import is_gguf
 from caramba.data.checkpoint.hub import HUB_ID, cached_folder
 from caramba.errors import CheckpointError, ConfigError, nearest
 from caramba.launch.config_files import Origin, groups
@@ -249,11 +250,11 @@ def _unpack_files(model: dict[str, Any]) -> dict[str, Any]:
 
 def _unpack(text: str) -> str:
     path = File(text).expanduser()
-    if path.suffix.lower() != ".gguf":
+    if not is_gguf(path):
         return text
-    from caramba.data.checkpoint.gguf_file import is_gguf, unpack_gguf  # loads numpy
+    from caramba.data.checkpoint.gguf_file import unpack_gguf  # loads numpy
 
-    return str(unpack_gguf(path)) if is_gguf(path) else text
+    return str(unpack_gguf(path))
 
 
 def _student(

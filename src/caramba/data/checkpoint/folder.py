@@ -15,6 +15,7 @@ from caramba.errors import CheckpointError
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GGUF_SUFFIX = ".gguf"
 _WEIGHTS = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors")
 # Of a distributed checkpoint, and of a training state of which each rank writes its part.
 DCP_METADATA, DCP_LABELS = ".metadata", "caramba.json"
@@ -22,6 +23,11 @@ MODEL, LOOP = "model", "loop.pt"
 
 WHOLE_BYTES = 64 * 2**20
 SAMPLES, SAMPLE_BYTES = 2048, 4096
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names an existing GGUF file, by its suffix."""
+    return path.suffix.lower() == GGUF_SUFFIX and path.is_file()
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -21,7 +21,6 @@ from caramba.runs.files import home, write_json, write_whole
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -46,11 +45,6 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Modules of a GGUF block, and those of a Hugging Face Llama layer."""
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path names an existing GGUF file, by its suffix."""
-    return path.suffix.lower() == SUFFIX and path.is_file()
 
 
 def unpack_gguf(file: Path) -> Path:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from caramba.cache import MemoryLayerKVCache
 from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
+from caramba.config.topology import memory_window
 from caramba.errors import ConfigError
 from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache, SnapshotCache
 from caramba.infer.engine.prompts import MOST, WHOLE
@@ -74,16 +74,15 @@ class Batch:
         self.slots = Slots(model, config)
         self.prefixes = self._prefix_cache()
         self.requests: list[EngineRequest | None] = [None] * (config.n_slots + self.slots.n_ahead)
-        caches = self.slots.ctx.caches
-        windows = [cache.window for cache in caches if isinstance(cache, MemoryLayerKVCache)]
+        window = memory_window(model.spec.topology)
         self.stats = EngineStats(
             n_slots=config.n_slots,
             n_ahead=self.slots.n_ahead,
             not_ahead=self.slots.not_ahead,
             cache_kind=self.slots.kind.value,
-            memory=dict.fromkeys(STATISTICS, math.nan) if windows else None,
+            memory=dict.fromkeys(STATISTICS, math.nan) if window is not None else None,
         )
-        self._window = max(windows, default=0)  # of memory slots
+        self._window = window or 0  # of memory slots
         self._n_beyond = 0  # texts that have left it
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._overlapping: list[int] = []  # slots whose prompts overlap decode steps, whole
