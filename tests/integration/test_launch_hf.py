@@ -167,6 +167,31 @@ def test_a_student_with_memory_slots_keeps_heads_and_rope_and_trains_its_gates(
         manifest_of("model=tiny_dba", "+model.surgery.memory_slots=4", "train=blockwise")
 
 
+@pytest.mark.usefixtures("blank_figures")
+def test_the_memory_experiment_measures_what_the_window_costs_its_teacher_and_the_student(
+    tmp_path: Path,
+) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained("teacher")
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 61, 8_000, dtype=np.uint16))
+    words = ("experiment=smollm2_memory", "model.teacher.checkpoint=teacher")
+    data = ("data=tokens", "data.path=tokens.npy", "data.val_frac=0.3", "device=cpu")
+    (group,) = manifest_of(*words, "data=tokens", "data.path=tokens.npy").groups
+    assert [bench.config.type for bench in group.benchmarks] == ["memory_gap", "memory"]
+    assert [run.train.block_size for run in group.runs if run.train] == [8192, 8192]
+    sizes = ("model.surgery.local_window=8", "model.surgery.memory_slots=4", "train.dtype=float32")
+    sizes += ("train.steps=3", "train.warmup_steps=1", "train.batch_size=2", "train.block_size=64")
+    gap = "{id: gap, config: {type: memory_gap, block_size: 64, windows: 8, start: 16, min_gain: 1.0e-9}}"
+    run = caramba_launch([*words, *data, *sizes, "verify=none", f"benchmark.benchmarks=[{gap}]"], quiet=True)
+    metrics = {key: metric["value"] for key, metric in run.report["metrics"].items()}
+    assert abs(metrics["memory_gap.teacher.gain@window=8,from=16,length=64"]) < 1
+    assert metrics["memory_gap.student.near@window=8"] != 0, "training changed the student"
+    closed = "memory_gap.student.closed@window=8,from=16,length=64"
+    has_gain = metrics["memory_gap.teacher.gain@window=8,from=16,length=64"] > 1e-9
+    assert (closed in metrics) == has_gain
+
+
 def test_a_teacher_folder_describes_the_teacher(teacher_folder: Path, written: Path) -> None:
     words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={teacher_folder}"]
     with pytest.raises(ConfigError, match=r"vocab_size=2048 differs from .*=61"):

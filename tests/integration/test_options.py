@@ -37,10 +37,12 @@ def test_every_option_composes_and_validates_and_costs(
             "model.surgery.sem_dim=4",
             "model.surgery.geo_dim=2",
         ],
+        ("experiment", "smollm2_memory"): [f"model.teacher.checkpoint={folder}"],
         ("data", "tokens"): ["data.path=x.npy"],
         ("trainer", "best"): ["settings.eval_iters=1"],
         ("train", "finetune"): ["model=tiny"],
         ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
+        ("train", "distill_memory"): ["model.teacher.checkpoint=RUN"],
         ("train", "distill_135m"): ["model.teacher.checkpoint=RUN"],
         ("parallel", "fsdp2_tp"): ["train=pretrain"],  # blocks are not split
         ("parallel", "pipeline"): ["train=pretrain", "model=tiny"],  # nor is a teacher

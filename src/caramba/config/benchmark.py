@@ -352,6 +352,28 @@ class LongContextBenchmarkConfig(Measurement):
         return self
 
 
+class MemoryGapBenchmarkConfig(Measurement):
+    """What the teacher gains beyond a window, and how much of it a student with memory slots keeps.
+
+    On `windows` held-out windows of `block_size` tokens: the teacher, the teacher with a window alone, the student. The
+    gain is that of positions `start` on.
+    """
+
+    target = "caramba.evaluation.memory_gap:memory_gap"
+
+    type: Literal["memory_gap"] = Field(description="kind of the benchmark")
+    block_size: Positive = Field(default=8192, description="tokens of a held-out window")
+    windows: Positive = Field(default=32, description="number of held-out windows")
+    batch_size: Positive = Field(default=1, description="held-out windows of a forward pass")
+    start: Positive = Field(default=2048, description="first position at which the gain counts")
+    local_window: Positive | None = Field(
+        default=None, description="window of the teacher with a window alone, in tokens; unset: the student's"
+    )
+    min_gain: Annotated[float, Field(gt=0)] = Field(
+        default=0.02, description="least gain of the teacher, in nats, of which a share is reported"
+    )
+
+
 class GenerationBenchmarkConfig(Measurement):
     """Quality of continuations of held-out text: repeated 4-grams, distinct 1- and 2-grams, length.
 
@@ -392,6 +414,7 @@ BenchmarkKind = Annotated[
     | OptimizersConfig
     | RecallBenchmarkConfig
     | LongContextBenchmarkConfig
+    | MemoryGapBenchmarkConfig
     | GenerationBenchmarkConfig,
     Field(discriminator="type"),
     OrExtension(OwnBenchmarkConfig),

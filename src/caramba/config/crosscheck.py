@@ -20,6 +20,7 @@ from caramba.config.benchmark import (
     LatencyBenchmarkConfig,
     LongContextBenchmarkConfig,
     MemoryBenchmarkConfig,
+    MemoryGapBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
 from caramba.config.ladder import LadderConfig
@@ -415,7 +416,9 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         owner, config = f"benchmark {quote(bench.id)}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
             yield owner, "block_size", config.block_size, bench.models
-        elif isinstance(config, ControlsBenchmarkConfig | LadderConfig | OptimizersConfig):
+        elif isinstance(
+            config, ControlsBenchmarkConfig | LadderConfig | OptimizersConfig | MemoryGapBenchmarkConfig
+        ):
             yield owner, "block_size", config.block_size, both
         elif isinstance(config, LatencyBenchmarkConfig):
             yield owner, LONGEST_GENERATION, _longest_generation(config), bench.models

@@ -19,6 +19,7 @@ import numpy as np
 from caramba.config.benchmark import (
     ControlsBenchmarkConfig,
     LongContextBenchmarkConfig,
+    MemoryGapBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
 from caramba.config.data import DataConfig
@@ -434,7 +435,7 @@ def _longest_block(group: GroupConfig) -> int:
         bench.config.block_size
         for bench in group.benchmarks
         if (isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset)
-        or isinstance(bench.config, ControlsBenchmarkConfig)
+        or isinstance(bench.config, ControlsBenchmarkConfig | MemoryGapBenchmarkConfig)
     ]
     blocks += [
         max(bench.config.lengths)

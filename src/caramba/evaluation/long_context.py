@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from caramba.config.benchmark import LongContextBenchmarkConfig
-from caramba.data import IGNORED, TokenDataset, Tokenizer, batches, documents_of, spread_windows
+from caramba.data import IGNORED, TokenDataset, Tokenizer
 from caramba.errors import ConfigError
+from caramba.evaluation.position_nll import position_nll
 from caramba.evaluation.subject import Subjects
-from caramba.infer.agreement import CHUNK, EDGES
+from caramba.infer.agreement import EDGES
 from caramba.model import Model
 from caramba.ops.backend import upcast
 from caramba.result import Metric
-from caramba.runtime.device import wide_dtype
 
 NAMES = (
     *("apple", "river", "table", "green", "stone", "music", "paper", "cloud", "horse", "light"),
@@ -207,28 +206,11 @@ def _ask(
     return [found[place] for place in range(len(questions))]
 
 
-@torch.inference_mode()
 def _by_position(
     model: Model, windows: TokenDataset, config: LongContextBenchmarkConfig, device: torch.device
 ) -> Iterator[tuple[int, int, float, float | None]]:
     """Yield (first, last, mean NLL, its standard error over windows) of each bin of positions."""
-    losses: list[Tensor] = []
-    for batch in batches(windows, spread_windows(len(windows), config.windows), config.batch_size):
-        x, y = batch[0].to(device), batch[1].to(device)
-        documents = documents_of(batch)
-        hidden = model.hidden(x, documents=None if documents is None else documents.to(device)).flatten(0, 1)
-        found = [
-            F.cross_entropy(
-                upcast(model.logits(hidden[start : start + CHUNK])),
-                y.flatten()[start : start + CHUNK],
-                reduction="none",
-                ignore_index=IGNORED,
-            )
-            for start in range(0, len(hidden), CHUNK)
-        ]
-        rows = torch.cat(found).view(y.shape).to(wide_dtype(y.device))
-        losses += list(torch.where(y == IGNORED, torch.nan, rows).cpu().double())
-    stacked = torch.stack(losses)
+    stacked = position_nll(model, windows, config.windows, config.batch_size, device)
     for start, end in zip(EDGES, (*EDGES[1:], stacked.shape[1]), strict=True):
         means = stacked[:, start:end].nanmean(1) if start < stacked.shape[1] else stacked.new_empty(0)
         means = means[~means.isnan()]
