@@ -1,0 +1,290 @@
+"""Bytes, decode, prefill, training and prefix reuse of memory slots beside full attention and the window alone.
+
+Usage on a GPU: python scripts/bench/run.py memory [--seconds 110] [--only state peak decode prefill train prefix]
+The file is written after every case; what there was no time or memory for is in `left_out`, with the reason.
+
+- state: bytes of a layer's cache of one sequence once it holds so many tokens
+- decode: ms a token after `--contexts` tokens, `--batch` rows, of memory and of full attention
+- peak: allocated bytes over `--decoded` tokens after the first few, of one row and `--peak-blocks` blocks
+- prefill: seconds of prompts of `--prompts` tokens, one row
+- train: tokens/s of forward and backward, of memory by the queries of a step of its op, and of its window alone
+- prefix: time to the first token of 8 turns on one prefix, with and without the memory cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from cases.static_decode import StaticDecoder
+from record import Record, Row
+from registry import check_names
+from timing import device_seconds, wall_seconds
+from torch import Tensor
+from torch.nn import functional as F
+
+from caramba.cache import Context
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.model import ModelSpec
+from caramba.infer import prefill
+from caramba.infer.engine import Engine
+from caramba.model import Model, build_model, build_with_random_weights
+
+OPTIONS = (
+    "--size=135m|tiny --window=512 --slots=64 --batch=16 --contexts=2048,32768 --lengths=2048,8192,32768,131072 "
+    "--decoded=32768 --prompts=8192,32768 --rows=8 --tokens=2048 --chunk=64 --chunks=16,32,64,128 --prefix=8192 "
+    "--steps=32 --peak-blocks=1 --seconds=110 --only=*"
+)
+SMOKE_OPTIONS = (
+    "--size tiny --window 8 --slots 4 --batch 2 --contexts 24,48 --lengths 32,64 --decoded 40 --prompts 32,64 --rows 2 "
+    "--tokens 32 --chunk 4 --chunks 4,8 --prefix 64 --steps 2"
+)
+PARTS = ("state", "train", "decode", "prefill", "prefix", "peak")
+SIZES = {"135m": (576, 30, 9, 3, 1536, 49152), "tiny": (32, 2, 4, 2, 48, 61)}
+"""d_model, blocks, heads, key/value heads, d_ff, vocabulary; the first is SmolLM2 135M's."""
+KINDS = {torch.bfloat16: KVCacheKind.BF16, torch.float32: KVCacheKind.FP32}
+TURNS, ANSWER, PIECE = 8, 4, 512
+
+
+def spec_of(size: str, attention: Row, blocks: int | None = None) -> ModelSpec:
+    """Return a model of Llama blocks whose attention has these further keys."""
+    d_model, n_blocks, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
+    heads = {"mode": "gqa", "d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    norm = {"type": "RMSNormLayer", "d_model": d_model}
+    layers = (heads | attention, {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff})
+    block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in layers]
+    nested = {"type": "NestedTopology", "layers": block, "repeat": blocks or n_blocks}
+    return ModelSpec.model_validate(
+        {
+            "embedder": {"vocab_size": vocab, "d_model": d_model},
+            "topology": {"type": "StackedTopology", "layers": [nested, norm]},
+            "head": {"tied": True},
+        }
+    )
+
+
+class Sides:
+    """The models that are compared, of random weights: speed does not depend on the text."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def model(self, side: str, chunk: int | None = None, blocks: int | None = None) -> Model:
+        """Return `memory`, `window` or `full`, in 16 bits on a GPU."""
+        window = {"type": "AttentionLayer", "local_window": self.options.window}
+        attention = {
+            "memory": window
+            | {"type": "MemoryBankLayer", "memory_slots": self.options.slots, "q_chunk": chunk},
+            "window": window,
+            "full": {"type": "AttentionLayer"},
+        }[side]
+        model = build_with_random_weights(spec_of(self.options.size, attention, blocks), self.device)
+        return model.to(self.dtype).eval()
+
+    def tokens(self, model: Model, rows: int, n: int) -> Tensor:
+        return torch.randint(model.spec.embedder.vocab_size, (rows, n), device=self.device)
+
+    def context(self, model: Model, rows: int, n: int) -> Context:
+        return model.new_context(rows, n, KINDS[self.dtype], static=True)
+
+    @torch.inference_mode()
+    def filled(self, model: Model, rows: int, n: int, room: int) -> Context:
+        """Return a context of `n` random tokens with room for more."""
+        ctx = self.context(model, rows, n + room)
+        prefill(model, self.tokens(model, rows, n), ctx, PIECE)
+        return ctx
+
+
+@torch.inference_mode()
+def state(sides: Sides) -> Iterator[Row]:
+    """Bytes of a cache after so many tokens; full attention's by its shapes, without memory."""
+    memory = sides.model("memory", sides.options.chunk, 1)
+    full = build_model(spec_of(sides.options.size, {"type": "AttentionLayer"}, 1), device="meta")
+    ctx, done = sides.context(memory, 1, max(sides.options.lengths)), 0
+    for length in sorted(sides.options.lengths):
+        prefill(memory, sides.tokens(memory, 1, length - done), ctx, PIECE)
+        done = length
+        theirs = full.new_context(1, length, KINDS[sides.dtype], static=True).nbytes()
+        yield {"tokens": length, "bytes_per_layer": ctx.nbytes(), "full_bytes_per_layer": theirs}
+
+
+def train(sides: Sides) -> Iterator[Row]:
+    options = sides.options
+    found: dict[str, float] = {}
+    for side, chunk in (("window", None), *(("memory", chunk) for chunk in options.chunks)):
+        model = sides.model(side, chunk).train()
+        tokens = sides.tokens(model, options.rows, options.tokens)
+
+        def step(model: Model = model, tokens: Tensor = tokens) -> None:
+            model.zero_grad(set_to_none=True)
+            logits = model(tokens)[:, :-1].flatten(0, 1)
+            F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+
+        step()
+        seconds = statistics.median(device_seconds(step, sides.device) for _ in range(3))
+        found.setdefault(side, seconds)
+        found[side] = min(found[side], seconds)
+        rate = tokens.numel() / seconds
+        yield {"side": side, "chunk": chunk, "tokens_per_s": rate, "over_window": found["window"] / seconds}
+
+
+@torch.inference_mode()
+def decode(sides: Sides) -> Iterator[Row]:
+    """Steps from the host, as memory slots run them, and full attention also as a captured graph of a static cache."""
+    options = sides.options
+    for side in ("memory", "full", "full_graph"):
+        model = sides.model(side.removesuffix("_graph"), options.chunk)
+        for length in options.contexts:
+            turn = captured(sides, model, length) if side == "full_graph" else eager(sides, model, length)
+            turn()
+            seconds = device_seconds(turn, sides.device) / options.steps
+            yield {"side": side, "context": length, "ms_per_token": 1e3 * seconds}
+
+
+def eager(sides: Sides, model: Model, length: int) -> Callable[[], None]:
+    rows, n_steps = sides.options.batch, sides.options.steps
+    ctx, token = sides.filled(model, rows, length, 2 * n_steps), sides.tokens(model, rows, 1)
+
+    def turn() -> None:
+        for _ in range(n_steps):
+            model(token, ctx)
+
+    return turn
+
+
+def captured(sides: Sides, model: Model, length: int) -> Callable[[], None]:
+    rows, n_steps = sides.options.batch, sides.options.steps
+    decoder = StaticDecoder(model, rows, length + 2 * n_steps, is_compiled=False)
+    decoder.at.fill_(length)
+    decoder.capture()
+    return functools.partial(decoder.run, n_steps)
+
+
+@torch.inference_mode()
+def peak(sides: Sides) -> Iterator[Row]:
+    """Highest allocation over all decoded tokens above that of the first few, of one block; on a CPU the cache's."""
+    model, options = sides.model("memory", blocks=sides.options.peak_blocks), sides.options
+    first = min(options.window + PIECE, options.decoded // 4)
+    ctx, token = sides.context(model, 1, options.decoded), sides.tokens(model, 1, 1)
+    on_gpu = sides.device.type == "cuda"
+
+    def allocated(n: int) -> int:
+        for _ in range(n):
+            model(token, ctx)
+        return torch.cuda.max_memory_allocated() if on_gpu else ctx.nbytes()
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    began, done, before = time.monotonic(), first, allocated(first)
+    after = before
+    while done < options.decoded and time.monotonic() - began < options.seconds / 2:
+        n = min(256, options.decoded - done)
+        after, done = allocated(n), done + n
+    yield {
+        "decoded": done,
+        "asked": options.decoded,
+        "bytes": before,
+        "peak_bytes": after,
+        "rise": after / before - 1,
+    }
+
+
+@torch.inference_mode()
+def prompts(sides: Sides) -> Iterator[Row]:
+    for side in ("memory", "full"):
+        model = sides.model(side, sides.options.chunk)
+        for length in sides.options.prompts:
+            tokens = sides.tokens(model, 1, length)
+
+            def call(model: Model = model, tokens: Tensor = tokens) -> None:
+                prefill(model, tokens, sides.context(model, 1, tokens.shape[1]), PIECE)
+
+            if length == sides.options.prompts[0]:
+                call()
+            yield {"side": side, "tokens": length, "seconds": wall_seconds(call, sides.device)}
+
+
+def prefix(sides: Sides) -> Iterator[Row]:
+    """Turns of one conversation: its prefix, then each question after the earlier answers."""
+    model, n = sides.model("memory", sides.options.chunk), sides.options.prefix
+    vocab = model.spec.embedder.vocab_size
+    for keeps in (False, True):
+        longest = n + TURNS * (ANSWER + 16)
+        kept: dict[str, Any] = {"use_memory_cache": True, "cache_size": 4096.0} if keeps else {}
+        engine = Engine(model, n_slots=1, max_len=longest, prefill_chunk=PIECE, **kept)
+        text = [(7 * place) % vocab for place in range(n)]
+        seconds = []
+        for turn in range(TURNS):
+            began = time.perf_counter()
+            ticket = engine.submit(text, max_new_tokens=ANSWER, temperature=0.0)
+            while not ticket.tokens:
+                engine.step()
+            seconds.append(time.perf_counter() - began)
+            while engine.step():
+                pass
+            text = [*text, *ticket.tokens, *((turn + place) % vocab for place in range(8))]
+        later = statistics.mean(seconds[1:])
+        yield {
+            "memory_cache": keeps,
+            "first_s": seconds[0],
+            "later_mean_s": later,
+            "mean_s": statistics.mean(seconds),
+        }
+
+
+def run(options: argparse.Namespace, record: Record) -> None:
+    chosen = options.only or list(PARTS)
+    check_names("--only", chosen, PARTS)
+    sides = Sides(options, record.device)
+    sizes = {key: getattr(options, key) for key in ("size", "window", "slots", "batch", "rows", "tokens")}
+    record.start(sizes=sizes)
+    measures = dict(zip(PARTS, (state, train, decode, prompts, prefix, peak), strict=True))
+    cases: list[tuple[str, Callable[[], Iterator[Row]]]] = [
+        (name, functools.partial(measures[name], sides)) for name in PARTS if name in chosen
+    ]
+    record.measure(cases, options.seconds)
+    record.save(summary=summarise(record.data["rows"], options))
+
+
+def summarise(rows: list[Row], options: argparse.Namespace) -> Row:
+    """Return the ratios that matter, of what was measured."""
+
+    def pick(case: str, key: str, **where: Any) -> float | None:
+        wanted = {"case": case} | where
+        return next((row[key] for row in rows if wanted.items() <= row.items()), None)
+
+    def ratio(over: float | None, under: float | None) -> float | None:
+        return None if over is None or not under else over / under
+
+    near, far = options.contexts[0], options.contexts[-1]
+    short, long = options.prompts[0], options.prompts[-1]
+    state_bytes = [row["bytes_per_layer"] for row in rows if row["case"] == "state"]
+    memory_far = pick("decode", "ms_per_token", side="memory", context=far)
+    trained = [row["over_window"] for row in rows if row["case"] == "train" and row["side"] == "memory"]
+    return {
+        "state_is_constant": len(set(state_bytes)) == 1 if state_bytes else None,
+        "peak_rise": pick("peak", "rise"),
+        "decode_far_over_near": ratio(
+            memory_far, pick("decode", "ms_per_token", side="memory", context=near)
+        ),
+        "decode_full_over_memory": ratio(
+            pick("decode", "ms_per_token", side="full", context=far), memory_far
+        ),
+        "decode_full_graph_over_memory": ratio(
+            pick("decode", "ms_per_token", side="full_graph", context=far), memory_far
+        ),
+        "prefill_long_over_short": ratio(
+            pick("prefill", "seconds", side="memory", tokens=long),
+            pick("prefill", "seconds", side="memory", tokens=short),
+        ),
+        "train_over_window": max(trained, default=None),
+        "first_token_speedup": ratio(
+            pick("prefix", "mean_s", memory_cache=False), pick("prefix", "mean_s", memory_cache=True)
+        ),
+    }
