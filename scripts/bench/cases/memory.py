@@ -1,4 +1,4 @@
-"""Bytes, decode, prefill, training and prefix reuse of memory slots beside full attention and the window alone.
+"""Bytes, decode, prefill, training and prefix reuse of memory slots, next to full attention and the window alone.
 
 Usage on a GPU: python scripts/bench/run.py memory [--seconds 110] [--only state peak decode prefill train prefix]
 The file is written after every case; what there was no time or memory for is in `left_out`, with the reason.
@@ -136,18 +136,22 @@ def train(sides: Sides) -> Iterator[Row]:
 
 @torch.inference_mode()
 def decode(sides: Sides) -> Iterator[Row]:
-    """Steps from the host, as memory slots run them, and full attention also as a captured graph of a static cache."""
+    """Steps from the host, as memory slots run them. Full attention also runs as a captured graph of a static cache."""
     options = sides.options
     for side in ("memory", "full", "full_graph"):
         model = sides.model(side.removesuffix("_graph"), options.chunk)
         for length in options.contexts:
-            turn = captured(sides, model, length) if side == "full_graph" else eager(sides, model, length)
+            turn = (
+                graph_steps(sides, model, length)
+                if side == "full_graph"
+                else host_steps(sides, model, length)
+            )
             turn()
             seconds = device_seconds(turn, sides.device) / options.steps
             yield {"side": side, "context": length, "ms_per_token": 1e3 * seconds}
 
 
-def eager(sides: Sides, model: Model, length: int) -> Callable[[], None]:
+def host_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
     rows, n_steps = sides.options.batch, sides.options.steps
     ctx, token = sides.filled(model, rows, length, 2 * n_steps), sides.tokens(model, rows, 1)
 
@@ -158,7 +162,7 @@ def eager(sides: Sides, model: Model, length: int) -> Callable[[], None]:
     return turn
 
 
-def captured(sides: Sides, model: Model, length: int) -> Callable[[], None]:
+def graph_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
     rows, n_steps = sides.options.batch, sides.options.steps
     decoder = StaticDecoder(model, rows, length + 2 * n_steps, is_compiled=False)
     decoder.at.fill_(length)
@@ -174,18 +178,18 @@ def peak(sides: Sides) -> Iterator[Row]:
     ctx, token = sides.context(model, 1, options.decoded), sides.tokens(model, 1, 1)
     on_gpu = sides.device.type == "cuda"
 
-    def allocated(n: int) -> int:
+    def bytes_after(n: int) -> int:
         for _ in range(n):
             model(token, ctx)
         return torch.cuda.max_memory_allocated() if on_gpu else ctx.nbytes()
 
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    began, done, before = time.monotonic(), first, allocated(first)
+    began, done, before = time.monotonic(), first, bytes_after(first)
     after = before
     while done < options.decoded and time.monotonic() - began < options.seconds / 2:
         n = min(256, options.decoded - done)
-        after, done = allocated(n), done + n
+        after, done = bytes_after(n), done + n
     yield {
         "decoded": done,
         "asked": options.decoded,

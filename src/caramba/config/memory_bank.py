@@ -51,6 +51,11 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
         default=8.0, description="temperature of the slot gates; larger values forget more slowly"
     )
 
+    memory_bptt_chunks: Dimension | None = Field(
+        default=None,
+        description="chunks of q_chunk queries whose reads train the writes of one another; unset: all",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _attention_block_size(cls, data: Any) -> Any:

@@ -25,11 +25,11 @@ NEEDED = "model=hf_memory makes both"
 def memory_gap(
     config: MemoryGapBenchmarkConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
-    """Measure `gain`, what the teacher loses at positions `start` on when it sees its last `local_window` tokens alone;
-    then, of the student, `closed`, the share of that gain it keeps, and `near`, its change at positions below the
-    window. Nats a token, on the same held-out windows; standard errors are over windows.
+    """Measure the teacher's `gain` beyond a window, then the student's `near` and `closed`, on the same windows.
 
-    `closed` needs a gain of `min_gain`: without it there is nothing to close, and a row says so.
+    The gain is what the teacher loses at positions `start` on with its last `local_window` tokens alone. `near` is the
+    student's change at positions below the window. `closed` is the share of the gain that it keeps.
+    Losses are in nats a token, standard errors over windows. A gain below `min_gain` has no share; a row reports it.
 
     Raises:
         ConfigError: no teacher, neither window nor slots, a teacher with windows, or a window beyond `start`.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.cache import MemoryLayerKVCache
+from caramba.config.attention import AttentionLayerConfig
 from caramba.config.benchmark import RecallBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.memory_bank import SPARE_TOKENS, MemoryBankLayerConfig
@@ -55,8 +56,8 @@ def attentions(layer: MemoryBankLayerConfig) -> dict[str, dict[str, Any]]:
     """Return the attention layers that are compared, as nodes: memory, its window alone, a window of the same bytes in
     16 bits, and full attention."""
     memory = layer.model_dump(mode="json")
-    slots = {"memory_slots", "memory_compression_ratio", "max_sequence_length", "memory_rope", "memory_tau"}
-    plain = {key: value for key, value in memory.items() if key not in slots} | {"type": "AttentionLayer"}
+    own = set(MemoryBankLayerConfig.model_fields) - set(AttentionLayerConfig.model_fields)
+    plain = {key: value for key, value in memory.items() if key not in own} | {"type": "AttentionLayer"}
     assert layer.local_window is not None
     # A slot has 32 bits, twice those of a cached token, and its mass.
     features = layer.dims().qk + layer.dims().v

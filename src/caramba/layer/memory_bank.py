@@ -167,7 +167,8 @@ class MemoryBankLayer(AttentionLayer):
             slot_q, slot_k = rotated_q, rotated_k
         given = (rotated_q, rotated_k, v, slot_q, slot_k, *gates)
         chunk = self.config.q_chunk or CHUNK
-        heads, _ = memory_bank(*given, window=window, state=state, first=first, chunk=chunk)
+        bptt = self.config.memory_bptt_chunks or 0
+        heads, _ = memory_bank(*given, window=window, state=state, first=first, chunk=chunk, bptt_chunks=bptt)
         if self.use is not None:
             self.use.reads += slot_reads(*given, window=window, state=state, first=first, chunk=chunk)
             self.use.writes += write[:, :, :n_written].sum((0, 2))

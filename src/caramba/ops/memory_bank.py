@@ -44,6 +44,7 @@ def memory_bank(
     state: MemoryState | None = None,
     first: Tensor | None = None,
     chunk: int = 32,
+    bptt_chunks: int = 0,
 ) -> tuple[Tensor, MemoryState]:
     """Attend to the last `window` tokens and to memory slots that hold what has left the window, in one softmax.
 
@@ -52,6 +53,9 @@ def memory_bank(
     Queries arrive scaled. The T queries are the last T of the S tokens; `state` holds what came before those S, and the
     state that comes back what the last query read. With `first`, the first token of each query's document (see
     `Documents`), a document sees neither tokens nor slots of the one before; then T = S and there is no state.
+
+    Gradients pass from a chunk's reads to earlier writes within groups of `bptt_chunks` chunks, counted from the first
+    query; 0 passes them through all. A group begins with a state that counts as constant.
 
     Work is linear in T: `chunk` queries at a time, with an intermediate of chunk x chunk x M per key/value head.
 
@@ -83,6 +87,7 @@ def memory_bank(
         first,
         window,
         max(1, min(chunk, q.shape[2])),
+        bptt_chunks,
     )
     return out, MemoryState(*after)
 
@@ -319,14 +324,14 @@ def _fake_memory_bank(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(output[3])
-    *tensors, ctx.window, ctx.chunk = inputs
+    *tensors, ctx.window, ctx.chunk, ctx.bptt_chunks = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad: Tensor, grad_keys: Tensor, grad_values: Tensor, _: Tensor) -> tuple[Any, ...]:
-    given = (grad, grad_keys, grad_values, *ctx.saved_tensors, ctx.window, ctx.chunk)
+    given = (grad, grad_keys, grad_values, *ctx.saved_tensors, ctx.window, ctx.chunk, ctx.bptt_chunks)
     found = torch.ops.caramba.memory_bank_backward.default(*given)
-    return *found, None, None, None, None
+    return *found, None, None, None, None, None
 
 
 @caramba_op("memory_bank", fake=_fake_memory_bank, setup=_setup, backward=_backward, takes_kernel=False)
@@ -344,6 +349,7 @@ def reference_memory_bank(
     first: Tensor | None,
     window: int,
     chunk: int,
+    bptt_chunks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch, chunk by chunk."""
     x = _Inputs.of(q, k, v, slot_q, slot_k, decay, write)
@@ -386,6 +392,7 @@ def reference_memory_bank_backward(
     first: Tensor | None,
     window: int,
     chunk: int,
+    bptt_chunks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of all inputs but `mass`, chunks in reverse, from states that are computed again."""
     given = (q, k, v, slot_q, slot_k, decay, write, keys, values)
@@ -399,8 +406,11 @@ def reference_memory_bank_backward(
         states.append(state)
         state = _advance(x, place, _gates(x, place, _resets(first, place, window)), state)
     after = (upcast(grad_keys), upcast(grad_values))
-    for place, state in zip(reversed(places), reversed(states), strict=True):
+    for index in reversed(range(len(places))):
+        place, state = places[index], states[index]
         after = _chunk_backward(x, grads, grad[:, :, :, place.queries], after, place, state, window, first)
+        if bptt_chunks and index and index % bptt_chunks == 0:
+            after = (torch.zeros_like(after[0]), torch.zeros_like(after[1]))
     after = _write_backward(x, grads, after, MemoryState(keys, values, mass), n_before)
     found = (grads.q.flatten(1, 2), grads.k, grads.v, grads.slot_q.flatten(1, 2), *grads[4:], *after)
     a, b, c, d, e, f, g, h, i = (y.to(x.dtype).contiguous() for y, x in zip(found, given, strict=True))

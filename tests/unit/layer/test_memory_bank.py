@@ -77,6 +77,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"qk_norm": True, "bias": True, "learned_temperature": True},
     {"rope_enabled": False, "mode": "standard", "n_kv_heads": None},
     {"q_chunk": 4},
+    {"memory_bptt_chunks": 2},
 ]
 
 
@@ -95,6 +96,28 @@ def test_memory_cache_in_half_precision_is_near_full_forward() -> None:
         full = model(x).float()
     chunks = in_chunks(model, x, [5, 1, 84], kind=KVCacheKind.BF16).float()
     assert (chunks - full).norm() < 2e-2 * full.norm()
+
+
+def test_truncated_backpropagation_changes_gradients_of_writes_alone() -> None:
+    x = tokens()
+    found: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+    for bptt in (1, 50):
+        model = memory_model(memory_bptt_chunks=bptt, q_chunk=4)
+        out = model(x)
+        out.square().sum().backward()
+        found[bptt] = (
+            out.detach(),
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        )
+    model = memory_model(q_chunk=4)
+    model(x).square().sum().backward()
+    (one, short), (every, long) = found[1], found[50]
+    assert torch.equal(one, every)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(long[name], parameter.grad)
+    gates = [name for name in short if "slot_gate" in name]
+    assert len(gates) == 4
+    assert all(not torch.allclose(short[name], long[name]) for name in gates)
 
 
 def test_slots_carry_what_left_the_window() -> None:

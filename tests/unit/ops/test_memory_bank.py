@@ -126,13 +126,13 @@ def test_memory_bank_meets_op_contract(first: Tensor | None) -> None:
     state = MemoryState.empty(given[4], given[2], M)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(
-        torch.ops.caramba.memory_bank.default, (*given, *state, first, 3, 4), test_utils=tests
+        torch.ops.caramba.memory_bank.default, (*given, *state, first, 3, 4, 2), test_utils=tests
     )
     plain = [x.detach() for x in given]
     grads = (normal(B, H, T, DV, seed=10), state.keys.clone(), state.values.clone())
     torch.library.opcheck(
         torch.ops.caramba.memory_bank_backward.default,
-        (*grads, *plain, *state, first, 3, 4),
+        (*grads, *plain, *state, first, 3, 4, 2),
         test_utils=tests[::2],
     )
 
@@ -185,3 +185,36 @@ def test_memory_bank_wrong_shapes_are_refused() -> None:
         memory_bank(*[*given[:6], given[6][..., :1]], window=2)
     with pytest.raises(ConfigError, match="state and documents"):
         memory_bank(*given, window=2, state=some_state(), first=FIRST)
+
+
+def gradients(out: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((out * normal(*out.shape, seed=11)).sum(), given)
+
+
+@pytest.mark.parametrize("bptt_chunks", [1, 2])
+def test_truncated_gradients_are_those_of_segments_with_a_constant_state(bptt_chunks: int) -> None:
+    given, window, chunk = arguments(), 3, 2
+    found = gradients(memory_bank(*given, window=window, chunk=chunk, bptt_chunks=bptt_chunks)[0], given)
+    state, outputs, size = None, [], chunk * bptt_chunks
+    for start in range(0, T, size):
+        end, low = min(start + size, T), max(start - window, 0)
+        queries, keys = slice(start, end), slice(low, end)
+        # Tokens before the segment that its queries write are here, with their gradients.
+        parts = [x[:, :, queries if place in (0, 3) else keys] for place, x in enumerate(given)]
+        out, after = memory_bank(*parts, window=window, state=state, chunk=chunk)
+        outputs.append(out)
+        state = MemoryState(*(x.detach() for x in after))
+    expected = gradients(torch.cat(outputs, 2), given)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+    full = gradients(memory_bank(*given, window=window, chunk=chunk)[0], given)
+    assert not torch.allclose(found[4], full[4])
+
+
+@pytest.mark.parametrize("bptt_chunks", [0, 6, 50])
+def test_gradients_over_all_chunks_are_the_full_ones(bptt_chunks: int) -> None:
+    given = arguments()
+    found = gradients(memory_bank(*given, window=3, chunk=2, bptt_chunks=bptt_chunks)[0], given)
+    expected = gradients(memory_bank(*given, window=3, chunk=32)[0], given)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
