@@ -128,13 +128,18 @@ def test_adafactor() -> None:
     assert_equal(ours, theirs, 1e-6)
 
 
-def test_muon_against_torch() -> None:
+@pytest.mark.parametrize("package", ["torch", "timm"])
+def test_muon(package: str) -> None:
     shapes = ((6, 8), (8, 4))
     ours, theirs = weights(*shapes), weights(*shapes)
     groups = [{"params": ours, "weight_decay": 0.1}]
     run(MuonAdamW(groups, [], lr=1e-2, momentum=0.95, betas=(0.9, 0.95)), ours, 20)
-    peer_muon = torch.optim.Muon(
-        theirs, lr=1e-2, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
-    run(peer_muon, theirs, 20)
+    options: dict[str, Any] = {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
+    if package == "timm":  # whose default are other coefficients of Newton and Schulz, one for each step
+        options["ns_coefficients"] = "original"
+        reason = "timm is not installed: pip install timm"
+        peer_muon = pytest.importorskip("timm.optim", reason=reason, exc_type=ImportError).Muon
+    else:
+        peer_muon = torch.optim.Muon
+    run(peer_muon(theirs, adjust_lr_fn="match_rms_adamw", **options), theirs, 20)
     assert_equal(ours, theirs, 1e-5)
