@@ -15,6 +15,7 @@ from caramba.config.source import is_mapping
 
 SPARE_TOKENS = 17
 """Tokens that a cache keeps besides its window, which a rollback may take back: 16 drafts and the token before."""
+WRITE_RATE = 0.25
 
 
 class MemoryBankLayerConfig(AttentionLayerConfig):
@@ -51,6 +52,18 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
         default=8.0, description="temperature of the slot gates; larger values forget more slowly"
     )
 
+    memory_read: Literal["joint", "gated"] = Field(
+        default="joint",
+        description="one softmax over window and slots, or one each, mixed by a trained share of every head",
+    )
+    use_adaptive_compression: bool = Field(
+        default=False,
+        description="whether a trained gate of each token scales what slots take of it; false: they take all tokens",
+    )
+    memory_write_rate: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="mean of use_adaptive_compression's gates that training holds, 0 to 1; unset: 0.25",
+    )
     memory_bptt_chunks: Dimension | None = Field(
         default=None,
         description="chunks of q_chunk queries whose reads train the writes of one another; unset: all",
@@ -89,6 +102,11 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
             raise ValueError(
                 "rope_scaling type=dynamic depends on the length, which a MemoryBankLayer does not keep; use yarn"
             )
+        if self.memory_write_rate is not None and not self.use_adaptive_compression:
+            raise ValueError(
+                f"memory_write_rate={self.memory_write_rate:g} is of use_adaptive_compression, which is false; set it, "
+                "or remove the rate"
+            )
         self._slots_of_ratio(self.local_window)
         return self
 
@@ -115,6 +133,11 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
             )
 
     @property
+    def write_rate(self) -> float:
+        """Mean of write gates that training holds."""
+        return WRITE_RATE if self.memory_write_rate is None else self.memory_write_rate
+
+    @property
     def slots(self) -> int:
         """Slots per key/value head, given or from the ratio."""
         if self.memory_slots is not None:
@@ -127,10 +150,18 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
     def parameter_shapes(self) -> Shapes:
         """Return the weights of attention and the gates of the slots."""
         dims = self.dims()
-        return super().parameter_shapes() | {
+        found: Shapes = super().parameter_shapes() | {
             "slot_gate": (dims.n_kv_heads, self.slots, dims.qk + dims.v),
             "slot_gate_bias": (dims.n_kv_heads * self.slots,),
         }
+        if self.memory_read == "gated":
+            found |= {"read_gate": (dims.n_heads,)}
+        if self.use_adaptive_compression:
+            found |= {
+                "write_gate": (dims.n_kv_heads, dims.qk + dims.v),
+                "write_gate_bias": (dims.n_kv_heads,),
+            }
+        return found
 
     def infer(self, width: Width) -> Cost:
         """Check the width and count: a query reads its window and every slot, a token is written to every slot once.

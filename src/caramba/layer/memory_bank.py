@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,11 @@ from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
+from caramba.layer.gated_read import delay_writes, read_gated
 from caramba.layer.projection import StandardProjection, split_heads
 from caramba.layer.rope import rotate
+from caramba.layer.score import CausalScore
+from caramba.layer.write_rate import hold_rate
 from caramba.ops.backend import upcast
 from caramba.ops.memory_bank import MemoryState, memory_bank, slot_reads, write_slots
 
@@ -49,7 +54,12 @@ class MemoryBankLayer(AttentionLayer):
 
     The state belongs to a sequence: a forward without a context, and each document of a packed row, starts empty.
 
-    Shape: x [B, T, M] to [B, T, M]; slot_gate [K, slots, Dqk + Dv], slot_gate_bias [K * slots].
+    `memory_read: gated` gives window and slots a softmax each, mixed by sigmoid(read_gate) of every head. With
+    `use_adaptive_compression` slots take a share sigmoid(write_gate [k; v] + write_gate_bias) of (1 - a) k and keep the
+    rest of what they hold; a penalty draws the mean share to `memory_write_rate`.
+
+    Shape: x [B, T, M] to [B, T, M]; slot_gate [K, slots, Dqk + Dv], slot_gate_bias [K * slots], read_gate [H],
+    write_gate [K, Dqk + Dv], write_gate_bias [K].
 
     Reference: Zhang et al., 2024, arXiv:2409.07146 (gated slots).
     """
@@ -62,6 +72,13 @@ class MemoryBankLayer(AttentionLayer):
         kv_heads, slots = self.dims.n_kv_heads, config.slots
         self.slot_gate = nn.Parameter(torch.empty(kv_heads, slots, self.dims.qk + self.dims.v))
         self.slot_gate_bias = nn.Parameter(torch.empty(kv_heads * slots))
+        if config.memory_read == "gated":
+            self.read_gate = nn.Parameter(torch.empty(self.dims.n_heads))
+            # A chunk as long as the window keeps the work linear in the length.
+            self.score = CausalScore(config.local_window, q_chunk=config.q_chunk or config.local_window)
+        if config.use_adaptive_compression:
+            self.write_gate = nn.Parameter(torch.empty(kv_heads, self.dims.qk + self.dims.v))
+            self.write_gate_bias = nn.Parameter(torch.empty(kv_heads))
         self.use: SlotUse | None = None
 
     def reset_parameters(self) -> None:
@@ -71,6 +88,13 @@ class MemoryBankLayer(AttentionLayer):
         spread = torch.linspace(0.0, MAX_BIAS, self.config.slots).repeat(self.dims.n_kv_heads)
         with torch.no_grad():
             self.slot_gate_bias.copy_(spread)
+        if self.config.memory_read == "gated":
+            nn.init.zeros_(self.read_gate)
+        if self.config.use_adaptive_compression:
+            nn.init.zeros_(self.write_gate)
+            nn.init.constant_(
+                self.write_gate_bias, math.log(self.config.write_rate / (1 - self.config.write_rate))
+            )
 
     def new_cache(
         self,
@@ -100,7 +124,13 @@ class MemoryBankLayer(AttentionLayer):
             bias = upcast(self.slot_gate_bias).view(self.dims.n_kv_heads, 1, -1)
             gate = torch.einsum("bksd,kmd->bksm", kv, upcast(self.slot_gate)) + bias
             decay = F.logsigmoid(gate) / self.config.memory_tau
-            return decay, -torch.expm1(decay)
+            write = -torch.expm1(decay)
+            if not self.config.use_adaptive_compression:
+                return decay, write
+            taken = torch.einsum("bksd,kd->bks", kv, upcast(self.write_gate))
+            taken = (taken + upcast(self.write_gate_bias)[:, None]).sigmoid()
+            write = write * hold_rate(taken, self.config.write_rate)[..., None]
+            return torch.log1p(-write), write
 
     def read(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         """Return the concatenated head outputs. Shape: [B, T, M] -> [B, T, H*Dv]."""
@@ -168,9 +198,21 @@ class MemoryBankLayer(AttentionLayer):
         given = (rotated_q, rotated_k, v, slot_q, slot_k, *gates)
         chunk = self.config.q_chunk or CHUNK
         bptt = self.config.memory_bptt_chunks or 0
-        heads, _ = memory_bank(*given, window=window, state=state, first=first, chunk=chunk, bptt_chunks=bptt)
+        options: dict[str, Any] = {"state": state, "first": first, "chunk": chunk}
+        is_gated = self.config.memory_read == "gated"
+        if is_gated:
+            share = upcast(self.read_gate).sigmoid()
+            heads = read_gated(given, share, self.score, **options, bptt_chunks=bptt)
+        else:
+            heads, _ = memory_bank(*given, window=window, **options, bptt_chunks=bptt)
         if self.use is not None:
-            self.use.reads += slot_reads(*given, window=window, state=state, first=first, chunk=chunk)
+            if is_gated:
+                later = None if first is None else first + window
+                reads = slot_reads(*delay_writes(given, window), window=0, **options | {"first": later})
+                reads = reads * upcast(self.read_gate).sigmoid()[:, None]
+            else:
+                reads = slot_reads(*given, window=window, **options)
+            self.use.reads += reads.unflatten(0, (k.shape[1], -1)).sum(1)
             self.use.writes += write[:, :, :n_written].sum((0, 2))
             self.use.n_queries += q.shape[0] * q.shape[1] // k.shape[1] * q.shape[2]
             self.use.n_written += k.shape[0] * n_written

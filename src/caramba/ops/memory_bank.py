@@ -118,17 +118,17 @@ def slot_reads(
     first: Tensor | None = None,
     chunk: int = 32,
 ) -> Tensor:
-    """Return how much queries read of each slot, probabilities summed over them; arguments of `memory_bank`.
+    """Return how much each head's queries read of each slot, probabilities summed over them.
 
-    Shape: [K, M].
+    Arguments are those of `memory_bank`. Shape: [H, M].
     """
     given = MemoryState.empty(slot_k, v, decay.shape[-1]) if state is None else state
     x = _Inputs.of(q, k, v, slot_q, slot_k, decay, write)
     current, _ = _start(x, given, window)
-    reads = x.k.new_zeros(decay.shape[1], decay.shape[3])
+    reads = x.k.new_zeros(q.shape[1], decay.shape[3])
     for place in _chunks(q.shape[2], k.shape[2], window, max(1, min(chunk, q.shape[2]))):
         gates = _gates(x, place, _resets(first, place, window))
-        reads += _read(x, place, gates, current, window, first).slots.sum((0, 2, 3))
+        reads += _read(x, place, gates, current, window, first).slots.sum((0, 3)).flatten(0, 1)
         current = _advance(x, place, gates, current)
     return reads
 

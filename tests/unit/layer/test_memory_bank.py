@@ -78,6 +78,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"rope_enabled": False, "mode": "standard", "n_kv_heads": None},
     {"q_chunk": 4},
     {"memory_bptt_chunks": 2},
+    {"memory_read": "gated"},
+    {"memory_read": "gated", "memory_rope": True, "use_adaptive_compression": True, "memory_write_rate": 0.4},
 ]
 
 
@@ -129,8 +131,9 @@ def test_slots_carry_what_left_the_window() -> None:
         assert (model(x) - model(other))[0, 2 * reach :].abs().max() > 1e-4
 
 
-def test_documents_equal_forwards_of_their_own() -> None:
-    model, x = memory_model(), tokens(rows=1)
+@pytest.mark.parametrize("changes", [{}, VARIANTS[-1]])
+def test_documents_equal_forwards_of_their_own(changes: dict[str, Any]) -> None:
+    model, x = memory_model(**changes), tokens(rows=1)
     ids = torch.tensor([[0] * 31 + [1] * 9 + [2] * 50])
     with torch.no_grad():
         packed = model(x, documents=ids)
@@ -177,8 +180,9 @@ def test_rollback_beyond_the_spare_tokens_is_refused() -> None:
         ctx.truncate(LENGTH - SPARE_TOKENS - 1)
 
 
-def test_cache_bytes_do_not_grow_and_equal_infer() -> None:
-    model = memory_model()
+@pytest.mark.parametrize("changes", [{}, VARIANTS[-1]])
+def test_cache_bytes_do_not_grow_and_equal_infer(changes: dict[str, Any]) -> None:
+    model = memory_model(**changes)
     cost = model_cost(model.spec)
     ctx = model.new_context(1, LENGTH)
     sizes = []

@@ -30,13 +30,13 @@ def test_statistics_count_what_queries_read() -> None:
 
 
 def test_read_mass_of_a_window_0_is_all_of_it_after_the_first_write() -> None:
-    from tests.unit.ops.test_memory_bank import B, H, K, T, arguments
+    from tests.unit.ops.test_memory_bank import B, H, T, arguments
 
     from caramba.ops.memory_bank import slot_reads
 
     reads = slot_reads(*(x.detach() for x in arguments()), window=0, chunk=4)
     assert reads.sum().item() == pytest.approx(B * H * T)
-    assert reads.shape[0] == K
+    assert reads.shape[0] == H
 
 
 def test_statistics_of_text_within_the_window_are_refused() -> None:
