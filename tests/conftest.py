@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
 from caramba.console import logger
 from caramba.runs.exit_codes import imports_without_gc
@@ -22,9 +23,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads of commands that set their own number sleep while they wait: spinning beside other tests takes 12 times the
 # CPU time of the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# An image of a container may forbid bytecode: then every process of the tests compiles the sources that it loads.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 LEFT_OUT = ("compile", "process", "slow")
-TORCH_FREE = ("artifact", "collect", "config", "cost", "paper", "runs")
+TORCH_FREE = ("artifacts", "config", "estimate", "paper", "runs")
 MARKERS = Path(__file__).with_name("markers.toml")
 LONGEST = Path(__file__).with_name("longest_files.txt")
 SIGNALS = [
@@ -40,8 +44,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # not in its processes: they are told of none
+        _rewrite_asserts(config)
     if config.getoption("--fast"):
         sys.addaudithook(_refuse_processes)
+
+
+def _rewrite_asserts(config: pytest.Config) -> None:
+    """Write the bytecode of all test files, which else each of the processes makes for itself: they load the same files
+    at the same time. Half is done in another process."""
+    if sys.platform != "linux":
+        return
+    state = config.stash[rewrite.assertstate_key]
+    child = os.fork()
+    try:
+        for path in sorted(MARKERS.parent.rglob("test_*.py"))[child != 0 :: 2]:
+            pyc = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+            if rewrite._read_pyc(path, pyc) is not None or not rewrite.try_makedirs(pyc.parent):
+                continue
+            with contextlib.suppress(SyntaxError):  # which is reported where the file is loaded
+                digest, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(state, code, digest, pyc)
+    finally:
+        if child == 0:
+            os._exit(0)
+    os.waitpid(child, 0)
 
 
 def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
