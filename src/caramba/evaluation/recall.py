@@ -88,15 +88,28 @@ def probe_spec(attention: dict[str, Any], d_model: int, n_blocks: int) -> ModelS
 def train_probe(
     spec: ModelSpec, config: RecallBenchmarkConfig, length: int, seed: int, device: torch.device
 ) -> Model:
+    """Train a new probe, see `fit_probe`."""
+    model = build_model(spec, seed=seed).to(device)
+    scale_weights(model)
+    return fit_probe(model, config, length, seed, device)
+
+
+@torch.no_grad()
+def scale_weights(model: Model) -> None:
+    """Multiply matrices by INIT_SCALE."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(INIT_SCALE)
+
+
+def fit_probe(
+    model: Model, config: RecallBenchmarkConfig, length: int, seed: int, device: torch.device
+) -> Model:
     """Train a probe on fresh rows, with each number of pairs in turn.
 
     Their length grows to `length` over the first 60% of the steps.
     """
-    model = build_model(spec, seed=seed).to(device).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(INIT_SCALE)
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.lr, total_steps=config.steps, pct_start=0.1
