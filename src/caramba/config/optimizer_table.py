@@ -33,6 +33,7 @@ class OptimizersConfig(Config):
         default=("adamw", "lion", "muon", "swats", "pidao", "nowcast", "orchestrator"),
         description="optimisers to compare; adamw first",
     )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the computation")
     steps: Positive = Field(default=400, description="optimiser steps of a run, trials included")
     batch_size: Positive = Field(default=8, description="sequences of a step")
     block_size: Positive = Field(default=128, description="tokens of a sequence")

@@ -79,7 +79,7 @@ class OptimizerTable:
             "weight_decay": config.weight_decay,
             "warmup_steps": steps // 20,
             "min_lr_ratio": 0.02,
-            "dtype": "float32",
+            "dtype": config.dtype,
             **ROW_KEYS.get(row, {}),
         }
         if row not in ORCHESTRATED:
