@@ -47,11 +47,13 @@ ELSEWHERE = (
     "engines",
     "optimizers",
     "orchestrator",
+    "orchestrator_cost",
+    "memory",
     "research_gate",
     "research_aa",
     "research_attacks",
 )
-"""Shown by docs/results.md, evidence.md, export.md, orchestrator.md and research.md."""
+"""Shown by docs/results.md, evidence.md, export.md, memory.md, orchestrator.md and research.md."""
 
 
 def optional(value: Any, spec: str, missing: str = "", *, scale: float = 1.0) -> str:

@@ -22,6 +22,7 @@ class StrategyClip(AdaGC):
         settings = phase.adagc or AdaGCConfig()
         super().__init__(parameters, max_norm=phase.max_grad_norm, **settings.model_dump())
         self.portfolio, self.algorithm = portfolio, phase.gradient_clip_algorithm
+        self._places: tuple[list[int], Tensor] | None = None
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
@@ -42,7 +43,10 @@ class StrategyClip(AdaGC):
             return
         norms = tensor_norms([grad for p in self.parameters if (grad := p.grad) is not None])
         self.gamma = self.gamma.to(norms)
-        index = torch.tensor(places, device=norms.device)
+        if self._places is None or self._places[0] != places:
+            # Copied once: each copy from the host waits for the device.
+            self._places = places, torch.tensor(places, device=norms.device)
+        index = self._places[1]
         gamma = self.gamma[index]
         if is_warm_up:
             after = torch.minimum(gamma, norms)
@@ -53,8 +57,10 @@ class StrategyClip(AdaGC):
 
 
 def build_strategy_clip(optimizer: Any, parameters: Sequence[nn.Parameter]) -> StrategyClip | None:
-    """Return the clipping of a portfolio in which a strategy asks for AdaGC; None where none does."""
+    """Return the clipping of a portfolio in which a strategy that may step asks for AdaGC; None where none does."""
     assert isinstance(optimizer, Portfolio)
-    if not any(one.clip == "adagc" for one in optimizer.strategies.values()):
+    is_monitor = optimizer.phase.orchestrator_mode == "monitor"
+    used = [optimizer.strategy] if is_monitor else optimizer.strategies.values()
+    if not any(one.clip == "adagc" for one in used):
         return None
     return StrategyClip(optimizer, parameters)

@@ -15,6 +15,7 @@ from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.optim import build_optimizer
 from caramba.optim.portfolio import Portfolio
+from caramba.optim.strategy_clip import build_strategy_clip
 
 SHAPES = {
     "layers.up.weight": (6, 8),
@@ -240,3 +241,17 @@ def test_unknown_strategies_are_named() -> None:
     other, _ = built(phase_of("conservative_adamw", "muon"))
     with pytest.raises(ConfigError, match="saved state is of strategy 'lion', expected one of"):
         other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("first", "mode", "averages"),
+    [
+        ("conservative_adamw", "active", True),
+        ("conservative_adamw", "monitor", False),
+        ("spike_resistant", "monitor", True),
+    ],
+)
+def test_norms_are_averaged_for_a_strategy_that_may_step(first: str, mode: str, averages: bool) -> None:
+    names = (first, "conservative_adamw" if first == "spike_resistant" else "spike_resistant")
+    optimizer, named = built(phase_of(*names, orchestrator_mode=mode))
+    assert (build_strategy_clip(optimizer, list(named.values())) is not None) == averages
