@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, caramba_op, upcast
+
+PARTS = 4
+"""Blocks of queries a window. More of them see fewer keys in vain, and take more launches."""
 
 
 class MemoryState(NamedTuple):
@@ -57,7 +60,7 @@ def memory_bank(
     Gradients pass from a chunk's reads to earlier writes within groups of `bptt_chunks` chunks, counted from the first
     query; 0 passes them through all. A group begins with a state that counts as constant.
 
-    Work is linear in T: `chunk` queries at a time, with an intermediate of chunk x chunk x M per key/value head.
+    Work and memory are linear in T: T x chunk x M per key/value head, and T x 1.25 window per head.
 
     Shape: q, slot_q [B, H, T, D]; k, slot_k [B, K, S, D], v [B, K, S, Dv]; decay, write [B, K, S, M]; first int64
     [B, T]. Returns [B, H, T, Dv] in q's dtype, contiguous, and the state.
@@ -125,12 +128,11 @@ def slot_reads(
     given = MemoryState.empty(slot_k, v, decay.shape[-1]) if state is None else state
     x = _Inputs.of(q, k, v, slot_q, slot_k, decay, write)
     current, _ = _start(x, given, window)
-    reads = x.k.new_zeros(q.shape[1], decay.shape[3])
-    for place in _chunks(q.shape[2], k.shape[2], window, max(1, min(chunk, q.shape[2]))):
-        gates = _gates(x, place, _resets(first, place, window))
-        reads += _read(x, place, gates, current, window, first).slots.sum((0, 3)).flatten(0, 1)
-        current = _advance(x, place, gates, current)
-    return reads
+    layout = _Layout(x, window, max(1, min(chunk, q.shape[2])))
+    resets = layout.resets(first)
+    gates = _gates(x, layout, resets)
+    p = _read(x, layout, gates, _states(x, layout, gates, current)[0], first)
+    return p.slots.flatten(3, 4)[:, :, :, : q.shape[2]].sum((0, 3)).flatten(0, 1)
 
 
 def _check(
@@ -193,33 +195,75 @@ class _Inputs(NamedTuple):
         return cls(q.unflatten(1, heads), k, v, slot_q.unflatten(1, heads), slot_k, decay, write)
 
 
-class _Chunk(NamedTuple):
-    """Places of one chunk: its queries, the keys of their windows, and the tokens that they write.
+class _Layout:
+    """Places of T queries on S keys: padded to whole blocks of the window, which are whole chunks of the slots.
 
-    Query j of the chunk writes token j of `writes`, if `is_token`; in front of `n_before` there is none.
+    A block of queries sees its own keys and the `reach` before them.
     """
 
-    queries: slice
-    window: slice
-    writes: slice
-    n_before: int
+    def __init__(self, x: _Inputs, window: int, chunk: int) -> None:
+        self.n_queries, self.n_keys, self.window, self.chunk = x.q.shape[3], x.k.shape[2], window, chunk
+        self.before = self.n_keys - self.n_queries
+        self.block = chunk * max(1, min(-(-window // (PARTS * chunk)), -(-self.n_queries // chunk)))
+        self.padding = -self.n_queries % self.block
+        self.reach = max(window, 1) - 1
+        # Query t writes token t + before - window; the first have none.
+        self.n_without = min(max(window - self.before, 0), self.n_queries)
+        self.writes = slice(max(self.before - window, 0), max(self.n_keys - window, 0))
 
+    def blocks(self, x: Tensor, size: int) -> Tensor:
+        """Cut what belongs to the queries. Shape: [..., T, E] to [..., N, size, E], zeros at the end."""
+        return F.pad(x, (0, 0, 0, self.padding)).unflatten(-2, (-1, size))
 
-def _chunks(n_queries: int, n_keys: int, window: int, size: int) -> Iterator[_Chunk]:
-    before = n_keys - n_queries
-    for start in range(0, n_queries, size):
-        end = min(start + size, n_queries)
-        low, high = before + start - window, before + end - window
-        yield _Chunk(
-            slice(start, end),
-            slice(max(low + 1, 0), before + end),
-            slice(max(low, 0), max(high, 0)),
-            min(max(-low, 0), end - start),
-        )
+    def written(self, x: Tensor) -> Tensor:
+        """Return the token that each query writes. Shape: [B, K, S, E] to [B, K, N, C, E]."""
+        return self.blocks(F.pad(x[:, :, self.writes], (0, 0, self.n_without, 0)), self.chunk)
+
+    def add_written(self, into: Tensor, found: Tensor) -> None:
+        """Add to tokens [B, K, S, E] what was found for those that queries write, [B, K, N, C, E]."""
+        into[:, :, self.writes] += found.flatten(2, 3)[:, :, self.n_without : self.n_queries]
+
+    def windows(self, x: Tensor) -> Tensor:
+        """Return the keys of each block. Shape: [B, K, S, E] to [B, K, N, L, E]."""
+        x = F.pad(x, (0, 0, self.reach, self.padding))[:, :, self.before :]
+        return x.unfold(2, self.block + self.reach, self.block).mT
+
+    def add_windows(self, into: Tensor, found: Tensor) -> None:
+        """Add to keys [B, K, S, E] what was found for those of each block, [B, K, N, L, E]."""
+        n, size, width = found.shape[2], self.block, found.shape[3]
+        summed = found.new_zeros((*found.shape[:2], n * size + width, found.shape[-1]))
+        for start in range(0, width, size):
+            part = found[:, :, :, start : start + size]
+            part = F.pad(part, (0, 0, 0, size - part.shape[3])).flatten(2, 3)
+            place = slice(start, min(start + n * size, summed.shape[2]))
+            summed[:, :, place] += part[:, :, : place.stop - start]
+        low = max(self.before - self.reach, 0)
+        place = low - (self.before - self.reach)
+        into[:, :, low:] += summed[:, :, place : place + self.n_keys - low]
+
+    def hidden(self, first: Tensor | None, device: torch.device) -> Tensor:
+        """Return the mask of keys that a query does not see, [1 or B, 1, 1, N, block, L]."""
+        queries = torch.arange(self.n_queries + self.padding, device=device).unflatten(0, (-1, self.block))
+        keys = queries[:, :1] + torch.arange(-self.reach, self.block, device=device)
+        queries, keys = queries[:, :, None] + self.before, keys[:, None] + self.before
+        hidden = ((keys > queries) | (keys <= queries - self.window) | (keys < 0))[None]
+        if first is not None:
+            hidden = hidden | (keys < self.blocks(first[..., None], self.block))
+        return hidden[:, None, None]
+
+    def resets(self, first: Tensor | None) -> Tensor | None:
+        """Return which steps write no token because it is of an earlier document, bool [B, 1, N, C, 1].
+
+        They empty the slots.
+        """
+        if first is None:
+            return None
+        is_earlier = first > torch.arange(self.n_queries, device=first.device) - self.window
+        return self.blocks(is_earlier[:, None, :, None], self.chunk)
 
 
 class _Gates(NamedTuple):
-    """How the steps of a chunk change the slots, [B, K, C, ...].
+    """How the steps of each chunk change the slots, [B, K, N, C, ...].
 
     After step j a slot holds `kept` [C, M] of the state before the chunk and `weights` [C, C, M] = `steps` * write of
     the tokens that the chunk writes.
@@ -230,49 +274,60 @@ class _Gates(NamedTuple):
     weights: Tensor
 
 
-def _padded(x: Tensor, place: _Chunk) -> Tensor:
-    """Return the tokens that a chunk writes, zeros where there is none. Shape: [B, K, S, ·] to [B, K, C, ·]."""
-    return torch.nn.functional.pad(x[:, :, place.writes], (0, 0, place.n_before, 0))
-
-
-def _resets(first: Tensor | None, place: _Chunk, window: int) -> Tensor | None:
-    """Return which steps write no token because it is of an earlier document, bool [B, C]; they empty the slots."""
-    if first is None:
-        return None
-    steps = torch.arange(place.queries.start, place.queries.stop, device=first.device)
-    return first[:, place.queries] > steps - window
-
-
-def _gates(x: _Inputs, place: _Chunk, resets: Tensor | None) -> _Gates:
-    decay, write = _padded(x.decay, place), _padded(x.write, place)
+def _gates(x: _Inputs, layout: _Layout, resets: Tensor | None) -> _Gates:
+    decay, write = layout.written(x.decay), layout.written(x.write)
     if resets is not None:
-        hidden = resets[:, None, :, None]
-        decay, write = decay.masked_fill(hidden, 0), write.masked_fill(hidden, 0)
-    total = decay.cumsum(2)
-    n = total.shape[2]
-    later = torch.ones(n, n, dtype=torch.bool, device=total.device).triu(1)[None]
+        decay, write = decay.masked_fill(resets, 0), write.masked_fill(resets, 0)
+    total = decay.cumsum(3)
+    n = layout.chunk
+    later = torch.ones(n, n, dtype=torch.bool, device=total.device).triu(1)[..., None]
     kept = total.exp()
     if resets is not None:
-        runs = resets.cumsum(1)
-        later = later | (runs[:, :, None] != runs[:, None])
-        kept = kept.masked_fill((runs > 0)[:, None, :, None], 0)
+        runs = resets.cumsum(3)
+        later = later | (runs[:, :, :, :, None] != runs[:, :, :, None])
+        kept = kept.masked_fill(runs > 0, 0)
     # Masked before the exponential: differences of later steps are positive and may overflow.
-    gaps = (total[:, :, :, None] - total[:, :, None]).masked_fill(later[:, None, :, :, None], -math.inf)
+    gaps = (total[:, :, :, :, None] - total[:, :, :, None]).masked_fill(later, -math.inf)
     steps = gaps.exp()
-    return _Gates(kept, steps, steps * write[:, :, None])
+    return _Gates(kept, steps, steps * write[:, :, :, None])
 
 
-def _hidden(place: _Chunk, before: int, window: int, first: Tensor | None, device: torch.device) -> Tensor:
-    """Return the mask of window keys that a query does not see, [1 or B, 1, 1, C, keys]."""
-    queries = torch.arange(place.queries.start, place.queries.stop, device=device)[:, None] + before
-    keys = torch.arange(place.window.start, place.window.stop, device=device)
-    hidden = (keys > queries) | (keys <= queries - window)
-    hidden = hidden[None] if first is None else hidden | (keys < first[:, place.queries, None])
-    return hidden[:, None, None]
+def _scan(kept: Tensor, added: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states before each of N updates, state = kept * state + added, [B, K, N, M, E], and the last.
+
+    Doubles the number of joined updates in each round, so that rounds and not updates are what is launched.
+    """
+    shift, n = 1, kept.shape[2]
+    while shift < n:
+        later = slice(shift, None)
+        joined = kept[:, :, later] * added[:, :, :-shift] + added[:, :, later]
+        added = torch.cat((added[:, :, :shift], joined), dim=2)
+        kept = torch.cat((kept[:, :, :shift], kept[:, :, later] * kept[:, :, :-shift]), dim=2)
+        shift *= 2
+    after = kept * start[:, :, None] + added
+    return torch.cat((start[:, :, None], after[:, :, :-1]), dim=2), after[:, :, -1]
+
+
+def _states(
+    x: _Inputs, layout: _Layout, gates: _Gates, state: MemoryState
+) -> tuple[MemoryState, MemoryState]:
+    """Return the states before each chunk, [B, K, N, M, ...], and the one after all."""
+    last = gates.weights[:, :, :, -1]
+    tokens = (layout.written(x.slot_k), layout.written(x.v))
+    added = [torch.einsum("bknim,bknid->bknmd", last, y) for y in tokens]
+    start = torch.cat((state.keys, state.values, state.mass[..., None]), dim=-1)
+    each = torch.cat((*added, last.sum(3)[..., None]), dim=-1)
+    before, after = _scan(gates.kept[:, :, :, -1, :, None], each, start)
+
+    def split(y: Tensor) -> MemoryState:
+        keys, values, mass = y.split((x.k.shape[-1], x.v.shape[-1], 1), dim=-1)
+        return MemoryState(keys, values, mass[..., 0])
+
+    return split(before), split(after)
 
 
 class _Read(NamedTuple):
-    """What a chunk's queries read: probabilities of window and slots, and the slots' scores from the state alone."""
+    """What queries read: probabilities of window, by block, and of slots, by chunk; and the slots' two scores."""
 
     window: Tensor
     slots: Tensor
@@ -280,32 +335,20 @@ class _Read(NamedTuple):
     products: Tensor
 
 
-def _read(
-    x: _Inputs, place: _Chunk, gates: _Gates, state: MemoryState, window: int, first: Tensor | None
-) -> _Read:
-    q, slot_q = x.q[:, :, :, place.queries], x.slot_q[:, :, :, place.queries]
-    before = x.k.shape[2] - x.q.shape[3]
-    scores = torch.einsum("bkgcd,bksd->bkgcs", q, x.k[:, :, place.window])
-    scores = scores.masked_fill(_hidden(place, before, window, first, q.device), -math.inf)
-    of_state = torch.einsum("bkgcd,bkmd->bkgcm", slot_q, state.keys)
-    products = torch.einsum("bkgcd,bkid->bkgci", slot_q, _padded(x.slot_k, place))
-    weights = gates.weights
-    slots = gates.kept[:, :, None] * of_state + torch.einsum("bkgci,bkcim->bkgcm", products, weights)
-    mass = gates.kept * state.mass[:, :, None] + weights.sum(3)
-    slots = slots.masked_fill((mass <= 0)[:, :, None], -math.inf)
+def _read(x: _Inputs, layout: _Layout, gates: _Gates, states: MemoryState, first: Tensor | None) -> _Read:
+    slot_q = layout.blocks(x.slot_q, layout.chunk)
+    scores = torch.einsum("bkgncd,bknsd->bkgncs", layout.blocks(x.q, layout.block), layout.windows(x.k))
+    scores = scores.masked_fill(layout.hidden(first, x.q.device), -math.inf).flatten(3, 4)
+    of_state = torch.einsum("bkgncd,bknmd->bkgncm", slot_q, states.keys)
+    products = torch.einsum("bkgncd,bknid->bkgnci", slot_q, layout.written(x.slot_k))
+    slots = gates.kept[:, :, None] * of_state + torch.einsum("bkgnci,bkncim->bkgncm", products, gates.weights)
+    mass = gates.kept * states.mass[:, :, :, None] + gates.weights.sum(4)
+    slots = slots.masked_fill((mass <= 0)[:, :, None], -math.inf).flatten(3, 4)
     # A query of window 0 before the first write sees nothing; it reads zeros.
     p = torch.cat((scores, slots), dim=-1).softmax(-1).nan_to_num(nan=0.0)
-    return _Read(p[..., : scores.shape[-1]], p[..., scores.shape[-1] :], of_state, products)
-
-
-def _advance(x: _Inputs, place: _Chunk, gates: _Gates, state: MemoryState) -> MemoryState:
-    """Return the state after a chunk's last step."""
-    kept, weights = gates.kept[:, :, -1], gates.weights[:, :, -1]
-    return MemoryState(
-        kept[..., None] * state.keys + torch.einsum("bkim,bkid->bkmd", weights, _padded(x.slot_k, place)),
-        kept[..., None] * state.values + torch.einsum("bkim,bkid->bkmd", weights, _padded(x.v, place)),
-        kept * state.mass + weights.sum(2),
-    )
+    window, slots = p.split((scores.shape[-1], slots.shape[-1]), dim=-1)
+    sizes = (-1, layout.block), (-1, layout.chunk)
+    return _Read(window.unflatten(3, sizes[0]), slots.unflatten(3, sizes[1]), of_state, products)
 
 
 def _start(x: _Inputs, state: MemoryState, window: int) -> tuple[MemoryState, int]:
@@ -351,23 +394,21 @@ def reference_memory_bank(
     chunk: int,
     bptt_chunks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the op in plain PyTorch, chunk by chunk."""
+    """Compute the op in plain PyTorch, all chunks at once."""
     x = _Inputs.of(q, k, v, slot_q, slot_k, decay, write)
     state, _ = _start(x, MemoryState(keys, values, mass), window)
-    outputs = []
-    for place in _chunks(q.shape[2], k.shape[2], window, chunk):
-        gates = _gates(x, place, _resets(first, place, window))
-        p = _read(x, place, gates, state, window, first)
-        by_token = torch.einsum("bkgcm,bkcim->bkgci", p.slots, gates.weights)
-        outputs.append(
-            torch.einsum("bkgcs,bksd->bkgcd", p.window, x.v[:, :, place.window])
-            + torch.einsum("bkgcm,bkmd->bkgcd", p.slots * gates.kept[:, :, None], state.values)
-            + torch.einsum("bkgci,bkid->bkgcd", by_token, _padded(x.v, place))
-        )
-        state = _advance(x, place, gates, state)
-    out = torch.cat(outputs, dim=3).flatten(1, 2).to(q.dtype).contiguous()
-    # An op returns no input: where no chunk wrote anything the state is still a copy.
-    return out, state.keys.clone(), state.values.clone(), state.mass.clone()
+    layout = _Layout(x, window, chunk)
+    gates = _gates(x, layout, layout.resets(first))
+    states, after = _states(x, layout, gates, state)
+    p = _read(x, layout, gates, states, first)
+    by_token = torch.einsum("bkgncm,bkncim->bkgnci", p.slots, gates.weights)
+    of_slots = torch.einsum("bkgncm,bknmd->bkgncd", p.slots * gates.kept[:, :, None], states.values)
+    of_slots += torch.einsum("bkgnci,bknid->bkgncd", by_token, layout.written(x.v))
+    of_window = torch.einsum("bkgncs,bknsd->bkgncd", p.window, layout.windows(x.v))
+    out = (of_window.flatten(3, 4) + of_slots.flatten(3, 4))[:, :, :, : q.shape[2]].flatten(1, 2)
+    # An op returns no input and no view of one tensor twice.
+    keys, values, mass = (y.clone(memory_format=torch.contiguous_format) for y in after)
+    return out.to(q.dtype).contiguous(), keys, values, mass
 
 
 @caramba_op(
@@ -394,94 +435,106 @@ def reference_memory_bank_backward(
     chunk: int,
     bptt_chunks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of all inputs but `mass`, chunks in reverse, from states that are computed again."""
+    """Compute the gradients of all inputs but `mass`, from states and probabilities that are computed again."""
     given = (q, k, v, slot_q, slot_k, decay, write, keys, values)
     x = _Inputs.of(*given[:7])
-    grads = _Inputs(*(torch.zeros_like(y) for y in x))
-    grad = upcast(grad).unflatten(1, (k.shape[1], -1))
     state, n_before = _start(x, MemoryState(keys, values, mass), window)
-    places = list(_chunks(q.shape[2], k.shape[2], window, chunk))
-    states = []
-    for place in places:
-        states.append(state)
-        state = _advance(x, place, _gates(x, place, _resets(first, place, window)), state)
-    after = (upcast(grad_keys), upcast(grad_values))
-    for index in reversed(range(len(places))):
-        place, state = places[index], states[index]
-        after = _chunk_backward(x, grads, grad[:, :, :, place.queries], after, place, state, window, first)
-        if bptt_chunks and index and index % bptt_chunks == 0:
-            after = (torch.zeros_like(after[0]), torch.zeros_like(after[1]))
+    grads = _Inputs(*(torch.zeros_like(y) for y in x))
+    after = _read_backward(
+        x, grads, upcast(grad), (grad_keys, grad_values), state, first, window, chunk, bptt_chunks
+    )
     after = _write_backward(x, grads, after, MemoryState(keys, values, mass), n_before)
     found = (grads.q.flatten(1, 2), grads.k, grads.v, grads.slot_q.flatten(1, 2), *grads[4:], *after)
     a, b, c, d, e, f, g, h, i = (y.to(x.dtype).contiguous() for y, x in zip(found, given, strict=True))
     return a, b, c, d, e, f, g, h, i
 
 
-def _chunk_backward(
+def _read_backward(
     x: _Inputs,
     grads: _Inputs,
     grad: Tensor,
-    after: tuple[Tensor, Tensor],
-    place: _Chunk,
+    grad_after: tuple[Tensor, Tensor],
     state: MemoryState,
-    window: int,
     first: Tensor | None,
+    window: int,
+    chunk: int,
+    bptt_chunks: int,
 ) -> tuple[Tensor, Tensor]:
-    """Add a chunk's gradients to `grads`; return those of the state before it."""
-    resets = _resets(first, place, window)
-    gates = _gates(x, place, resets)
-    weights, kept = gates.weights, gates.kept[:, :, None]
-    p = _read(x, place, gates, state, window, first)
-    q, slot_q = x.q[:, :, :, place.queries], x.slot_q[:, :, :, place.queries]
-    slot_k, v, v_window = _padded(x.slot_k, place), _padded(x.v, place), x.v[:, :, place.window]
+    """Add the gradients of what queries read and write to `grads`; return those of the state before them."""
+    layout = _Layout(x, window, chunk)
+    resets = layout.resets(first)
+    gates = _gates(x, layout, resets)
+    states, _ = _states(x, layout, gates, state)
+    p = _read(x, layout, gates, states, first)
+    weights, kept, slot_q = gates.weights, gates.kept[:, :, None], layout.blocks(x.slot_q, chunk)
+    slot_k, v = layout.written(x.slot_k), layout.written(x.v)
+    grad = grad.unflatten(1, (x.k.shape[1], -1))
+    by_block, by_chunk = layout.blocks(grad, layout.block), layout.blocks(grad, chunk)
     # Gradients of the scores: through the softmax, from what each probability multiplies.
-    through_window = torch.einsum("bkgcd,bksd->bkgcs", grad, v_window)
-    of_values = torch.einsum("bkgcd,bkmd->bkgcm", grad, state.values)
-    v_products = torch.einsum("bkgcd,bkid->bkgci", grad, v)
-    through_slots = kept * of_values + torch.einsum("bkgci,bkcim->bkgcm", v_products, weights)
-    total = (p.window * through_window).sum(-1, True) + (p.slots * through_slots).sum(-1, True)
-    by_window, by_slot = p.window * (through_window - total), p.slots * (through_slots - total)
+    through_window = torch.einsum("bkgncd,bknsd->bkgncs", by_block, layout.windows(x.v))
+    of_values = torch.einsum("bkgncd,bknmd->bkgncm", by_chunk, states.values)
+    v_products = torch.einsum("bkgncd,bknid->bkgnci", by_chunk, v)
+    through_slots = kept * of_values + torch.einsum("bkgnci,bkncim->bkgncm", v_products, weights)
+    total = (p.window * through_window).sum(-1).flatten(3, 4) + (p.slots * through_slots).sum(-1).flatten(
+        3, 4
+    )
+    by_window = p.window * (through_window - total.unflatten(3, (-1, layout.block))[..., None])
+    by_slot = p.slots * (through_slots - total.unflatten(3, (-1, chunk))[..., None])
     # The window.
-    grads.q[:, :, :, place.queries] += torch.einsum("bkgcs,bksd->bkgcd", by_window, x.k[:, :, place.window])
-    grads.k[:, :, place.window] += torch.einsum("bkgcs,bkgcd->bksd", by_window, q)
-    grads.v[:, :, place.window] += torch.einsum("bkgcs,bkgcd->bksd", p.window, grad)
+    grads.q.add_(_queries(torch.einsum("bkgncs,bknsd->bkgncd", by_window, layout.windows(x.k)), grads.q))
+    q = layout.blocks(x.q, layout.block)
+    layout.add_windows(grads.k, torch.einsum("bkgncs,bkgncd->bknsd", by_window, q))
+    layout.add_windows(grads.v, torch.einsum("bkgncs,bkgncd->bknsd", p.window, by_block))
     # The slots: their state before the chunk, and what the chunk writes.
-    by_token = torch.einsum("bkgcm,bkcim->bkgci", by_slot, weights)
-    grads.slot_q[:, :, :, place.queries] += torch.einsum(
-        "bkgcm,bkmd->bkgcd", by_slot * kept, state.keys
-    ) + torch.einsum("bkgci,bkid->bkgcd", by_token, slot_k)
-    last, last_kept = weights[:, :, -1], gates.kept[:, :, -1]
-    grad_k = torch.einsum("bkgci,bkgcd->bkid", by_token, slot_q)
-    grad_k += torch.einsum("bkim,bkmd->bkid", last, after[0])
-    p_token = torch.einsum("bkgcm,bkcim->bkgci", p.slots, weights)
-    grad_v = torch.einsum("bkgci,bkgcd->bkid", p_token, grad)
-    grad_v += torch.einsum("bkim,bkmd->bkid", last, after[1])
+    by_token = torch.einsum("bkgncm,bkncim->bkgnci", by_slot, weights)
+    of_state = torch.einsum("bkgncm,bknmd->bkgncd", by_slot * kept, states.keys)
+    of_tokens = torch.einsum("bkgnci,bknid->bkgncd", by_token, slot_k)
+    grads.slot_q.add_(_queries(of_state + of_tokens, grads.slot_q))
+    read = torch.cat(
+        (
+            torch.einsum("bkgncm,bkgncd->bknmd", by_slot * kept, slot_q),
+            torch.einsum("bkgncm,bkgncd->bknmd", p.slots * kept, by_chunk),
+        ),
+        dim=-1,
+    )
+    passes = torch.ones(read.shape[2], dtype=read.dtype, device=read.device)
+    if bptt_chunks:
+        passes[bptt_chunks::bptt_chunks] = 0
+    passes, last_kept = passes[:, None, None], gates.kept[:, :, :, -1, :, None]
+    start = torch.cat([upcast(y) for y in grad_after], dim=-1)
+    after, before = _scan((passes * last_kept).flip(2), (passes * read).flip(2), start)
+    widths = (x.k.shape[-1], x.v.shape[-1])
+    after_k, after_v = after.flip(2).split(widths, dim=-1)
+    last = weights[:, :, :, -1]
+    grad_k = torch.einsum("bkgnci,bkgncd->bknid", by_token, slot_q)
+    grad_k += torch.einsum("bknim,bknmd->bknid", last, after_k)
+    p_token = torch.einsum("bkgncm,bkncim->bkgnci", p.slots, weights)
+    grad_v = torch.einsum("bkgnci,bkgncd->bknid", p_token, by_chunk)
+    grad_v += torch.einsum("bknim,bknmd->bknid", last, after_v)
     # The gates.
-    grad_weights = torch.einsum("bkgcm,bkgci->bkcim", by_slot, p.products)
-    grad_weights += torch.einsum("bkgcm,bkgci->bkcim", p.slots, v_products)
-    grad_weights[:, :, -1] += torch.einsum("bkid,bkmd->bkim", slot_k, after[0])
-    grad_weights[:, :, -1] += torch.einsum("bkid,bkmd->bkim", v, after[1])
+    grad_weights = torch.einsum("bkgncm,bkgnci->bkncim", by_slot, p.products)
+    grad_weights += torch.einsum("bkgncm,bkgnci->bkncim", p.slots, v_products)
+    grad_weights[:, :, :, -1] += torch.einsum("bknid,bknmd->bknim", slot_k, after_k)
+    grad_weights[:, :, :, -1] += torch.einsum("bknid,bknmd->bknim", v, after_v)
     grad_kept = (by_slot * p.of_state + p.slots * of_values).sum(2)
-    grad_kept[:, :, -1] += (state.keys * after[0]).sum(-1) + (state.values * after[1]).sum(-1)
+    grad_kept[:, :, :, -1] += (states.keys * after_k).sum(-1) + (states.values * after_v).sum(-1)
     by_gap = grad_weights * weights
-    grad_total = by_gap.sum(3) - by_gap.sum(2) + grad_kept * gates.kept
-    grad_decay = grad_total.flip(2).cumsum(2).flip(2)
-    grad_write = (grad_weights * gates.steps).sum(2)
+    grad_total = by_gap.sum(4) - by_gap.sum(3) + grad_kept * gates.kept
+    grad_decay = grad_total.flip(3).cumsum(3).flip(3)
+    grad_write = (grad_weights * gates.steps).sum(3)
     if resets is not None:
-        hidden = resets[:, None, :, None]
-        grad_decay, grad_write = grad_decay.masked_fill(hidden, 0), grad_write.masked_fill(hidden, 0)
-    pairs = (
-        (grads.slot_k, grad_k),
-        (grads.v, grad_v),
-        (grads.decay, grad_decay),
-        (grads.write, grad_write),
-    )
-    for into, found in pairs:
-        into[:, :, place.writes] += found[:, :, place.n_before :]
-    return (
-        torch.einsum("bkgcm,bkgcd->bkmd", by_slot * kept, slot_q) + last_kept[..., None] * after[0],
-        torch.einsum("bkgcm,bkgcd->bkmd", p.slots * kept, grad) + last_kept[..., None] * after[1],
-    )
+        grad_decay, grad_write = grad_decay.masked_fill(resets, 0), grad_write.masked_fill(resets, 0)
+    layout.add_written(grads.slot_k, grad_k)
+    layout.add_written(grads.v, grad_v)
+    layout.add_written(grads.decay, grad_decay)
+    layout.add_written(grads.write, grad_write)
+    found_k, found_v = before.split(widths, dim=-1)
+    return found_k, found_v
+
+
+def _queries(found: Tensor, like: Tensor) -> Tensor:
+    """Return [B, K, G, N, C, E] without its padding. Shape: [B, K, G, T, E]."""
+    return found.flatten(3, 4)[:, :, :, : like.shape[3]]
 
 
 def _write_backward(

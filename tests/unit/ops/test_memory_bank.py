@@ -218,3 +218,16 @@ def test_gradients_over_all_chunks_are_the_full_ones(bptt_chunks: int) -> None:
     expected = gradients(memory_bank(*given, window=3, chunk=32)[0], given)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_blocks_of_chunks_equal_single_steps() -> None:
+    """Windows of several blocks, blocks of several chunks, ends that fill neither."""
+    n, seen = 75, []
+    for chunk in (1, 4):
+        given = arguments(n, n + 9)
+        out, after = memory_bank(*given, window=30, state=some_state(), chunk=chunk)
+        weights = normal(*out.shape, seed=11)
+        found = torch.autograd.grad((out * weights).sum() + after.keys.sum() + after.values.sum(), given)
+        seen.append([out, *after, *found])
+    for one, many in zip(*seen, strict=True):
+        torch.testing.assert_close(many, one)
