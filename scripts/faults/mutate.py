@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,13 @@ class Result:
 
 def compile_case(case: Case, folder: Path) -> None:
     """Do what `caramba compile` does with a manifest alone: no data, weights or environment are looked at."""
+    compile_manifest(*case.write(folder))
+
+
+def compile_manifest(overrides: Sequence[str], folders: Sequence[Path] = ()) -> None:
     from caramba.config.estimate import as_json, plan, render_text
     from caramba.launch.freeze import freeze
 
-    overrides, folders = case.write(folder)
     frozen = freeze(overrides, folders)
     frozen.refuse_unbuilt()
     experiment = plan(frozen.manifest, command="x", fit=frozen.fit)
@@ -146,6 +150,7 @@ def _raise_slow(number: int, frame: Any) -> None:
 def mutate(seed: int, first: int, count: int, jobs: int = 1, seconds: float | None = None) -> Result:
     """Run `count` cases from number `first` on, and return what they did."""
     result, sources = Result(), originals()
+    compile_manifest(["model=tiny", "train=pretrain"])  # no case is charged with imports
 
     def prepare(folder: Path) -> Run:
         signal.signal(signal.SIGPROF, _raise_slow)
