@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ),
         (
             ["train=blokwise"],
-            r"^train: no option 'blokwise'; did you mean 'blockwise'\? options: blockwise, distill_135m, finetune",
+            r"^train: no option 'blokwise'; did you mean 'blockwise'\? options: blockwise, distill_135m, distill_memory, finetune",
         ),
         (
             ["name='a b'"],
