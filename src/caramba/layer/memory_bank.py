@@ -207,8 +207,8 @@ class MemoryBankLayer(AttentionLayer):
             heads, _ = memory_bank(*given, window=window, **options, bptt_chunks=bptt)
         if self.use is not None:
             if is_gated:
-                later = None if first is None else first + window
-                reads = slot_reads(*delay_writes(given, window), window=0, **options | {"first": later})
+                options["first"] = None if first is None else first + window
+                reads = slot_reads(*delay_writes(given, window), window=0, **options)
                 reads = reads * upcast(self.read_gate).sigmoid()[:, None]
             else:
                 reads = slot_reads(*given, window=window, **options)
