@@ -12,6 +12,7 @@ refused in a message that is long or has control characters. `--first N --count 
 from __future__ import annotations
 
 import collections
+import gc
 import json
 import signal
 import sys
@@ -154,6 +155,7 @@ def mutate(seed: int, first: int, count: int, jobs: int = 1, seconds: float | No
 
     def prepare(folder: Path) -> Run:
         signal.signal(signal.SIGPROF, _raise_slow)
+        gc.freeze()  # a collection would copy the pages of everything that the parent holds
         limit_memory(MEMORY_BYTES)
         return lambda index: run_case(make_case(sources, seed, index), folder)
 
