@@ -12,8 +12,9 @@ from caramba.config.model import ModelSpec
 from caramba.model import Model, build_with_random_weights
 from caramba.model.identity import model_bytes
 
-# d_model, blocks, heads, key/value heads, d_ff, vocabulary: the others are Llama 3.2 1B's and Llama 3.1 8B's.
+# d_model, blocks, heads, key/value heads, d_ff, vocabulary: SmolLM2 135M's, Llama 3.2 1B's and Llama 3.1 8B's.
 SIZES = {
+    "135m": (576, 30, 9, 3, 1536, 49152),
     "1b": (2048, 16, 32, 8, 8192, 128256),
     "8b": (4096, 32, 32, 8, 14336, 128256),
     "tiny": (64, 2, 4, 2, 128, 128),
@@ -45,20 +46,18 @@ SAME = {"latent": "llama32_dba_384b"}
 
 def spec_of(size: str, layout: str = "gqa") -> dict[str, Any]:
     """Return the model key of a manifest."""
+    rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
+    return llama_spec(size, {"type": "AttentionLayer", **rope, **LAYOUTS[SAME.get(layout, layout)]})
+
+
+def llama_spec(size: str, attention: dict[str, Any], blocks: int | None = None) -> dict[str, Any]:
+    """Return the model key of a manifest with a size's blocks, or fewer, and this attention in each."""
     d_model, n_blocks, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
     norm = {"type": "RMSNormLayer", "d_model": d_model}
-    rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
-    heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    attention = {
-        "type": "AttentionLayer",
-        "d_model": d_model,
-        **heads,
-        **rope,
-        **LAYOUTS[SAME.get(layout, layout)],
-    }
+    heads = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
     mlp = {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff}
-    block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
-    nested = {"type": "NestedTopology", "layers": block, "repeat": n_blocks}
+    block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (heads | attention, mlp)]
+    nested = {"type": "NestedTopology", "layers": block, "repeat": blocks or n_blocks}
     return {
         "type": "TransformerModel",
         "embedder": {"vocab_size": vocab, "d_model": d_model},

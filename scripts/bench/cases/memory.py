@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from cases.static_decode import StaticDecoder
+from models import cache_kind, llama_spec
 from record import Record, Row
 from registry import check_names
 from timing import device_seconds, wall_seconds
@@ -29,7 +30,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from caramba.cache import Context
-from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.infer import prefill
 from caramba.infer.engine import Engine
@@ -45,27 +45,12 @@ SMOKE_OPTIONS = (
     "--tokens 32 --chunk 4 --chunks 4,8 --prefix 64 --steps 2"
 )
 PARTS = ("state", "train", "decode", "prefill", "prefix", "peak")
-SIZES = {"135m": (576, 30, 9, 3, 1536, 49152), "tiny": (32, 2, 4, 2, 48, 61)}
-"""d_model, blocks, heads, key/value heads, d_ff, vocabulary; the first is SmolLM2 135M's."""
-KINDS = {torch.bfloat16: KVCacheKind.BF16, torch.float32: KVCacheKind.FP32}
 TURNS, ANSWER, PIECE = 8, 4, 512
 
 
 def spec_of(size: str, attention: Row, blocks: int | None = None) -> ModelSpec:
     """Return a model of Llama blocks whose attention has these further keys."""
-    d_model, n_blocks, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
-    heads = {"mode": "gqa", "d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    norm = {"type": "RMSNormLayer", "d_model": d_model}
-    layers = (heads | attention, {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff})
-    block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in layers]
-    nested = {"type": "NestedTopology", "layers": block, "repeat": blocks or n_blocks}
-    return ModelSpec.model_validate(
-        {
-            "embedder": {"vocab_size": vocab, "d_model": d_model},
-            "topology": {"type": "StackedTopology", "layers": [nested, norm]},
-            "head": {"tied": True},
-        }
-    )
+    return ModelSpec.model_validate(llama_spec(size, {"mode": "gqa", **attention}, blocks))
 
 
 class Sides:
@@ -73,7 +58,7 @@ class Sides:
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.dtype, self.kind = torch.bfloat16 if device.type == "cuda" else torch.float32, cache_kind(device)
 
     def model(self, side: str, chunk: int | None = None, blocks: int | None = None) -> Model:
         """Return `memory`, `window` or `full`, in 16 bits on a GPU."""
@@ -91,7 +76,7 @@ class Sides:
         return torch.randint(model.spec.embedder.vocab_size, (rows, n), device=self.device)
 
     def context(self, model: Model, rows: int, n: int) -> Context:
-        return model.new_context(rows, n, KINDS[self.dtype], static=True)
+        return model.new_context(rows, n, self.kind, static=True)
 
     @torch.inference_mode()
     def filled(self, model: Model, rows: int, n: int, room: int) -> Context:
@@ -110,7 +95,7 @@ def state(sides: Sides) -> Iterator[Row]:
     for length in sorted(sides.options.lengths):
         prefill(memory, sides.tokens(memory, 1, length - done), ctx, PIECE)
         done = length
-        theirs = full.new_context(1, length, KINDS[sides.dtype], static=True).nbytes()
+        theirs = full.new_context(1, length, sides.kind, static=True).nbytes()
         yield {"tokens": length, "bytes_per_layer": ctx.nbytes(), "full_bytes_per_layer": theirs}
 
 

@@ -199,17 +199,15 @@ class MemoryBankLayer(AttentionLayer):
         chunk = self.config.q_chunk or CHUNK
         bptt = self.config.memory_bptt_chunks or 0
         options: dict[str, Any] = {"state": state, "first": first, "chunk": chunk}
-        is_gated = self.config.memory_read == "gated"
-        if is_gated:
-            share = upcast(self.read_gate).sigmoid()
+        share = upcast(self.read_gate).sigmoid() if self.config.memory_read == "gated" else None
+        if share is not None:
             heads = read_gated(given, share, self.score, **options, bptt_chunks=bptt)
         else:
             heads, _ = memory_bank(*given, window=window, **options, bptt_chunks=bptt)
         if self.use is not None:
-            if is_gated:
+            if share is not None:
                 options["first"] = None if first is None else first + window
-                reads = slot_reads(*delay_writes(given, window), window=0, **options)
-                reads = reads * upcast(self.read_gate).sigmoid()[:, None]
+                reads = slot_reads(*delay_writes(given, window), window=0, **options) * share[:, None]
             else:
                 reads = slot_reads(*given, window=window, **options)
             self.use.reads += reads.unflatten(0, (k.shape[1], -1)).sum(1)

@@ -128,10 +128,7 @@ def slot_reads(
     given = MemoryState.empty(slot_k, v, decay.shape[-1]) if state is None else state
     x = _Inputs.of(q, k, v, slot_q, slot_k, decay, write)
     current, _ = _start(x, given, window)
-    layout = _Layout(x, window, max(1, min(chunk, q.shape[2])))
-    resets = layout.resets(first)
-    gates = _gates(x, layout, resets)
-    p = _read(x, layout, gates, _states(x, layout, gates, current)[0], first)
+    p = _Pass.of(x, current, first, window, max(1, min(chunk, q.shape[2]))).read
     return p.slots.flatten(3, 4)[:, :, :, : q.shape[2]].sum((0, 3)).flatten(0, 1)
 
 
@@ -351,6 +348,25 @@ def _read(x: _Inputs, layout: _Layout, gates: _Gates, states: MemoryState, first
     return _Read(window.unflatten(3, sizes[0]), slots.unflatten(3, sizes[1]), of_state, products)
 
 
+class _Pass(NamedTuple):
+    """All of a forward but its output: states before each chunk and after all, and what queries read."""
+
+    layout: _Layout
+    resets: Tensor | None
+    gates: _Gates
+    states: MemoryState
+    after: MemoryState
+    read: _Read
+
+    @classmethod
+    def of(cls, x: _Inputs, state: MemoryState, first: Tensor | None, window: int, chunk: int) -> _Pass:
+        layout = _Layout(x, window, chunk)
+        resets = layout.resets(first)
+        gates = _gates(x, layout, resets)
+        states, after = _states(x, layout, gates, state)
+        return cls(layout, resets, gates, states, after, _read(x, layout, gates, states, first))
+
+
 def _start(x: _Inputs, state: MemoryState, window: int) -> tuple[MemoryState, int]:
     """Write what has left the window before the first query's step; return the state and how many tokens those are."""
     n_before = max(x.k.shape[2] - x.q.shape[3] - window, 0)
@@ -397,10 +413,7 @@ def reference_memory_bank(
     """Compute the op in plain PyTorch, all chunks at once."""
     x = _Inputs.of(q, k, v, slot_q, slot_k, decay, write)
     state, _ = _start(x, MemoryState(keys, values, mass), window)
-    layout = _Layout(x, window, chunk)
-    gates = _gates(x, layout, layout.resets(first))
-    states, after = _states(x, layout, gates, state)
-    p = _read(x, layout, gates, states, first)
+    layout, _, gates, states, after, p = _Pass.of(x, state, first, window, chunk)
     by_token = torch.einsum("bkgncm,bkncim->bkgnci", p.slots, gates.weights)
     of_slots = torch.einsum("bkgncm,bknmd->bkgncd", p.slots * gates.kept[:, :, None], states.values)
     of_slots += torch.einsum("bkgnci,bknid->bkgncd", by_token, layout.written(x.v))
@@ -461,11 +474,7 @@ def _read_backward(
     bptt_chunks: int,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of what queries read and write to `grads`; return those of the state before them."""
-    layout = _Layout(x, window, chunk)
-    resets = layout.resets(first)
-    gates = _gates(x, layout, resets)
-    states, _ = _states(x, layout, gates, state)
-    p = _read(x, layout, gates, states, first)
+    layout, resets, gates, states, _, p = _Pass.of(x, state, first, window, chunk)
     weights, kept, slot_q = gates.weights, gates.kept[:, :, None], layout.blocks(x.slot_q, chunk)
     slot_k, v = layout.written(x.slot_k), layout.written(x.v)
     grad = grad.unflatten(1, (x.k.shape[1], -1))
