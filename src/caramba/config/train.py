@@ -72,17 +72,19 @@ class TeacherLogitsConfig(Config):
     """Teacher's distributions that are stored once and read in place of a forward, by every run that names `path`.
 
     A window that is not stored yet is computed and stored, so the first run of a sweep pays for the teacher. Bytes a
-    token: 4 top_k + 4, or 6 top_k + 4 for vocabularies above 65,536.
+    token: 4 (top_k + tail_samples) + 4, or 6 for 4 with vocabularies above 65,536.
     """
 
     path: Annotated[str, Field(min_length=1)] = Field(description="folder of the store; made where missing")
     top_k: Positive = Field(
-        default=96, description="likeliest entries of a token that are stored, in 16 bits"
+        default=64, description="likeliest entries of a token that are stored, in 16 bits"
     )
     tail: bool = Field(
         default=True,
-        description="store the exact mass of all other entries, which counts as one entry of the loss; false: the "
-        "top_k are renormalised",
+        description="store the exact mass of all other entries and samples of them; false: the top_k are renormalised",
+    )
+    tail_samples: Positive = Field(
+        default=32, description="entries that are drawn from all others, which keep the loss unbiased"
     )
 
 

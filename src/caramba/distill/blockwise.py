@@ -55,6 +55,7 @@ class BlockTargets:
             return
         kept = self.cache.fetch(
             samples,
+            tokens.device,
             lambda rows: self._all(tokens[rows], None if documents is None else documents[rows]),
         )
         for place, name in enumerate(self.order):

@@ -12,7 +12,7 @@ from caramba.data import IGNORED, documents_of, samples_of
 from caramba.distill.lora import Lora
 from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
-from caramba.distill.teacher_rows import StoredRows, likeliest_rows
+from caramba.distill.teacher_rows import TAIL_SAMPLES, StoredRows, n_stored, stored_rows
 from caramba.distill.vocabulary import (
     LiveTeacher,
     RowsOf,
@@ -162,8 +162,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
     `hidden_weight` adds so many times the `ResidualDistance` to the teacher, falling to 0 in a line over the steps that
     `at` counts, so that the end is the distributions alone; it needs the live teacher.
 
-    With a cache the `top_k` likeliest entries of the teacher are stored per sample, in 16 bits with `half`, and the
-    teacher runs once for each; the mass of all others counts as one entry, unless `tail` is false.
+    With a cache the teacher runs once for each sample; its `top_k` likeliest entries and, unless `tail` is false,
+    `tail_samples` samples of the others are stored, in 16 bits with `half` (see `stored_rows`).
     """
 
     def __init__(
@@ -177,6 +177,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
         lora: Lora | None = None,
         cache: TeacherCache | None = None,
         top_k: int = 64,
+        tail_samples: int = TAIL_SAMPLES,
         half: bool = False,
         tail: bool = True,
         hidden_weight: float = 0.0,
@@ -184,7 +185,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
         super().__init__(model, chunk=chunk, lora=lora)
         self.teacher = self._live = teacher
         self.kl_weight, self.temperature = kl_weight, temperature
-        self.cache, self.top_k, self.half, self.tail = cache, top_k, half, tail
+        self.cache, self.half = cache, half
+        self.entries = n_stored(top_k, tail_samples, model.spec.embedder.vocab_size, tail=tail)
         self.hidden_weight, self.left = hidden_weight, 1.0
         self.residual = ResidualDistance(model, teacher) if hidden_weight else None
 
@@ -206,6 +208,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
         return [*compilable_regions(self.model.topology), *compilable_regions(self._live.topology)]
 
     def losses(self, batch: Batch) -> VocabularyLosses:
+        if self.cache is not None and (samples := samples_of(batch)) is not None:
+            self.cache.begin(samples)  # files are read while the student runs
         return vocabulary_losses(
             self.model,
             self.model.hidden(batch[0], documents=documents_of(batch)),
@@ -224,23 +228,20 @@ class TeacherLogitsObjective(LanguageModelObjective):
             return LiveTeacher(self._live, hidden, self.temperature)
         kept = self.cache.fetch(
             samples,
-            lambda rows: self._top_rows(tokens[rows], None if documents is None else documents[rows]),
+            tokens.device,
+            lambda rows: self._stored(tokens[rows], None if documents is None else documents[rows]),
         )
-        return StoredRows(*(kept[name].flatten(0, 1) for name in ("log_p", "index", "tail")))
+        parts = (kept[name].flatten(0, 1) for name in ("log_p", "index", "tail"))
+        return StoredRows(*parts, n_samples=self.entries[1])
 
-    def _top_rows(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
+    def _stored(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
         rows = LiveTeacher(
             self._live, self._live.hidden(tokens, documents=documents).flatten(0, 1), self.temperature
         )
-        n_tokens = tokens.numel()
+        places = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
         found = [
-            likeliest_rows(
-                rows(start, min(start + self.chunk, n_tokens)).log_p,
-                self.top_k,
-                half=self.half,
-                tail=self.tail,
-            )
-            for start in range(0, n_tokens, self.chunk)
+            stored_rows(rows(start, start + len(part)).log_p, *self.entries, part, half=self.half)
+            for start, part in zip(range(0, len(places), self.chunk), places.split(self.chunk), strict=True)
         ]
         return {
             name: torch.cat([part[name] for part in found]).unflatten(0, tokens.shape) for name in found[0]

@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class TeacherCache:
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         self.folder = (home() / "teacher_outputs" if folder is None else folder) / name
         self._readers: ThreadPoolExecutor | None = None
+        self._begun: dict[int, Future[dict[str, Tensor] | None]] = {}
         if not (self.folder / KEY).is_file():
             write_json(self.folder / KEY, dict(key))
 
@@ -66,21 +67,29 @@ class TeacherCache:
         else:
             write_json(path, wanted)
         store = cls.__new__(cls)
-        store.folder, store._readers = folder, None
+        store.folder, store._readers, store._begun = folder, None, {}
         return store
 
     def has_sample(self, sample: int) -> bool:
         """Whether a file of this sample exists."""
         return self._path(sample).is_file()
 
-    def fetch(self, indices: Tensor, compute: Compute) -> dict[str, Tensor]:
-        """Return the outputs of samples `indices` [B] stacked on dimension 0, on the device of `indices`.
+    def begin(self, indices: Tensor) -> None:
+        """Start to read the outputs of samples `indices` [B], on the host, which the next `fetch` returns."""
+        self._readers = self._readers or ThreadPoolExecutor(READERS)
+        self._begun = {sample: self._readers.submit(self._read, sample) for sample in indices.tolist()}
+
+    def fetch(self, indices: Tensor, device: torch.device, compute: Compute) -> dict[str, Tensor]:
+        """Return the outputs of samples `indices` [B], on the host, stacked on dimension 0 and on `device`.
 
         `compute(rows)` gives those of the batch's rows `rows` [B'], which are the ones that are not stored.
         """
-        device, samples = indices.device, indices.tolist()
-        readers = self._readers = self._readers or ThreadPoolExecutor(READERS)
-        found = list(readers.map(self._read, samples))
+        samples = indices.tolist()
+        if self._begun.keys() != set(samples):
+            self.begin(indices)
+        assert self._readers is not None
+        readers, begun, self._begun = self._readers, self._begun, {}
+        found = [begun[sample].result() for sample in samples]
         missing = [row for row, item in enumerate(found) if item is None]
         if missing:
             made = compute(torch.tensor(missing, device=device))
@@ -94,7 +103,7 @@ class TeacherCache:
             for row, item in zip(missing, rows, strict=True):
                 found[row] = item
         items = [item for item in found if item is not None]
-        return {name: torch.stack([item[name] for item in items]).to(device) for name in items[0]}
+        return {name: _on_device([item[name] for item in items], device) for name in items[0]}
 
     def _path(self, sample: int) -> Path:
         return self.folder / f"{sample // 1000:06d}" / f"{sample}.targets"
@@ -120,6 +129,13 @@ class TeacherCache:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
         temporary.write_bytes(body + zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "little"))
         os.replace(temporary, path)
+
+
+def _on_device(items: list[Tensor], device: torch.device) -> Tensor:
+    stacked = torch.stack(items)
+    if device.type == "cuda" and not stacked.is_cuda:
+        stacked = stacked.pin_memory()  # or the copy waits for everything before it
+    return stacked.to(device, non_blocking=True)
 
 
 def _brief(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A teacher's distributions of tokens, whole or as their likeliest entries, and the losses of logits against those."""
+"""A teacher's distributions of tokens, whole or as entries that are stored, and the losses of logits against those."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from caramba.data import IGNORED
+from caramba.ops.linear_cross_entropy import cross_entropy_rows
 
 NARROW = 1 << 16
 """Entries that 16 bits number."""
+TAIL_SAMPLES = 32
+"""Entries that are drawn from all but the likeliest, unless a config says another number."""
+GOLDEN = 0.6180339887498949
+LEAST = -1e4
+"""Least log-probability that is stored: 16 bits hold it, and its entry weighs nothing."""
 
 
 @dataclass(frozen=True)
@@ -18,19 +24,23 @@ class TeacherRows:
     """A teacher's log-probabilities of some tokens, at the temperature of the loss.
 
     Attributes:
-        log_p: [N, V], or [N, k] of the k likeliest entries.
+        log_p: [N, V], or [N, k] of stored entries.
         index: int64 [N, k], which entries these are; None when they are all, in order.
-        tail: [N], mass of all other entries; None: what `log_p` leaves of 1.
+        weight: [N, k], what each stored entry counts for in the mean over the teacher's distribution; sums to 1.
+        n_top: how many of the stored entries, the first, are the likeliest. Those after them may repeat.
     """
 
     log_p: Tensor
     index: Tensor | None = None
-    tail: Tensor | None = None
+    weight: Tensor | None = None
+    n_top: int = 0
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Stored likeliest entries of all tokens of a batch; a call gives rows `start` to `stop`.
+    """Stored entries of all tokens of a batch; a call gives rows `start` to `stop`.
+
+    The last `n_samples` entries are samples of all but the others, and share the mass `tail`.
 
     Shape: log_p [N, k], index [N, k] int32 or int16 (from -32768), tail [N].
     """
@@ -38,41 +48,71 @@ class StoredRows:
     log_p: Tensor
     index: Tensor
     tail: Tensor
+    n_samples: int = 0
 
     def __call__(self, start: int, stop: int) -> TeacherRows:
         part = slice(start, stop)
-        index = self.index[part].long()
+        index, tail = self.index[part].long(), self.tail[part, None]
         if self.index.dtype == torch.int16:
             index += NARROW // 2
-        return TeacherRows(self.log_p[part].to(self.tail.dtype), index, self.tail[part])
+        log_p = self.log_p[part].to(tail.dtype)
+        n_top = log_p.shape[-1] - self.n_samples
+        weight = log_p.exp()
+        if self.n_samples:
+            weight[:, n_top:] = tail / self.n_samples
+        # 16 bits round the entries, so they do not quite sum to what the tail leaves.
+        return TeacherRows(log_p, index, weight / weight.sum(-1, keepdim=True), n_top)
 
 
-def likeliest_rows(log_p: Tensor, top_k: int, *, half: bool = False, tail: bool = True) -> dict[str, Tensor]:
-    """Return what is stored of distributions: the `top_k` likeliest entries and the mass of all others.
+def n_stored(top_k: int, samples: int, vocab_size: int, *, tail: bool = True) -> tuple[int, int]:
+    """Return how many likeliest entries and how many samples of the others are stored.
 
-    The mass is taken before `half` rounds to 16 bits. Without `tail` it is 0, and the entries are renormalised.
-
-    Shape: log_p [N, V] to log_p and index [N, k], tail [N].
+    A vocabulary of no more than both is stored whole; without `tail` there are no samples.
     """
-    top = log_p.topk(top_k, dim=-1)
-    values, vocab_size = top.values, log_p.shape[-1]
-    if tail:
-        # Where the entries are all but everything, a difference to 1 would be rounding.
-        left = log_p.scatter(-1, top.indices, float("-inf")).logsumexp(-1).exp()
+    if not tail:
+        return min(top_k, vocab_size), 0
+    return (vocab_size, 0) if vocab_size <= top_k + samples else (top_k, samples)
+
+
+def stored_rows(
+    log_p: Tensor, top_k: int, samples: int, places: Tensor, *, half: bool = False
+) -> dict[str, Tensor]:
+    """Return what is stored of distributions: the `top_k` likeliest entries, and `samples` of the others by their mass.
+
+    A mean over the stored entries, with the weights of `StoredRows`, is an unbiased estimate of that over the whole
+    distribution: of the KL and of its gradient. Entries are drawn at `samples` even steps of the cumulated mass, whose
+    offset follows from `places` alone (multiples of the golden ratio), so that no random state is touched. Without
+    samples the entries are renormalised. `tail` is the exact mass of the others, before `half` rounds to 16 bits.
+
+    Shape: log_p [N, V], places int64 [N] to log_p and index [N, top_k + samples], tail [N].
+
+    Reference: Anshumann et al., 2025, arXiv:2503.16870 (samples in place of a truncated distribution).
+    """
+    vocab_size = log_p.shape[-1]
+    values, index = log_p.topk(top_k, dim=-1)
+    tail = torch.zeros_like(values[:, 0])
+    if samples:
+        mass = log_p.exp().scatter_(-1, index, 0.0).cumsum(-1)
+        tail = mass[:, -1].clone()
+        offset = torch.frac((places.double() + 1) * GOLDEN)[:, None]
+        steps = (torch.arange(samples, device=log_p.device) + offset) / samples
+        drawn = torch.searchsorted(mass, steps.to(mass.dtype) * tail[:, None], right=True)
+        drawn = drawn.clamp_(max=vocab_size - 1)
+        values, index = torch.cat((values, log_p.gather(-1, drawn)), -1), torch.cat((index, drawn), -1)
     else:
-        left = torch.zeros_like(values[:, 0])
         values = values - values.logsumexp(-1, keepdim=True)
+    values = values.clamp(min=LEAST)
     is_narrow = half and vocab_size <= NARROW
-    index = (top.indices - NARROW // 2).to(torch.int16) if is_narrow else top.indices.int()
-    return {"log_p": values.half() if half else values, "index": index, "tail": left}
+    index = (index - NARROW // 2).to(torch.int16) if is_narrow else index.int()
+    return {"log_p": values.half() if half else values, "index": index, "tail": tail}
 
 
-def bytes_per_token(top_k: int, vocab_size: int, *, half: bool) -> int:
-    """Return the bytes of a token in `likeliest_rows`."""
-    return top_k * ((2 if half else 4) + (2 if half and vocab_size <= NARROW else 4)) + 4
+def bytes_per_token(entries: int, vocab_size: int, *, half: bool) -> int:
+    """Return the bytes of a token in `stored_rows`."""
+    return entries * ((2 if half else 4) + (2 if half and vocab_size <= NARROW else 4)) + 4
 
 
-def likeliest_losses(
+def stored_losses(
     logits: Tensor,
     rows: TeacherRows,
     targets: Tensor,
@@ -85,44 +125,40 @@ def likeliest_losses(
 ) -> None:
     """Write each row's T^2 KL(teacher || student) and cross-entropy; with `writes` their gradient over the logits.
 
-    With p the k likeliest entries of the teacher, t the mass of the others, q = softmax(z / T), r the mass that q gives
-    the others and S = sum p + t:
+    With stored entries e(1..k), their weights a and q = softmax(z / T):
 
-        kl = T^2 (sum_k p_k (log p_k - log q_k) + t (log t - log r))
-        dz = w T (S q_v - p_v) of these entries, w T q_v (S - t / r) of the others, and (1 - w) dCE
+        kl = T^2 sum_k a_k (log p_k - log q_e(k))
+        dz_v = w T (q_v - sum of a_k where e(k) = v) + (1 - w) dCE_v
 
-    Shape: logits [R, V], rows of k < V entries, targets int64 [R], kl and ce [R] in fp32.
+    Shape: logits [R, V], rows of k entries, targets int64 [R], kl and ce [R] in fp32.
     """
     assert rows.index is not None
-    assert rows.tail is not None
-    counts = targets != IGNORED
-    target = torch.where(counts, targets, 0)[:, None]
-    z = logits.to(kl.dtype)  # a copy, which the gradient overwrites below
-    log_z = z.logsumexp(-1, keepdim=True)
-    ce.copy_(torch.where(counts, (log_z - z.gather(-1, target)).squeeze(-1), 0.0))
+    assert rows.weight is not None
+    live = (targets != IGNORED)[:, None]
+    target = torch.where(live, targets[:, None], 0)
+    log_p, weight = rows.log_p.to(kl.dtype), rows.weight.to(kl.dtype)
     if temperature != 1.0:
-        z = z / temperature
-        log_z = z.logsumexp(-1, keepdim=True)
-    elif z is logits:
-        z = z.clone()
-    log_q = z.sub_(log_z)
-    log_p, tail = rows.log_p.to(kl.dtype), rows.tail.to(kl.dtype)
-    p, known = log_p.exp(), log_q.gather(-1, rows.index)
-    q = log_q.exp_()
-    others = q.scatter_(-1, rows.index, 0.0)  # the entries come back below
-    rest = others.sum(-1).clamp_min(torch.finfo(kl.dtype).tiny)
-    divergence = (p * (log_p - known)).sum(-1) + torch.xlogy(tail, tail) - torch.xlogy(tail, rest)
-    kl.copy_(torch.where(counts, divergence * temperature**2, 0.0))
+        log_q = (logits.to(kl.dtype) / temperature).log_softmax(-1)
+        gap = log_p - log_q.gather(-1, rows.index)
+        kl.copy_(torch.where(live, weight * gap, 0.0).sum(-1) * temperature**2)
+        cross_entropy_rows(
+            kept := logits.clone(), targets, ce, ignore_index=IGNORED, writes=writes and kl_weight < 1.0
+        )
+        if writes:
+            grad = log_q.exp_().scatter_add_(-1, rows.index, -weight).mul_(kl_weight * temperature).mul_(live)
+            logits.copy_(grad.add_(kept.to(kl.dtype), alpha=1.0 - kl_weight) if kl_weight < 1.0 else grad)
+        return
+    # Read before the gradient overwrites them.
+    known = logits.gather(-1, torch.cat((rows.index, target), dim=-1)).to(kl.dtype)
+    cross_entropy_rows(logits, targets, ce, ignore_index=IGNORED, writes=writes)
+    log_q = known - known[:, -1:] - ce[:, None]
+    kl.copy_(torch.where(live, weight * (log_p - log_q[:, :-1]), 0.0).sum(-1))
     if not writes:
         return
-    w, total = kl_weight * temperature, (p.sum(-1) + tail)[:, None]
-    has_ce, is_one = kl_weight < 1.0, temperature == 1.0
-    # At a temperature of 1 cross-entropy has the same softmax.
-    more = 1.0 - kl_weight if has_ce and is_one else 0.0
-    grad = others.mul_(w * (total - (tail / rest)[:, None]) + more)
-    grad.scatter_(-1, rows.index, (w * total + more) * known.exp() - w * p)
-    if has_ce and not is_one:
-        grad += (1.0 - kl_weight) * logits.to(kl.dtype).softmax(-1)
-    if has_ce:
-        grad.scatter_add_(-1, target, torch.full_like(log_z, kl_weight - 1.0))
-    logits.copy_(grad.mul_(counts[:, None]))
+    # The row holds softmax - onehot, rounded. Entries with a weight of their own are made again from the float32 ones.
+    top, rest = rows.index[:, : rows.n_top], rows.index[:, rows.n_top :]
+    q, of_ce = log_q.exp(), 1.0 - kl_weight
+    of_top = q[:, : rows.n_top] - kl_weight * weight[:, : rows.n_top] - of_ce * (top == target).to(q.dtype)
+    for place, grad in ((target, q[:, -1:] - of_ce), (top, of_top)):
+        logits.scatter_(-1, place, grad.mul_(live).to(logits.dtype))
+    logits.scatter_add_(-1, rest, (weight[:, rows.n_top :] * -kl_weight).mul_(live).to(logits.dtype))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.data import IGNORED
-from caramba.distill.teacher_rows import StoredRows, TeacherRows, likeliest_losses
+from caramba.distill.teacher_rows import StoredRows, TeacherRows, stored_losses
 from caramba.lower.lowering import has_hooks
 from caramba.model import Model
 from caramba.ops.backend import upcast
@@ -159,11 +159,11 @@ def distill_stored(
 
     def fill(logits: Tensor, part: slice, kl: Tensor, ce: Tensor, writes: bool) -> None:
         theirs = rows(part.start, part.stop)
-        likeliest_losses(
+        stored_losses(
             logits, theirs, targets[part], kl, ce, temperature=temperature, kl_weight=kl_weight, writes=writes
         )
 
-    loss, ce, kl = _FusedDistillation.apply(hidden, weight, fill, targets, kl_weight, 4, chunk)  # type: ignore[misc]
+    loss, ce, kl = _FusedDistillation.apply(hidden, weight, fill, targets, kl_weight, 2, chunk)  # type: ignore[misc]
     return VocabularyLosses(loss, ce, kl)
 
 
@@ -306,8 +306,7 @@ def _cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _divergences(logits: Tensor, rows: TeacherRows, temperature: float) -> Tensor:
-    """KL(teacher || student) of each token, times temperature^2. Of a teacher's k likeliest entries all others count
-    as one, which bounds the KL over the vocabulary from below and equals it at k = V.
+    """KL(teacher || student) of each token, times temperature^2; an unbiased estimate where entries are stored.
 
     Shape: logits [N, V] -> [N].
     """
@@ -315,12 +314,6 @@ def _divergences(logits: Tensor, rows: TeacherRows, temperature: float) -> Tenso
     log_p = rows.log_p.to(log_q.dtype)
     if rows.index is None:
         return (log_p.exp() * (log_p - log_q)).sum(-1) * temperature**2
-    known = log_q.gather(-1, rows.index)
-    divergence = (log_p.exp() * (log_p - known)).sum(-1)
-    if rows.index.shape[-1] < logits.shape[-1]:
-        tiny = torch.finfo(log_q.dtype).tiny
-        rest_p = (1.0 - log_p.exp().sum(-1)).clamp_min(tiny) if rows.tail is None else rows.tail
-        rest_q = log_q.scatter(-1, rows.index, float("-inf")).logsumexp(-1)
-        # The product of no mass and a log of no mass is 0.
-        divergence = divergence + torch.xlogy(rest_p, rest_p) - rest_p * rest_q
-    return divergence * temperature**2
+    assert rows.weight is not None
+    gap = log_p - log_q.gather(-1, rows.index)
+    return (rows.weight.to(gap.dtype) * gap).sum(-1) * temperature**2

@@ -19,6 +19,7 @@ from caramba.config.topology import attention_configs
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
 from caramba.console import logger
 from caramba.distill import (
+    TAIL_SAMPLES,
     BlockSchedule,
     BlockShard,
     BlockwiseObjective,
@@ -28,6 +29,7 @@ from caramba.distill import (
     TeacherCache,
     TeacherLogitsObjective,
     bytes_per_token,
+    n_stored,
     refuse_over_cap,
 )
 from caramba.errors import ConfigError
@@ -56,7 +58,6 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         )
     teacher = frozen_teacher(session, decided)
     stored = phase.teacher_logits
-    top_k = _top_k(phase, model.spec.embedder.vocab_size)
     return TeacherLogitsObjective(
         model,
         teacher,
@@ -64,8 +65,9 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         temperature=phase.temperature,
         chunk=phase.vocab_chunk,
         lora=lora,
-        cache=_cache(session, phase, decided, top_k=top_k, temperature=phase.temperature),
-        top_k=top_k,
+        cache=_logits_cache(session, phase, decided),
+        top_k=phase.teacher_top_k if stored is None else stored.top_k,
+        tail_samples=TAIL_SAMPLES if stored is None else stored.tail_samples,
         half=stored is not None,
         tail=stored is None or stored.tail,
         hidden_weight=phase.hidden_weight,
@@ -115,9 +117,17 @@ def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
     return copy.deepcopy(teacher, memo).to(dtype)
 
 
-def _top_k(phase: PhaseConfig, vocab_size: int) -> int:
-    wanted = phase.teacher_top_k if phase.teacher_logits is None else phase.teacher_logits.top_k
-    return min(wanted, vocab_size)
+def _entries(phase: PhaseConfig, vocab_size: int) -> tuple[int, int]:
+    stored = phase.teacher_logits
+    if stored is None:
+        return n_stored(phase.teacher_top_k, TAIL_SAMPLES, vocab_size)
+    return n_stored(stored.top_k, stored.tail_samples, vocab_size, tail=stored.tail)
+
+
+def _logits_cache(session: Session, phase: PhaseConfig, decided: RuntimePlan) -> TeacherCache | None:
+    top_k, samples = _entries(phase, session.manifest.model.embedder.vocab_size)
+    key = {"top_k": top_k, "tail_samples": samples, "temperature": phase.temperature}
+    return _cache(session, phase, decided, **key)
 
 
 def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: object) -> TeacherCache | None:
@@ -131,7 +141,7 @@ def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: ob
         "split": "train",
         "block_size": phase.block_size,
         "dtype": decided.value("dtype"),
-        "outputs": "attention" if phase.phase in BLOCK_PHASES else "likeliest",
+        "outputs": "attention" if phase.phase in BLOCK_PHASES else "sampled",
         **key,
     }
     if stored is None:
@@ -218,8 +228,7 @@ def _check_store(
     session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan, samples: int
 ) -> None:
     """Refuse a store of another teacher, text or setting, and one that the disk has no room for."""
-    top_k = _top_k(phase, session.manifest.model.embedder.vocab_size)
-    store = _cache(session, phase, decided, top_k=top_k, temperature=phase.temperature)
+    store = _logits_cache(session, phase, decided)
     assert store is not None
     windows = windows_at(
         session.training_windows(phase),
@@ -245,7 +254,7 @@ def _sample_bytes(session: Session, phase: PhaseConfig, decided: RuntimePlan) ->
     spec = session.manifest.model
     if phase.phase not in BLOCK_PHASES:
         vocab_size, half = spec.embedder.vocab_size, phase.teacher_logits is not None
-        return phase.block_size * bytes_per_token(_top_k(phase, vocab_size), vocab_size, half=half)
+        return phase.block_size * bytes_per_token(sum(_entries(phase, vocab_size)), vocab_size, half=half)
     width = getattr(torch, decided.value("dtype")).itemsize
     return math.prod(
         (len(attention_configs(spec.topology)), 2, phase.block_size, spec.embedder.d_model, width)

@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 from caramba.config.optimizer import AdaGCConfig
 from caramba.config.train import PhaseConfig
-from caramba.data import IGNORED
+from caramba.data import IGNORED, samples_of
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import CarambaError, CheckpointError, ExtensionFailedError
 from caramba.model.sharding import reshard
@@ -135,6 +135,13 @@ class CarambaModule(pl.LightningModule):
     def has_converged(self) -> bool:
         """Whether the objective has nothing left to train, before the last step."""
         return self.objective.is_done
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move all but the samples' indices, by which files are read: the host would wait for them."""
+        samples = samples_of(batch)
+        parts = [part for part in batch if part is not samples]
+        moved = super().transfer_batch_to_device(parts, device, dataloader_idx)
+        return moved if samples is None else [*moved, samples]
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         self.objective.at(self.global_step, self.phase.steps)

@@ -83,12 +83,12 @@ def test_a_damaged_file_is_reported_and_made_again(
         return {"o": rows.float()[:, None] * torch.ones(5)}
 
     index = torch.tensor([7, 9])
-    first = cache.fetch(index, compute)
+    first = cache.fetch(index, index.device, compute)
     (file,) = tmp_path.glob("*/*/9.targets")
     whole = file.read_bytes()
     for broken in (whole[: len(whole) // 2], whole[:-9] + b"\x00" + whole[-8:], b""):
         file.write_bytes(broken)
-        assert torch.equal(cache.fetch(index, compute)["o"], first["o"])
+        assert torch.equal(cache.fetch(index, index.device, compute)["o"], first["o"])
         assert made[-1] == [1], "only the damaged sample"
         assert "not whole teacher outputs; making them again" in "".join(capsys.readouterr())
         assert file.read_bytes() == whole
