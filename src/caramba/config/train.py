@@ -84,7 +84,7 @@ class TeacherLogitsConfig(Config):
         description="store the exact mass of all other entries and samples of them; false: the top_k are renormalised",
     )
     tail_samples: Positive = Field(
-        default=32, description="entries that are drawn from all others, which keep the loss unbiased"
+        default=32, description="entries that are sampled from all others, which keep the loss unbiased"
     )
 
 

@@ -17,7 +17,7 @@ from caramba.distill.objective import (
 from caramba.distill.pipelined import PipelinedObjective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap
-from caramba.distill.teacher_rows import TAIL_SAMPLES, TeacherRows, bytes_per_token, n_stored
+from caramba.distill.teacher_rows import TAIL_SAMPLES, TeacherRows, bytes_per_token, n_entries
 from caramba.distill.vocabulary import cross_entropy, teacher_kl, vocabulary_losses
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "bytes_per_token",
     "capture_attention_io",
     "cross_entropy",
-    "n_stored",
+    "n_entries",
     "refuse_over_cap",
     "relative_l1",
     "replace_attention",

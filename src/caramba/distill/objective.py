@@ -12,7 +12,7 @@ from caramba.data import IGNORED, documents_of, samples_of
 from caramba.distill.lora import Lora
 from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
-from caramba.distill.teacher_rows import TAIL_SAMPLES, StoredRows, n_stored, stored_rows
+from caramba.distill.teacher_rows import TAIL_SAMPLES, StoredRows, n_entries, sparse_rows
 from caramba.distill.vocabulary import (
     LiveTeacher,
     RowsOf,
@@ -163,7 +163,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
     `at` counts, so that the end is the distributions alone; it needs the live teacher.
 
     With a cache the teacher runs once for each sample; its `top_k` likeliest entries and, unless `tail` is false,
-    `tail_samples` samples of the others are stored, in 16 bits with `half` (see `stored_rows`).
+    `tail_samples` samples of the others are stored, in 16 bits with `half` (see `sparse_rows`).
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
         self.teacher = self._live = teacher
         self.kl_weight, self.temperature = kl_weight, temperature
         self.cache, self.half = cache, half
-        self.entries = n_stored(top_k, tail_samples, model.spec.embedder.vocab_size, tail=tail)
+        self.entries = n_entries(top_k, tail_samples, model.spec.embedder.vocab_size, tail=tail)
         self.hidden_weight, self.left = hidden_weight, 1.0
         self.residual = ResidualDistance(model, teacher) if hidden_weight else None
 
@@ -240,7 +240,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
         )
         places = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
         found = [
-            stored_rows(rows(start, start + len(part)).log_p, *self.entries, part, half=self.half)
+            sparse_rows(rows(start, start + len(part)).log_p, *self.entries, part, half=self.half)
             for start, part in zip(range(0, len(places), self.chunk), places.split(self.chunk), strict=True)
         ]
         return {

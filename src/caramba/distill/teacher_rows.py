@@ -13,7 +13,7 @@ from caramba.ops.linear_cross_entropy import cross_entropy_rows
 NARROW = 1 << 16
 """Entries that 16 bits number."""
 TAIL_SAMPLES = 32
-"""Entries that are drawn from all but the likeliest, unless a config says another number."""
+"""Samples of all but the likeliest entries, unless a config sets another number."""
 GOLDEN = 0.6180339887498949
 LEAST = -1e4
 """Least log-probability that is stored: 16 bits hold it, and its entry weighs nothing."""
@@ -64,7 +64,7 @@ class StoredRows:
         return TeacherRows(log_p, index, weight / weight.sum(-1, keepdim=True), n_top)
 
 
-def n_stored(top_k: int, samples: int, vocab_size: int, *, tail: bool = True) -> tuple[int, int]:
+def n_entries(top_k: int, samples: int, vocab_size: int, *, tail: bool = True) -> tuple[int, int]:
     """Return how many likeliest entries and how many samples of the others are stored.
 
     A vocabulary of no more than both is stored whole; without `tail` there are no samples.
@@ -74,13 +74,13 @@ def n_stored(top_k: int, samples: int, vocab_size: int, *, tail: bool = True) ->
     return (vocab_size, 0) if vocab_size <= top_k + samples else (top_k, samples)
 
 
-def stored_rows(
+def sparse_rows(
     log_p: Tensor, top_k: int, samples: int, places: Tensor, *, half: bool = False
 ) -> dict[str, Tensor]:
     """Return what is stored of distributions: the `top_k` likeliest entries, and `samples` of the others by their mass.
 
     A mean over the stored entries, with the weights of `StoredRows`, is an unbiased estimate of that over the whole
-    distribution: of the KL and of its gradient. Entries are drawn at `samples` even steps of the cumulated mass, whose
+    distribution: of the KL and of its gradient. Entries are sampled at `samples` even steps of the cumulated mass, whose
     offset follows from `places` alone (multiples of the golden ratio), so that no random state is touched. Without
     samples the entries are renormalised. `tail` is the exact mass of the others, before `half` rounds to 16 bits.
 
@@ -96,9 +96,9 @@ def stored_rows(
         tail = mass[:, -1].clone()
         offset = torch.frac((places.double() + 1) * GOLDEN)[:, None]
         steps = (torch.arange(samples, device=log_p.device) + offset) / samples
-        drawn = torch.searchsorted(mass, steps.to(mass.dtype) * tail[:, None], right=True)
-        drawn = drawn.clamp_(max=vocab_size - 1)
-        values, index = torch.cat((values, log_p.gather(-1, drawn)), -1), torch.cat((index, drawn), -1)
+        sampled = torch.searchsorted(mass, steps.to(mass.dtype) * tail[:, None], right=True)
+        sampled = sampled.clamp_(max=vocab_size - 1)
+        values, index = torch.cat((values, log_p.gather(-1, sampled)), -1), torch.cat((index, sampled), -1)
     else:
         values = values - values.logsumexp(-1, keepdim=True)
     values = values.clamp(min=LEAST)
@@ -108,11 +108,11 @@ def stored_rows(
 
 
 def bytes_per_token(entries: int, vocab_size: int, *, half: bool) -> int:
-    """Return the bytes of a token in `stored_rows`."""
+    """Return the bytes of a token in `sparse_rows`."""
     return entries * ((2 if half else 4) + (2 if half and vocab_size <= NARROW else 4)) + 4
 
 
-def stored_losses(
+def sparse_losses(
     logits: Tensor,
     rows: TeacherRows,
     targets: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.data import IGNORED
-from caramba.distill.teacher_rows import StoredRows, TeacherRows, stored_losses
+from caramba.distill.teacher_rows import StoredRows, TeacherRows, sparse_losses
 from caramba.lower.lowering import has_hooks
 from caramba.model import Model
 from caramba.ops.backend import upcast
@@ -159,7 +159,7 @@ def distill_stored(
 
     def fill(logits: Tensor, part: slice, kl: Tensor, ce: Tensor, writes: bool) -> None:
         theirs = rows(part.start, part.stop)
-        stored_losses(
+        sparse_losses(
             logits, theirs, targets[part], kl, ce, temperature=temperature, kl_weight=kl_weight, writes=writes
         )
 

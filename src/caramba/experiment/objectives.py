@@ -29,7 +29,7 @@ from caramba.distill import (
     TeacherCache,
     TeacherLogitsObjective,
     bytes_per_token,
-    n_stored,
+    n_entries,
     refuse_over_cap,
 )
 from caramba.errors import ConfigError
@@ -120,8 +120,8 @@ def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
 def _entries(phase: PhaseConfig, vocab_size: int) -> tuple[int, int]:
     stored = phase.teacher_logits
     if stored is None:
-        return n_stored(phase.teacher_top_k, TAIL_SAMPLES, vocab_size)
-    return n_stored(stored.top_k, stored.tail_samples, vocab_size, tail=stored.tail)
+        return n_entries(phase.teacher_top_k, TAIL_SAMPLES, vocab_size)
+    return n_entries(stored.top_k, stored.tail_samples, vocab_size, tail=stored.tail)
 
 
 def _logits_cache(session: Session, phase: PhaseConfig, decided: RuntimePlan) -> TeacherCache | None:

@@ -12,9 +12,9 @@ from caramba.distill import TeacherCache, TeacherLogitsObjective, TeacherRows, v
 from caramba.distill.teacher_rows import (
     StoredRows,
     bytes_per_token,
-    n_stored,
-    stored_losses,
-    stored_rows,
+    n_entries,
+    sparse_losses,
+    sparse_rows,
 )
 from caramba.distill.vocabulary import distill_stored
 from caramba.errors import ConfigError
@@ -25,7 +25,7 @@ from tests.unit.surgery.test_weight_svd import TOKENS, spec, student_spec
 
 def stored(log_p: Tensor, top_k: int, samples: int, *, half: bool) -> StoredRows:
     places = torch.arange(len(log_p))
-    return StoredRows(*stored_rows(log_p, top_k, samples, places, half=half).values(), n_samples=samples)
+    return StoredRows(*sparse_rows(log_p, top_k, samples, places, half=half).values(), n_samples=samples)
 
 
 @pytest.mark.parametrize("samples", [5, 0])
@@ -78,7 +78,7 @@ def test_samples_keep_the_divergence_and_its_gradient_without_bias() -> None:
     drawn = torch.zeros(5000).double().scatter_add_(0, found.index.flatten(), found.weight.flatten()) / rows
     assert (drawn - log_p[0].exp()).abs().sum() < 0.02
     kl, ce = torch.empty(1).double(), torch.empty(1).double()
-    stored_losses(
+    sparse_losses(
         student.clone(), found_one(found), targets, kl, ce, temperature=1.0, kl_weight=1.0, writes=False
     )
     torch.testing.assert_close(kl, each[:1])
@@ -101,7 +101,7 @@ def test_bfloat16_logits_lose_no_more_than_their_rounding() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
         student, kl, ce = start.to(dtype, copy=True), torch.empty(50, dtype=wide), torch.empty(50, dtype=wide)
-        stored_losses(student, rows, targets, kl, ce, temperature=1.0, kl_weight=0.7, writes=True)
+        sparse_losses(student, rows, targets, kl, ce, temperature=1.0, kl_weight=0.7, writes=True)
         grads.append(student.double())
     torch.testing.assert_close(grads[0], grads[1], rtol=2**-7, atol=2**-13)
     assert not grads[0][::7].any()
@@ -120,8 +120,8 @@ def test_without_a_tail_the_entries_are_renormalised() -> None:
     log_p = torch.randn(5, 50).log_softmax(-1)
     rows = stored(log_p, 4, 0, half=False)(0, 5)
     torch.testing.assert_close(rows.log_p.exp().sum(-1), torch.ones(5))
-    assert n_stored(4, 32, 50, tail=False) == (4, 0)
-    assert (n_stored(4, 32, 50), n_stored(30, 20, 50)) == ((4, 32), (50, 0)), "a small vocabulary is whole"
+    assert n_entries(4, 32, 50, tail=False) == (4, 0)
+    assert (n_entries(4, 32, 50), n_entries(30, 20, 50)) == ((4, 32), (50, 0)), "a small vocabulary is whole"
 
 
 def test_stored_loss_is_near_the_live_one_and_repeats_exactly(tmp_path: Path) -> None:
