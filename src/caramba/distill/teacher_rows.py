@@ -80,7 +80,7 @@ def sparse_rows(
     """Return what is stored of distributions: the `top_k` likeliest entries, and `samples` of the others by their mass.
 
     A mean over the stored entries, with the weights of `StoredRows`, is an unbiased estimate of that over the whole
-    distribution: of the KL and of its gradient. Entries are sampled at `samples` even steps of the cumulated mass, whose
+    distribution: of the KL and of its gradient. Entries are sampled at even steps of the cumulated mass, whose
     offset follows from `places` alone (multiples of the golden ratio), so that no random state is touched. Without
     samples the entries are renormalised. `tail` is the exact mass of the others, before `half` rounds to 16 bits.
 
