@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import transformers
 
+from caramba.errors import ConfigError
+from caramba.launch.freeze import freeze
 from tests.integration.commands import SMALL, caramba, only_run
 
 TABLE = "benchmark.benchmarks.0.config"
+WORDS = ("launch", "train=none", "verify=none", "benchmark=optimizers", "plan=off")
 
 
 def test_a_table_of_optimisers_is_measured(tmp_path: Path, cache: Path) -> None:
-    words = ["launch", "model=tiny", "train=none", "verify=none", "benchmark=optimizers", "plan=off", *SMALL]
+    words = [*WORDS, "model=tiny", *SMALL]
     words += [
         "model.topology.layers.0.repeat=1",
         f"{TABLE}.rows=[adamw,orchestrator]",
@@ -37,3 +42,40 @@ def test_a_table_of_optimisers_is_measured(tmp_path: Path, cache: Path) -> None:
     report = json.loads((run / "artifacts" / "report.json").read_text())
     assert "optimizers.student.val_loss@row=orchestrator" in report["metrics"]
     assert (run / "artifacts" / "optimizers.png").stat().st_size > 5_000
+
+
+def test_rows_distil_copies_of_a_student_with_short_trials_of_rates(tmp_path: Path, cache: Path) -> None:
+    """Without train=none the command would first train by the default phases, which takes minutes."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
+    teacher = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+    teacher.save_pretrained(tmp_path / "teacher")
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 61, 8_000, dtype=np.uint16))
+    words = [*WORDS, f"+{TABLE}.objective=kl", "data=tokens", "data.path=tokens.npy", "device=cpu"]
+    words += ["model=hf_dba", "model.teacher.checkpoint=teacher", "model.surgery.calibration_tokens=256"]
+    words += [f"{TABLE}.rows=[adamw,orchestrator]", f"{TABLE}.rates=[0.5,1]", f"+{TABLE}.search_steps=20"]
+    words += [f"{TABLE}.steps=30", f"{TABLE}.batch_size=2", f"{TABLE}.block_size=16", f"{TABLE}.seeds=2"]
+    words += [f"+{TABLE}.eval_horizon=1", f"+{TABLE}.repeats=2", f"+{TABLE}.val_windows=4"]
+    done = caramba([*words, f"{TABLE}.equal_time=false"], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    adamw, ours = json.loads((only_run(tmp_path) / "optimizers.json").read_text())["rows"]
+    assert [len(row["rates"]) for row in (adamw, ours)] == [2, 2]
+    assert all(one["decisions"] for one in ours["runs"])
+    for run in adamw["runs"]:
+        assert run["steps"] == 30
+        assert 0 < run["curve"][0]["loss"] < 3.0, (
+            "a divergence: the cross-entropy of random tokens is above 4"
+        )
+        assert 0 < run["loss"] < 3.0
+    slow, fast = (one["loss"] for one in adamw["rates"])
+    assert slow != fast
+
+
+@pytest.mark.parametrize(
+    "words", [["model=tiny"], ["model=tiny_dba", "benchmark.benchmarks.0.models=[teacher]"]]
+)
+def test_distillation_needs_a_student_and_its_teacher(words: list[str]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"benchmark 'optimizers': objective=kl distils a student from its teacher"
+    ):
+        freeze([*WORDS[1:], *words, f"+{TABLE}.objective=kl"])

@@ -41,6 +41,8 @@ def test_walk_passes_at_most_its_ceiling_of_files(walk: str, ceilings: dict[str,
         "decoding": "caramba.layer.attention",
     }
     assert any(file.startswith(expected[walk]) for file in found["files"]), found["files"]
+    of_orchestrator = [file for file in found["files"] if "orchestrat" in file or "portfolio" in file]
+    assert not of_orchestrator, "off by default: nothing of it is loaded"
 
 
 def test_packages_count_at_most_their_ceiling(house: ModuleType, ceilings: dict[str, int]) -> None:

@@ -225,6 +225,13 @@ def cross_check(manifest: Manifest) -> None:
                     f"benchmark {quote(bench.id)}: controls are made from a teacher, and the model has none; choose a "
                     "model with a teacher (model=tiny_dba), or remove the benchmark"
                 )
+            distils = isinstance(bench.config, OptimizersConfig) and bench.config.objective == "kl"
+            if distils and (model.teacher is None or "student" not in bench.models):
+                raise ConfigError(
+                    f"benchmark {quote(bench.id)}: objective=kl distils a student from its teacher, got "
+                    f"models={list(bench.models)} and {'no' if model.teacher is None else 'a'} teacher; choose a model "
+                    "with a teacher (model=hf_dba), or objective=ce"
+                )
             if isinstance(bench.config, STAGED) and not re.match(SLUG, bench.id):
                 raise ConfigError(
                     f"benchmark {quote(bench.id)}: its {bench.config.type} names files after it; use letters, digits, "

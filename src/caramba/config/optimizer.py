@@ -322,4 +322,5 @@ def portfolio_bytes(phase: PhaseConfig, weights: int) -> dict[str, int]:
         + (2 if one.optimizer == "pidao" else 0)
         for one in used
     )
-    return {"states": 4 * most * weights, "copies": 2 * 4 * (1 + most) * weights}
+    # Two snapshots, and the weights before and after a step with their difference.
+    return {"states": 4 * most * weights, "copies": 4 * (2 * (1 + most) + 3) * weights}

@@ -25,7 +25,8 @@ class OptimizersConfig(Config):
     Each row trains with every one of `rates` on one order of the data; the best by one half of the held-out windows
     then trains with `seeds` other orders, scored on the other half. Differences are paired with AdamW's by seed. Trials
     of `orchestrator` and `nowcast` count as steps of their own: their phase is as much shorter. With `equal_time`
-    AdamW trains again for as many steps as take the row's seconds.
+    AdamW trains again for as many steps as take the row's seconds. With `objective: kl` rows distil copies of the
+    student, as it comes from its teacher or a checkpoint, in place of fresh models, and losses are divergences.
     """
 
     type: Literal["optimizers"] = Field(description="kind of the benchmark")
@@ -33,8 +34,15 @@ class OptimizersConfig(Config):
         default=("adamw", "lion", "muon", "swats", "pidao", "nowcast", "orchestrator"),
         description="optimisers to compare; adamw first",
     )
+    objective: Literal["ce", "kl"] = Field(
+        default="ce",
+        description="ce: fresh models learn the text; kl: copies of the student learn its teacher's output",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the computation")
     steps: Positive = Field(default=400, description="optimiser steps of a run, trials included")
+    search_steps: Positive | None = Field(
+        default=None, description="optimiser steps of the trial of a rate; unset: steps"
+    )
     batch_size: Positive = Field(default=8, description="sequences of a step")
     block_size: Positive = Field(default=128, description="tokens of a sequence")
     lr: Annotated[float, Field(gt=0)] = Field(

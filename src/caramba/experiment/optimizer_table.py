@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import statistics
@@ -18,19 +19,22 @@ from caramba.config.optimizer import STRATEGIES, trial_steps
 from caramba.config.optimizer_table import ROW_KEYS, ROW_LR, OptimizersConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
+from caramba.data import batches, spread_windows
 from caramba.errors import CarambaError
 from caramba.experiment.fit_apart import fit_apart
+from caramba.experiment.objectives import build_objective
 from caramba.experiment.session import Session, StageRecord
-from caramba.infer.nll import windowed_nll
-from caramba.model import build_model
+from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, Metric, PhaseResult
 from caramba.runs.files import write_json
 from caramba.train.orchestration.interval import compute_interval
+from caramba.train.orchestration.trials import mean_loss
 
 FILE = "optimizers.json"
 ORCHESTRATED = ("nowcast", "orchestrator")
 SMOOTHED = 20
 POINTS = 50
+SCORED_AT_ONCE = 8
 Row = dict[str, Any]
 
 
@@ -70,7 +74,8 @@ class OptimizerTable:
         """Return a row's phase of `steps` steps, trials included; `rate` is a multiple of the row's own."""
         config = self.config
         keys: dict[str, Any] = {
-            "phase": "pretrain",
+            "phase": "pretrain" if config.objective == "ce" else "global",
+            "objective": config.objective,
             "trains": self.role,
             "steps": steps,
             "batch_size": config.batch_size,
@@ -117,11 +122,15 @@ class OptimizerTable:
         )
 
     def train(self, row: str, rate: float, steps: int, seed: int) -> Row:
-        """Train a fresh model and return its losses on both halves of the held-out windows, and what it took."""
+        """Train a model and return its losses on both halves of the held-out windows, and what it took."""
         session, config = self.session, self.config
         phase = self.phase_of(row, rate, steps)
         plan = session.plan(phase, "optimizers", self.spec.embedder.d_model)
-        model = build_model(self.spec, seed=seed).to(session.device).train()
+        if config.objective == "ce":
+            model = build_model(self.spec, seed=seed)
+        else:
+            model = copy.deepcopy(session.model_of(self.role))
+        model = model.to(session.device).train()
         losses = Losses(session.device)
         with tempfile.TemporaryDirectory() as name:
             outcome = fit_apart(
@@ -130,7 +139,7 @@ class OptimizerTable:
             file = Path(name) / "decisions.jsonl"
             lines = file.read_text().splitlines() if file.is_file() else []
         per_step = config.batch_size * config.block_size
-        halves = self._held_out(model)
+        halves = self._held_out(phase, model)
         curve, every = losses.smooth(), max(1, phase.steps // POINTS)
         return {
             "seed": seed,
@@ -148,24 +157,25 @@ class OptimizerTable:
             "decisions": [json.loads(line) for line in lines],
         }
 
-    def _held_out(self, model: Any) -> tuple[float, float]:
-        windows = self.session.windows("val", self.config.block_size)
-        found = windowed_nll(
-            model.to(self.session.device).float().eval(),
-            windows,
-            windows=self.config.val_windows,
-            batch_size=8,
-            device=self.session.device,
-        )
-        means = list(found.window_means)
-        return statistics.fmean(means[0::2]), statistics.fmean(means[1::2])
+    def _held_out(self, phase: PhaseConfig, model: Model) -> list[float]:
+        """Return a model's mean losses in float32 on both halves of the held-out windows."""
+        session = self.session
+        plain = phase.model_copy(update={"dtype": "float32"})
+        decided = session.plan(plain, "optimizers", self.spec.embedder.d_model)
+        objective = build_objective(session, plain, decided, model.float().eval())
+        windows = session.windows("val", self.config.block_size)
+        indices = spread_windows(len(windows), self.config.val_windows)
+        return [
+            mean_loss(objective, batches(windows, indices[half::2], SCORED_AT_ONCE), session.device)
+            for half in (0, 1)
+        ]
 
     def measure(self, row: str) -> Row:
         """Search a row's rate, train it over the seeds and compare it with AdamW."""
         config = self.config
         tried = []
         for rate in config.rates:
-            one = self.train(row, rate, config.steps, 1000)
+            one = self.train(row, rate, config.search_steps or config.steps, 1000)
             tried.append(
                 {"rate": rate, "lr": config.lr * ROW_LR.get(row, 1.0) * rate, "loss": one["search_loss"]}
             )
@@ -269,7 +279,7 @@ def _tokens_to(run: Row, loss: float) -> int | None:
 
 
 def measure_optimizers(session: Session, bench: BenchmarkConfig) -> None:
-    """Measure a table of optimisers with fresh models of the session's own architecture."""
+    """Measure a table of optimisers with models of the session's own architecture."""
     logger.subheader(f"optimizers: {bench.id}")
     roles = [role for role in ("student", "teacher") if getattr(session, role) is not None]
     role = next((role for role in roles if role in bench.models), roles[0])

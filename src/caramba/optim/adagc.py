@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class AdaGC:
         self.beta, self.relative, self.warmup_steps, self.max_norm = beta, relative, warmup_steps, max_norm
         self.steps = 0
         self.gamma = torch.full((len(self.parameters),), torch.inf)  # no norm yet
+        self._places: tuple[list[int], Any] | None = None
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
@@ -49,9 +51,7 @@ class AdaGC:
         gradients = [grad for p in self.parameters if (grad := p.grad) is not None]
         norms = tensor_norms(gradients)
         self.gamma = self.gamma.to(norms)
-        index = (
-            torch.tensor(places, device=norms.device) if len(places) < len(self.parameters) else slice(None)
-        )
+        index = self._index(places)
         gamma = self.gamma[index]
         if is_warm_up:
             after = torch.minimum(gamma, norms)
@@ -62,6 +62,14 @@ class AdaGC:
             after = torch.where(gamma.isinf(), clipped, self.beta * gamma + (1.0 - self.beta) * clipped)
         self.gamma[index] = torch.where((norms > 0) & torch.isfinite(total), after, gamma)
         return total
+
+    def _index(self, places: list[int]) -> Any:
+        """Return what takes these places of gamma; copied to the device once, as each such copy waits for it."""
+        if len(places) == len(self.parameters):
+            return slice(None)
+        if self._places is None or self._places[0] != places:
+            self._places = places, torch.tensor(places, device=self.gamma.device)
+        return self._places[1]
 
     def state_dict(self) -> dict[str, int | Tensor]:
         return {"steps": self.steps, "gamma": self.gamma}

@@ -1,10 +1,9 @@
-"""Gradient clipping by norm or value: one pass for all norms, one per group for scaling."""
+"""Gradient clipping by norm or value: one pass for all norms, one per group for scaling; what is not finite."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,19 +22,30 @@ NONFINITE = "nonfinite.json"
 MOST_SKIPPED_IN_A_ROW = 20
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Loss and norm of a step, copied to the host; readable after the event `is_here`."""
+class Deferred:
+    """Values that are copied to the host; `read` waits for them, and not for later work.
 
-    step: int
-    loss: Tensor
-    norm: Tensor
-    is_here: torch.cuda.Event | None
+    Off CUDA nothing is copied before `read`: the tensors are the caller's to leave alone until then.
+    """
 
-    def values(self) -> tuple[float, float]:
-        if self.is_here is not None:
-            self.is_here.synchronize()
-        return float(self.loss), float(self.norm)
+    def __init__(self, *values: Tensor) -> None:
+        self._values = [value.detach() for value in values]
+        self._is_here: torch.cuda.Event | None = None
+        if values[-1].is_cuda:
+            self._values = [value.to("cpu", non_blocking=True) for value in self._values]
+            self._is_here = torch.cuda.Event()
+            self._is_here.record(torch.cuda.current_stream(values[-1].device))
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether `read` might have to wait for a device."""
+        return self._is_here is not None
+
+    def read(self) -> list[float]:
+        """Return all elements of the values in order."""
+        if self._is_here is not None:
+            self._is_here.synchronize()
+        return [x for value in self._values for x in value.flatten().tolist()]
 
 
 class NonFiniteWatch:
@@ -59,7 +69,7 @@ class NonFiniteWatch:
         self.writes = writes
         self.phase, self.run_dir, self.name, self.windows_of = phase, run_dir, name, windows_of
         self.skipped, self._in_a_row = 0, 0
-        self._unread: _Seen | None = None
+        self._unread: tuple[int, Deferred] | None = None
 
     def allows(self, step: int, loss: Tensor, norm: Tensor) -> bool:
         """Return whether the weights may take optimiser step `step` (0-based).
@@ -68,11 +78,11 @@ class NonFiniteWatch:
             CarambaError: by `stop` at this step or the one before; by `skip` after twenty steps in a row.
         """
         self.flush()
-        seen = _on_its_way(step, loss, norm)
-        if self.phase.nonfinite == "stop" and seen.is_here is not None:
-            self._unread = seen
+        seen = Deferred(loss, norm)
+        if self.phase.nonfinite == "stop" and seen.is_underway:
+            self._unread = step, seen
             return True
-        values = seen.values()
+        values = seen.read()
         if all(math.isfinite(value) for value in values):
             self._in_a_row = 0
             return True
@@ -91,11 +101,12 @@ class NonFiniteWatch:
         Raises:
             CarambaError: its loss or gradient is not finite.
         """
-        seen, self._unread = self._unread, None
-        if seen is not None:
-            values = seen.values()
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            step, seen = unread
+            values = seen.read()
             if not all(math.isfinite(value) for value in values):
-                raise self._stop(seen.step, *values)
+                raise self._stop(step, *values)
 
     def state_dict(self) -> dict[str, int]:
         return {"skipped": self.skipped, "in_a_row": self._in_a_row}
@@ -123,15 +134,6 @@ class NonFiniteWatch:
             f"last saved state is as it was, and the windows of the batch are in {path}; lower lr (now "
             f"{self.phase.lr}), lengthen warmup_steps, lower max_grad_norm{leave_out}"
         )
-
-
-def _on_its_way(step: int, loss: Tensor, norm: Tensor) -> _Seen:
-    if not norm.is_cuda:
-        return _Seen(step, loss.detach(), norm.detach(), None)
-    copies = [value.detach().to("cpu", non_blocking=True) for value in (loss, norm)]
-    is_here = torch.cuda.Event()
-    is_here.record(torch.cuda.current_stream(norm.device))
-    return _Seen(step, copies[0], copies[1], is_here)
 
 
 EPSILON = 1e-6  # torch's own
@@ -237,3 +239,15 @@ def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:
         return None
     first = next((p for group in inner.param_groups for p in group["params"]), None)
     return inner if first is not None and has_kernel("adamw_step", first) else None
+
+
+@torch.no_grad()
+def scale_gradients(optimizer: torch.optim.Optimizer, scale: Tensor) -> None:
+    """Multiply all gradients by `scale`, [], at once or by the optimiser's next step as it reads them."""
+    step = clipping_step(optimizer)
+    if step is not None:
+        step.take_clip(scale if step.clip is None else step.clip * scale)
+        return
+    held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if held:
+        torch._foreach_mul_([local(grad) for grad in held], scale)  # pyright: ignore[reportPrivateImportUsage]

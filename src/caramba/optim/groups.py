@@ -87,3 +87,12 @@ def of_rank_0(value: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(value, src=0)
     return value
+
+
+@torch.no_grad()
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, made by one launch where they have one dtype."""
+    found = [torch.empty_like(x) for x in tensors]
+    if found:
+        torch._foreach_copy_(found, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,18 +102,28 @@ BETA1 = 0.9
 """Decay of the average of g that is kept next to an optimiser without one."""
 
 
-def shadow_(kind: str, state: dict[str, Any], weight: Tensor, grad: Tensor, beta2: float) -> None:
-    """Keep next to an optimiser the averages that it has none of, so that another can take over."""
-    if kind not in WITH_SECOND_MOMENT or "momentum_buffer" in state:
+def shadow_(kind: str, states: Sequence[dict[str, Any]], grads: Sequence[Tensor], beta2: float) -> None:
+    """Keep next to an optimiser the averages that it lacks, weight by weight, for another to take over."""
+    pairs = list(zip(states, grads, strict=True))
+    lacking = [
+        (one, grad) for one, grad in pairs if kind not in WITH_SECOND_MOMENT or "momentum_buffer" in one
+    ]
+    for state, grad in lacking:
         if "exp_avg_sq" not in state:
-            state["exp_avg_sq"] = torch.zeros_like(weight)
-            state["step"] = torch.zeros((), device=weight.device)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-        state["step"] += 1
-    if kind in (PIDAO, PIDAO_ADAPTIVE):
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(weight)
-        state["exp_avg"].lerp_(grad, 1.0 - BETA1)
+            state["exp_avg_sq"] = torch.zeros_like(grad)
+            state["step"] = torch.zeros((), device=grad.device)
+    if lacking:
+        squares, steps = ([one[key] for one, _ in lacking] for key in ("exp_avg_sq", "step"))
+        own = [grad for _, grad in lacking]
+        torch._foreach_mul_(squares, beta2)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_addcmul_(squares, own, own, value=1.0 - beta2)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+    if kind in (PIDAO, PIDAO_ADAPTIVE) and pairs:
+        for state, grad in pairs:
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(grad)
+        means = [state["exp_avg"] for state in states]
+        torch._foreach_lerp_(means, list(grads), 1.0 - BETA1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _beta1(group: dict[str, Any]) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from caramba.config.optimizer import MATCHED, SECOND_MOMENTS, StrategyConfig
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
-from caramba.optim.groups import Named, call_closure
+from caramba.optim.groups import Named, call_closure, copies_of
 from caramba.optim.handover import (
     ADAM,
     MUON,
@@ -112,16 +112,18 @@ class Portfolio(torch.optim.Optimizer):
     @torch.no_grad()
     def take_step(self) -> None:
         """Step without the hooks of `step`, which count steps of the run: those of a trial are none."""
-        if self.pending:
-            self._hand_over(self.pending)
+        if self.pending and any(p.grad is not None for _, p in self.named):
+            self._hand_over(
+                self.pending
+            )  # which measures updates of gradients: a step without any leaves it to the next
         self._step_inner([self._factor(group) for group in self.param_groups])
         for group in self.param_groups:
             group["since"] += 1
         if self._keeps_squares:
             for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        shadow_(group["family"], self.state[p], p, p.grad, self.phase.betas[1])
+                held = [p for p in group["params"] if p.grad is not None]
+                states = [self.state[p] for p in held]
+                shadow_(group["family"], states, [p.grad for p in held], self.phase.betas[1])
 
     def _factor(self, group: dict[str, Any]) -> float:
         """Return the multiple of lr that a group's rate is now."""
@@ -132,19 +134,19 @@ class Portfolio(torch.optim.Optimizer):
         return own if share == 1.0 else first * (own / first) ** share
 
     def _step_inner(self, factors: list[float], *, decays: bool = True) -> None:
-        held = [(group["lr"], group.get("weight_decay", 0.0)) for group in self.param_groups]
-        for group, factor, (lr, decay) in zip(self.param_groups, factors, held, strict=True):
+        settings = [(group["lr"], group.get("weight_decay", 0.0)) for group in self.param_groups]
+        for group, factor, (lr, decay) in zip(self.param_groups, factors, settings, strict=True):
             group["lr"] = lr * factor
             if group["family"] == "sgd":  # whose own weight decay is added to the gradient
                 group["weight_decay"] = 0.0
-                if decays and group["decoupled_decay"]:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.mul_(1.0 - lr * group["decoupled_decay"])
+                held = [p for p in group["params"] if p.grad is not None]
+                if decays and group["decoupled_decay"] and held:
+                    kept = 1.0 - lr * group["decoupled_decay"]
+                    torch._foreach_mul_(held, kept)  # pyright: ignore[reportPrivateImportUsage]
             else:
                 group["weight_decay"] = decay / factor if decays else 0.0
         self.inner.step()
-        for group, (lr, decay) in zip(self.param_groups, held, strict=True):
+        for group, (lr, decay) in zip(self.param_groups, settings, strict=True):
             group["lr"], group["weight_decay"] = lr, decay
 
     def _make(self, name: str) -> torch.optim.Optimizer:
@@ -197,6 +199,7 @@ class Portfolio(torch.optim.Optimizer):
             self.active = name
             self._note("strategy", name)
             return
+        self._clip_at_once()
         lr = self.param_groups[0]["lr"]
         before = {p: group for group in self.param_groups for p in group["params"]}
         kept = self._copy_state()
@@ -214,6 +217,14 @@ class Portfolio(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = lr
         self._match(old)
+
+    def _clip_at_once(self) -> None:
+        """Scale the gradients that the next step was to scale: a dry run would, and no step after it."""
+        clip = getattr(self.inner, "clip", None)
+        if clip is not None:
+            held = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(held, clip)  # pyright: ignore[reportPrivateImportUsage]
+            self.inner.clip = None  # pyright: ignore[reportAttributeAccessIssue] of our AdamW
 
     def _match(self, old: Squares) -> None:
         """Set each group's factor to where its update is as large as the one before."""
@@ -239,35 +250,27 @@ class Portfolio(torch.optim.Optimizer):
     def _dry_run(self, factors: list[float], kept: tuple[Any, ...]) -> Squares:
         """Return the squares of each weight's update, [] each; weights and states are as before."""
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        weights = [p.detach().clone() for p in stepped]
+        weights = copies_of(stepped)
         self._step_inner(factors, decays=False)
         found = {
             p: (p.detach().to(wide_dtype(p.device)) - weight.to(wide_dtype(p.device))).square().sum()
             for p, weight in zip(stepped, weights, strict=True)
         }
-        for p, weight in zip(stepped, weights, strict=True):
-            p.copy_(weight)
+        torch._foreach_copy_(stepped, weights)  # pyright: ignore[reportPrivateImportUsage]
         self._put_state(kept)
         return found
 
     def _copy_state(self) -> tuple[Any, ...]:
         """Return copies of all states and of what groups count."""
-        states = {
-            p: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-            for p, state in self.state.items()
-        }
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
         ]
-        return states, groups
+        return _copy_states(self.state), groups
 
     def _put_state(self, kept: tuple[Any, ...]) -> None:
         states, groups = kept
         self.state.clear()
-        for p, state in states.items():
-            self.state[p] = {
-                key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
-            }
+        self.state.update(_copy_states(states))
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
 
@@ -297,3 +300,13 @@ class Portfolio(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()
+
+
+def _copy_states(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Return states with copies of their tensors, all made at once."""
+    held = [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+    copied = iter(copies_of(held))
+    return {
+        p: {key: next(copied) if isinstance(value, Tensor) else value for key, value in state.items()}
+        for p, state in states.items()
+    }

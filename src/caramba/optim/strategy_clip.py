@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from caramba.config.optimizer import AdaGCConfig
 from caramba.optim.adagc import AdaGC
-from caramba.optim.clip import clip_gradients, clip_values, tensor_norms
+from caramba.optim.clip import clip_gradients, clip_values, clipping_step, tensor_norms
 from caramba.optim.portfolio import Portfolio
 
 
@@ -22,31 +22,31 @@ class StrategyClip(AdaGC):
         settings = phase.adagc or AdaGCConfig()
         super().__init__(parameters, max_norm=phase.max_grad_norm, **settings.model_dump())
         self.portfolio, self.algorithm = portfolio, phase.gradient_clip_algorithm
-        self._places: tuple[list[int], Tensor] | None = None
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
         if self.portfolio.strategy.clip == "adagc":
             return super().__call__(groups)
+        step, later = clipping_step(self.portfolio), None
         if self.algorithm == "value" and self.max_norm is not None:
             total = clip_values(groups, self.max_norm)
         else:
-            total = clip_gradients(groups, self.max_norm)
-        self._observe(total)
+            total = clip_gradients(groups, self.max_norm, hand_over=None if step is None else step.take_clip)
+            later = None if step is None else step.clip
+        self._observe(total, later)
         return total
 
-    def _observe(self, total: Tensor) -> None:
-        """Average the norms of gradients that something else has clipped, as they would be after AdaGC."""
+    def _observe(self, total: Tensor, later: Tensor | None) -> None:
+        """Average the norms of gradients that something else has clipped, or does `later` by that factor, as they would
+        be after AdaGC."""
         places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
         is_warm_up, self.steps = self.steps < self.warmup_steps, self.steps + 1
         if not places:
             return
         norms = tensor_norms([grad for p in self.parameters if (grad := p.grad) is not None])
+        norms = norms if later is None else norms * later
         self.gamma = self.gamma.to(norms)
-        if self._places is None or self._places[0] != places:
-            # Copied once: each copy from the host waits for the device.
-            self._places = places, torch.tensor(places, device=norms.device)
-        index = self._places[1]
+        index = self._index(places)
         gamma = self.gamma[index]
         if is_warm_up:
             after = torch.minimum(gamma, norms)

@@ -246,16 +246,18 @@ class CarambaModule(pl.LightningModule):
         scaler = self._scaler
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
-        norm = self._clip(optimizer.optimizer)
-        is_taken = not self._overflows(loss, norm) and self.watch.allows(self.global_step, loss, norm)
+        norm, step = self._clip(optimizer.optimizer), self.global_step
+        is_taken = not self._overflows(loss, norm) and self.watch.allows(step, loss, norm)
         if self.guard is not None and is_taken:
-            is_taken = self.guard.allows(self.global_step, loss, norm)
+            is_taken = self.guard.allows(step, loss, norm)
         if not is_taken:  # a weight without a gradient is not touched by any optimiser, and the step counts
             optimizer.zero_grad(set_to_none=True)
         self.is_stepping = True
         optimizer.step()
         self.is_stepping = False
         self.trained_steps += 1
+        if self.guard is not None and is_taken:
+            self.guard.check_update(step)
         optimizer.zero_grad(set_to_none=True)
         if is_taken and self.average is not None:
             self.average.update()

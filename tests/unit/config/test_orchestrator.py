@@ -104,6 +104,6 @@ def test_a_decision_costs_its_rungs_and_its_test() -> None:
 
 def test_states_are_counted_in_bytes() -> None:
     adamw = PhaseConfig.model_validate(BASE | {"orchestrator_strategies": ["conservative_adamw"]})
-    assert portfolio_bytes(adamw, 10) == {"states": 80, "copies": 240}
+    assert portfolio_bytes(adamw, 10) == {"states": 80, "copies": 360}
     mixed = PhaseConfig.model_validate(BASE | {"orchestrator_strategies": ["conservative_adamw", "pidao"]})
     assert portfolio_bytes(mixed, 10)["states"] == 160

@@ -13,7 +13,7 @@ from torch import nn
 from caramba.config.optimizer import STRATEGIES
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
-from caramba.optim import build_optimizer
+from caramba.optim import AdamW, build_optimizer
 from caramba.optim.portfolio import Portfolio
 from caramba.optim.strategy_clip import build_strategy_clip
 
@@ -255,3 +255,34 @@ def test_norms_are_averaged_for_a_strategy_that_may_step(first: str, mode: str, 
     names = (first, "conservative_adamw" if first == "spike_resistant" else "spike_resistant")
     optimizer, named = built(phase_of(*names, orchestrator_mode=mode))
     assert (build_strategy_clip(optimizer, list(named.values())) is not None) == averages
+
+
+def test_a_clip_that_the_next_step_was_to_apply_holds_for_the_strategy_that_takes_over() -> None:
+    phase = phase_of("conservative_adamw", "sgd_escape")
+    optimizer, ours = built(phase)
+    scaled, theirs = built(phase)
+    for one, named in ((optimizer, ours), (scaled, theirs)):
+        train(one, named, range(30))
+        one.switch("sgd_escape")
+        give_gradients(named, 30)
+    assert isinstance(optimizer.inner, AdamW)
+    optimizer.inner.take_clip(torch.tensor(0.25))
+    for value in theirs.values():
+        assert value.grad is not None
+        value.grad.mul_(0.25)
+    for one in (optimizer, scaled):
+        one.step()
+    assert optimizer.active == "sgd_escape"
+    assert values(ours) == values(theirs)
+
+
+def test_a_step_without_gradients_leaves_the_hand_over_to_the_next() -> None:
+    optimizer, named = built(phase_of("conservative_adamw", "muon"))
+    train(optimizer, named, range(30))
+    optimizer.switch("muon")
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    assert (optimizer.active, optimizer.pending) == ("conservative_adamw", "muon")
+    train(optimizer, named, range(30, 31))
+    assert optimizer.active == "muon"
+    assert optimizer.param_groups[0]["first_factor"] != 1.0, "measured"

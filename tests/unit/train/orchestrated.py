@@ -72,6 +72,21 @@ def orchestrated(**keys: Any) -> PhaseConfig:
     return phase_of(**{**values, **keys})
 
 
+class KilledError(Exception):
+    """In place of a kill: nothing is saved after it."""
+
+
+class KillAt(pl.Callback):
+    """Raises before a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise KilledError
+
+
 @dataclass
 class Trained:
     """What a phase ended with."""

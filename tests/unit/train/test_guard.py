@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from caramba.train.orchestration.guard import MOST, RobustScore
-from tests.unit.train.orchestrated import orchestrated, phase_of, train
+from tests.unit.train.orchestrated import KillAt, KilledError, orchestrated, phase_of, train
 
 STEPS = 80
 KEYS: dict[str, Any] = {
@@ -95,6 +95,26 @@ def test_after_going_back_the_safety_strategy_steps(tmp_path: Path) -> None:
     assert found.callback.portfolio.active == "spike_resistant"
     assert found.callback.guard is not None
     assert len(found.callback.guard.snapshots) <= 2
+
+
+def test_a_run_killed_between_an_answer_and_its_reading_goes_on_bit_equal(tmp_path: Path) -> None:
+    """Damaged states stay in a resumed run, and the step at which they come is before the first kill."""
+    keys = KEYS | {"save_every": 1, "steps": 60, "orchestrator_decision_interval": 58}
+    (tmp_path / "whole").mkdir()
+    whole = train(orchestrated(**keys), tmp_path / "whole", [Spike("moments", 50)])
+    answers = [(one["safety"], one["step"]) for one in whole.decisions if "safety" in one]
+    assert answers[:2] == [("undo", 50), ("undo", 51)]
+    (tmp_path / "cut").mkdir()
+    for step in (51, 52, 53, None):
+        kill = [] if step is None else [KillAt(step)]
+        try:
+            again = train(orchestrated(**keys), tmp_path / "cut", [Spike("moments", 50), *kill])
+        except KilledError:
+            continue
+    assert again.weights == whole.weights
+    assert [one for one in again.decisions if "safety" in one] == [
+        one for one in whole.decisions if "safety" in one
+    ]
 
 
 def test_answers_are_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

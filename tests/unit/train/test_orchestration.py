@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -14,22 +13,7 @@ from caramba.data import WindowSampler
 from caramba.errors import ConfigError
 from caramba.optim.nowcast import Snapshots
 from caramba.train.orchestration.trials import Trials
-from tests.unit.train.orchestrated import Trained, orchestrated, phase_of, train
-
-
-class KilledError(Exception):
-    """In place of a kill: nothing is saved after it."""
-
-
-class KillAt(pl.Callback):
-    """Raises before a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise KilledError
+from tests.unit.train.orchestrated import KillAt, KilledError, Trained, orchestrated, phase_of, train
 
 
 def without_times(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -40,6 +40,8 @@ class Orchestration(pl.Callback):
             return
         orchestrator, step = self.orchestrator, trainer.global_step
         if orchestrator.is_due(step):
+            if self.guard is not None:
+                self.guard.catch_up()
             before = self.portfolio.active
             choice = orchestrator.decide(step, pl_module, self.portfolio, trainer.strategy.root_device)
             if choice != before and self.guard is not None:
@@ -51,8 +53,8 @@ class Orchestration(pl.Callback):
     ) -> None:
         if pl_module.micro_steps:
             return
-        if self.guard is not None:
-            self.guard.check_update(trainer.global_step - 1)
+        if self.guard is not None and trainer.global_step >= pl_module.phase.steps:  # no later step will
+            self.guard.catch_up()
         self.orchestrator.after_step(trainer.global_step, outputs["loss"], self.parameters)
 
     def state_dict(self) -> dict[str, Any]:

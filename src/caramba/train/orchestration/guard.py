@@ -7,13 +7,14 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from caramba.config.train import PhaseConfig
 from caramba.optim import learning_rate
+from caramba.optim.clip import Deferred, scale_gradients
 from caramba.optim.portfolio import Portfolio
 
 WINDOW, LEAST = 32, 20
@@ -26,6 +27,7 @@ PATIENCE = 5
 """Steps in a row with a loss above `orchestrator_max_loss_increase` times the median before a rollback."""
 MOST = {"clip": 50, "skip": 20, "undo": 20, "rollback": 5}
 SNAPSHOT_EVERY = 25
+LARGEST = float(torch.finfo(torch.float32).max)
 
 
 class RobustScore:
@@ -34,16 +36,29 @@ class RobustScore:
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)
 
+    def _place(self) -> tuple[float, float]:
+        logs = [math.log(x) for x in self.values]
+        middle = statistics.median(logs)
+        return middle, max(1.4826 * statistics.median([abs(x - middle) for x in logs]), 1e-3)
+
     def __call__(self, value: float) -> float:
         """Return the z-score; 0 while there are few values, infinity for one that is not finite."""
         if not math.isfinite(value):
             return math.inf
         if len(self.values) < LEAST or value <= 0:
             return 0.0
-        logs = [math.log(x) for x in self.values]
-        middle = statistics.median(logs)
-        spread = 1.4826 * statistics.median([abs(x - middle) for x in logs])
-        return (math.log(value) - middle) / max(spread, 1e-3)
+        middle, spread = self._place()
+        return (math.log(value) - middle) / spread
+
+    def limit(self, z: float, least: float) -> float:
+        """Return the value whose score is `z`, or `least` times the median if that is larger.
+
+        Infinity while there are few values.
+        """
+        if len(self.values) < LEAST:
+            return math.inf
+        middle, spread = self._place()
+        return max(math.exp(min(middle + z * spread, 700.0)), least * self.median())
 
     def median(self) -> float:
         return statistics.median(self.values) if self.values else math.nan
@@ -55,21 +70,45 @@ class RobustScore:
 
 @dataclass
 class Snapshot:
-    """Weights and optimiser at a step."""
+    """Weights, [n] of all parameters, and optimiser at a step."""
 
     step: int
-    weights: list[Tensor]
+    weights: Tensor
     captured: dict[str, Any] = field(repr=False)
+
+
+class Limits(NamedTuple):
+    """What the device answers a step by, in float32: above them the gradient is left out, by `loss` and `norm`, or
+    scaled to norm `target`, by `clip`; an update not below `update` is undone."""
+
+    loss: float
+    norm: float
+    clip: float
+    target: float
+    update: float
+
+
+class Seen(NamedTuple):
+    """A step whose loss, norm of the gradient and norm of the update the host reads at the next."""
+
+    step: int
+    limits: Limits
+    lr: float
+    values: Deferred
 
 
 class Guard:
     """Watches every step of a phase; `nonfinite` watches what is not finite.
 
     - A gradient far above those before it is clipped to their median norm.
-    - A step whose loss or gradient is further out is left out.
+    - Where the loss or gradient is further out the gradient counts as 0: averages alone make the step.
     - A step whose update is far larger than those before it is undone. After a second one within PATIENCE steps the
       states go back to a snapshot, since they make such updates, and after a third the weights as well.
     - A loss that stays above `orchestrator_max_loss_increase` times its median goes back as well.
+
+    The host does not wait for the device. It sends the limits of a step, by the values up to the step before; the
+    device compares and answers. The host reads at step t + 1 what was answered at t, reports it, and goes back if need
+    be, one step late: the gradient of t + 1 is then dropped if it was of the weights that were left.
 
     After going back the run continues with the next batch, by the safety strategy if there is one. Each answer is
     capped. Two snapshots are kept, on the device of the weights; the older one is gone back to if the newer one is of
@@ -89,67 +128,103 @@ class Guard:
         self.undos, self.last_undo = 0, -(10**9)
         self.high = 0  # steps in a row with a high loss
         self.snapshots: list[Snapshot] = []
-        self._before: list[Tensor] | None = None
-        self._lr = 0.0
+        self._weights = [Flat(parameters), Flat(parameters)]  # before a step and after it
+        self._open: tuple[Limits, Tensor, Tensor] | None = None
+        self._seen: Seen | None = None
 
+    @torch.no_grad()
     def allows(self, step: int, loss: Tensor, norm: Tensor) -> bool:
-        """Whether the weights may take this step; gradients may have been scaled."""
-        self._before = None
-        value, size = float(loss), float(norm)
-        if not (math.isfinite(value) and math.isfinite(size)):
-            return True  # `nonfinite` decides
-        limit = self.phase.max_grad_norm
+        """Scale the gradients of a step by its loss and norm, on the device.
+
+        False if they are to be dropped: the weights have gone back from where they were taken.
+        """
+        self._open = None
+        if self.catch_up():
+            return False
         self._take_snapshot(step)
+        limits = self._limits(step)
+        host = torch.tensor(limits, dtype=torch.float32, pin_memory=loss.is_cuda)
+        sent = host.to(loss.device, non_blocking=True)
+        seen = torch.stack([loss.detach().float(), norm.to(loss.device).float()])
+        size = seen[1]
+        applied = size if self.phase.max_grad_norm is None else size.clamp(max=self.phase.max_grad_norm)
+        scale = (sent[3] / applied).clamp(max=1.0).masked_fill(size <= sent[2], 1.0)
+        scale_gradients(self.portfolio, scale.masked_fill((seen > sent[:2]).any(), 0.0))
+        self._weights[0].read()
+        self._open = Limits(*host.tolist()), sent, seen
+        return True
+
+    @torch.no_grad()
+    def check_update(self, step: int) -> None:
+        """Undo the step that was just taken, on the device, if its update is too large."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        limits, sent, seen = opened
+        before, after = self._weights
+        after.read()
+        size = torch.linalg.vector_norm(after.values - before.values)
+        if math.isfinite(limits.update):
+            torch.where(size <= sent[4], after.values, before.values, out=after.values)
+            after.write()
+        values = Deferred(torch.cat([seen, size.float().view(1)]))
+        self._seen = Seen(step, limits, self.read_scheduled_lr(step), values)
+
+    def catch_up(self) -> bool:
+        """Read the last step, if that was not done yet, and answer it; return whether the weights have gone back."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return False
+        step, limits, lr, values = seen
+        value, size, moved = values.read()
+        if not (math.isfinite(value) and math.isfinite(size)):
+            return False  # `nonfinite` decides
         z_loss, z_norm = self.loss(value), self.norm(size)
-        is_high = z_loss > LOSS_AT and value > LEAST_LOSS_FACTOR * self.loss.median()
-        is_large = z_norm > CLIP_AT and size > LEAST_FACTOR * self.norm.median()
         increase = self.phase.orchestrator_max_loss_increase
         ready = len(self.loss.values) >= LEAST
         self.high = self.high + 1 if ready and value > increase * self.loss.median() else 0
         if self.high >= PATIENCE and self._may("rollback"):
             self._go_back(step, loss=value, z=z_loss, why=f"loss above {increase:g} times its median")
-            return False
-        if (is_high or (is_large and z_norm > SKIP_AT)) and self._may("skip"):
+            return True
+        is_left_out = value > limits.loss or size > limits.norm
+        if is_left_out:
+            self.counts["skip"] += 1
             self.report("skip", step, loss=value, grad_norm=size, z_loss=z_loss, z_grad_norm=z_norm)
-            return False
-        if is_large and self._may("clip"):
-            target = self.norm.median()
-            applied = min(size, limit) if limit is not None else size
-            with torch.no_grad():
-                for p in self.parameters:
-                    if p.grad is not None:
-                        p.grad.mul_(min(1.0, target / max(applied, 1e-30)))
-            self.report("clip", step, grad_norm=size, to=min(target, applied), z_grad_norm=z_norm)
+        elif size > limits.clip:
+            self.counts["clip"] += 1
+            most = self.phase.max_grad_norm
+            applied = size if most is None else min(size, most)
+            self.report("clip", step, grad_norm=size, to=min(limits.target, applied), z_grad_norm=z_norm)
         else:
             self.norm.add(size)
-        self.loss.add(value)
-        self._before = [p.detach().clone() for p in self.parameters]
-        self._lr = self.portfolio.param_groups[0]["lr"]
-        return True
+        if not is_left_out:
+            self.loss.add(value)
+        if math.isfinite(limits.update):
+            if not moved <= limits.update:
+                return self._follow_undo(step, moved / lr)
+            if not is_left_out:
+                self.update.add(moved / lr)
+        return False
 
-    @torch.no_grad()
-    def check_update(self, step: int) -> None:
-        """Look at the update of the step that was just taken."""
-        before, self._before = self._before, None
-        if before is None or not self._lr:
-            return
-        changes = torch._foreach_sub([p.detach() for p in self.parameters], before)  # pyright: ignore[reportPrivateImportUsage]
-        norms = torch._foreach_norm(changes)  # pyright: ignore[reportPrivateImportUsage]
-        size = float(torch.stack([norm.float() for norm in norms]).norm()) / self.read_scheduled_lr(step)
-        z = self.update(size)
-        is_far = not math.isfinite(size) or size > LEAST_UPDATE_FACTOR * self.update.median()
-        if z > UNDO_AT and is_far and self._may("undo"):
-            in_a_row = step - self.last_undo <= PATIENCE
-            self.undos, self.last_undo = (self.undos + 1 if in_a_row else 1), step
-            self._undo(step, before, update=size, z=z, why="update far larger than those before")
-            return
-        self.update.add(size)
+    def _limits(self, step: int) -> Limits:
+        """Return the limits of a step; infinite where an answer's cap is reached, or there is no update to look at."""
+        lr, has_lr = self.read_scheduled_lr(step), bool(self.portfolio.param_groups[0]["lr"])
+        skips = self.counts["skip"] < MOST["skip"]
+        update = min(self.update.limit(UNDO_AT, LEAST_UPDATE_FACTOR) * lr, LARGEST)
+        return Limits(
+            self.loss.limit(LOSS_AT, LEAST_LOSS_FACTOR) if skips else math.inf,
+            self.norm.limit(SKIP_AT, LEAST_FACTOR) if skips else math.inf,
+            self.norm.limit(CLIP_AT, LEAST_FACTOR) if self.counts["clip"] < MOST["clip"] else math.inf,
+            self.norm.median(),
+            update if has_lr and self.counts["undo"] < MOST["undo"] else math.inf,
+        )
 
     def read_scheduled_lr(self, step: int) -> float:
         """Return the lr of the schedule, which updates are relative to."""
+        own = self.portfolio.param_groups[0]["lr"]
         if not isinstance(self.phase.scheduler, str):
-            return self._lr
-        return learning_rate(self.phase, min(step, self.phase.steps - 1)) or self._lr
+            return own
+        return learning_rate(self.phase, min(step, self.phase.steps - 1)) or own
 
     def forget_update(self) -> None:
         """Forget how large updates were, when a strategy with others takes over."""
@@ -164,31 +239,34 @@ class Guard:
     def _take_snapshot(self, step: int) -> None:
         if self.high or (self.snapshots and step - self.snapshots[-1].step < SNAPSHOT_EVERY):
             return
-        weights = [p.detach().clone() for p in self.parameters]
-        self.snapshots = [*self.snapshots[-1:], Snapshot(step, weights, self.portfolio.capture())]
+        weights = Flat(self.parameters)
+        weights.read()
+        taken = Snapshot(step, weights.values, self.portfolio.capture())
+        self.snapshots = [*self.snapshots[-1:], taken]
 
-    @torch.no_grad()
-    def _undo(self, step: int, before: list[Tensor], **values: Any) -> None:
-        """Put the weights before a step back; go further back where that was not enough for the step after it."""
-        if self.undos > 2:
-            self._go_back(step, kind="undo", **values)
-            return
-        if self.undos == 2:
-            self._go_back(step, kind="undo", weights=before, **values)
-            return
-        for p, kept in zip(self.parameters, before, strict=True):
-            p.copy_(kept)
-        self.report("undo", step, back_to=step, strategy=self.portfolio.active, **values)
+    def _follow_undo(self, step: int, update: float) -> bool:
+        """Go back with more than the weights, which the device has put back, where that was not enough for the step
+        after it; return whether they go further back."""
+        self.counts["undo"] += 1
+        z = self.update(update)
+        in_a_row = step - self.last_undo <= PATIENCE
+        self.undos, self.last_undo = (self.undos + 1 if in_a_row else 1), step
+        values = {"update": update, "z": z, "why": "update far larger than those before"}
+        if self.undos == 1:
+            self.report("undo", step, back_to=step, strategy=self.portfolio.active, **values)
+        else:
+            self._go_back(step, kind="undo", weights_stay=self.undos == 2, **values)
+        return self.undos > 2
 
     @torch.no_grad()
     def _go_back(
-        self, step: int, *, kind: str = "rollback", weights: list[Tensor] | None = None, **values: Any
+        self, step: int, *, kind: str = "rollback", weights_stay: bool = False, **values: Any
     ) -> None:
         least = 2 if kind == "undo" else PATIENCE
         old_enough = [one for one in self.snapshots if step - one.step >= least]
         target = (old_enough or self.snapshots)[-1]
-        for p, kept in zip(self.parameters, weights or target.weights, strict=True):
-            p.copy_(kept)
+        if not weights_stay:
+            Flat(self.parameters, target.weights).write()
         self.portfolio.restore(target.captured)
         self.high = 0
         safety = self.phase.orchestrator_safety_strategy
@@ -205,6 +283,8 @@ class Guard:
             "counts": dict(self.counts),
             "high": self.high,
             "last_undo": [self.undos, self.last_undo],
+            "seen": self._seen
+            and [*self._seen[:1], list(self._seen.limits), self._seen.lr, self._seen.values.read()],
             "snapshots": [
                 {"step": one.step, "weights": one.weights, "captured": self._plain(one.captured)}
                 for one in self.snapshots
@@ -224,6 +304,10 @@ class Guard:
             setattr(self, name, score)
         self.counts, self.high = dict(state["counts"]), state["high"]
         self.undos, self.last_undo = state["last_undo"]
+        seen = state["seen"]
+        if seen is not None:
+            step, limits, lr, values = seen
+            self._seen = Seen(step, Limits(*limits), lr, Deferred(torch.tensor(values)))
         self.snapshots = []
         for one in state["snapshots"]:
             states, groups = one["captured"]["kept"]
@@ -232,7 +316,8 @@ class Guard:
                 groups,
             )
             captured = {**one["captured"], "kept": kept}
-            self.snapshots.append(Snapshot(one["step"], one["weights"], captured))
+            weights = one["weights"].to(self.parameters[0].device)
+            self.snapshots.append(Snapshot(one["step"], weights, captured))
 
 
 def _on(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -241,3 +326,24 @@ def _on(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         key: value.to(parameter.device) if isinstance(value, Tensor) else value
         for key, value in state.items()
     }
+
+
+class Flat:
+    """Weights in one tensor, [n], that all are read into and written from by one launch."""
+
+    def __init__(self, parameters: list[nn.Parameter], values: Tensor | None = None) -> None:
+        self.parameters = parameters
+        dtypes = {p.dtype for p in parameters}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        sizes = [p.numel() for p in parameters]
+        self.values = (
+            torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device) if values is None else values
+        )
+        parts = self.values.split(sizes)
+        self.parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    def read(self) -> None:
+        torch._foreach_copy_(self.parts, self.parameters)  # pyright: ignore[reportPrivateImportUsage]
+
+    def write(self) -> None:
+        torch._foreach_copy_(self.parameters, self.parts)  # pyright: ignore[reportPrivateImportUsage]

@@ -46,8 +46,15 @@ class Journal:
         self.records = list(read_decisions(path)) if path.is_file() else []
 
     def keep_before(self, step: int) -> None:
-        """Drop what this phase has recorded at `step` and later."""
-        self.records = [one for one in self.records if one["phase"] != self.phase or one["step"] < step]
+        """Drop what this phase has recorded at `step` and later.
+
+        Answers to the step before go as well: the guard reads it again at `step`.
+        """
+        self.records = [
+            one
+            for one in self.records
+            if one["phase"] != self.phase or one["step"] < step - ("safety" in one)
+        ]
 
     def add(self, step: int, **values: Any) -> dict[str, Any]:
         """Record one decision and return it."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from caramba.config.optimizer import trial_steps
 from caramba.config.train import PhaseConfig
 from caramba.errors import CarambaError
+from caramba.optim.clip import tensor_norms
+from caramba.optim.groups import copies_of
 from caramba.optim.nowcast import FORECASTS, Snapshots
 from caramba.optim.portfolio import Portfolio
 from caramba.runtime import is_distributed
@@ -48,8 +50,7 @@ class Orchestrator:
         self.trial_steps, self.trial_seconds = 0, 0.0
         self.gains = Gains()
         self.losses: deque[Tensor] = deque(maxlen=SLOPE_OVER)
-        self.ratio: float | None = None
-        self.noise: float | None = None
+        self.ratio: Tensor | None = None  # of the last update that was looked at to the weights, []
         self._before: list[Tensor] | None = None
         spacing = max(1, phase.orchestrator_decision_interval // 5)
         self.snapshots = Snapshots(spacing) if phase.orchestrator_use_nowcasting else None
@@ -165,7 +166,7 @@ class Orchestrator:
     def watch_step(self, step: int, parameters: list[Any]) -> None:
         """Look at the step before a decision: how much it changes the weights."""
         if (step + 1) % self.phase.orchestrator_decision_interval == 0:
-            self._before = [p.detach().clone() for p in parameters]
+            self._before = copies_of(parameters)
 
     @torch.no_grad()
     def after_step(self, step: int, loss: Tensor, parameters: list[Any]) -> None:
@@ -175,15 +176,13 @@ class Orchestrator:
             self.snapshots.take(step, parameters)
         before, self._before = self._before, None
         if before is not None:
-            moved = sum(
-                float((p.detach() - b).square().sum()) for p, b in zip(parameters, before, strict=True)
-            )
-            held = sum(float(b.square().sum()) for b in before)
-            self.ratio = math.sqrt(moved / held) if held else None
+            held = tensor_norms(before).norm()
+            torch._foreach_sub_(before, parameters)  # pyright: ignore[reportPrivateImportUsage]
+            self.ratio = tensor_norms(before).norm() / held
 
     def _telemetry(self, portfolio: Portfolio, device: torch.device) -> dict[str, Any]:
-        losses = [float(loss) for loss in self.losses]
-        n = len(losses)
+        losses = self._read_losses(device)
+        n, ratio = len(losses), self._read_ratio()
         slope = None
         if n > 1:
             middle = (n - 1) / 2
@@ -194,10 +193,17 @@ class Orchestrator:
             "loss": losses[-1] if losses else None,
             "loss_slope": slope,
             "gradient_noise": gradient_noise(portfolio),
-            "update_over_weight": self.ratio,
+            "update_over_weight": ratio,
             "device_peak_bytes": peak,
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
+
+    def _read_losses(self, device: torch.device) -> list[float]:
+        return torch.stack([loss.to(device) for loss in self.losses]).tolist() if self.losses else []
+
+    def _read_ratio(self) -> float | None:
+        ratio = math.nan if self.ratio is None else float(self.ratio)
+        return ratio if math.isfinite(ratio) else None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -208,7 +214,7 @@ class Orchestrator:
             "trial_seconds": self.trial_seconds,
             "gains": dataclasses.asdict(self.gains),
             "losses": [float(loss) for loss in self.losses],
-            "ratio": self.ratio,
+            "ratio": self._read_ratio(),
             "snapshots": None if self.snapshots is None else self.snapshots.state_dict(),
         }
 
@@ -217,7 +223,7 @@ class Orchestrator:
         self.trial_steps, self.trial_seconds = state["trial_steps"], state["trial_seconds"]
         self.gains = Gains(**state["gains"])
         self.losses.extend(torch.tensor(loss) for loss in state["losses"])
-        self.ratio = state["ratio"]
+        self.ratio = None if state["ratio"] is None else torch.tensor(state["ratio"])
         if self.snapshots is not None and state["snapshots"] is not None:
             self.snapshots.load_state_dict(state["snapshots"])
 
@@ -240,15 +246,18 @@ def gradient_noise(portfolio: Portfolio) -> float | None:
     """Return 1 - |mean g|^2 / mean |g|^2 over weights with both averages: 0 without noise, near 1 of noise alone."""
     mean = square = 0.0
     for group in portfolio.param_groups:
-        if group["family"] != "adamw":
+        states = [state for p in group["params"] if (state := portfolio.state.get(p))]
+        if group["family"] != "adamw" or not states:
             continue
+        means, squares, steps = (
+            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        sums = torch._foreach_norm(squares, 1)  # pyright: ignore[reportPrivateImportUsage] none is below 0
+        read = torch.stack([tensor_norms(means).square(), torch.stack(sums), torch.stack(steps)]).tolist()
         beta1, beta2 = group["betas"]
-        for p in group["params"]:
-            state = portfolio.state.get(p)
-            if state:
-                steps = float(state["step"])
-                mean += float(state["exp_avg"].float().square().sum()) / (1 - beta1**steps) ** 2
-                square += float(state["exp_avg_sq"].float().sum()) / (1 - beta2**steps)
+        for own, total, n in zip(*read, strict=True):
+            mean += own / (1 - beta1**n) ** 2
+            square += total / (1 - beta2**n)
     return 1.0 - mean / square if square else None
 
 

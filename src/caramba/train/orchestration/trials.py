@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED, WindowSampler
+from caramba.distill import Objective
 from caramba.errors import ConfigError
 from caramba.optim.portfolio import Portfolio
 from caramba.runtime import (
@@ -183,18 +184,21 @@ class Trials:
             self.portfolio.take_step()
             self.portfolio.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def _held_out(self, half: int | None) -> float:
         self.module.model.eval()
-        total, counted = 0.0, 0
-        for windows in self.data.scoring(half):
-            batch = [x.to(self.device) for x in windows]
-            with self._context():
-                loss = self.module.objective.evaluate(batch)["loss"]
-            n = int((batch[1] != IGNORED).sum())
-            total, counted = total + float(loss) * n, counted + n
-        mean = torch.tensor(total / max(1, counted), device=self.device)
-        return float(mean_over_ranks({"loss": mean})["loss"])
+        with self._context():
+            mean = mean_loss(self.module.objective, self.data.scoring(half), self.device)
+        return float(mean_over_ranks({"loss": torch.tensor(mean, device=self.device)})["loss"])
+
+
+def mean_loss(objective: Objective, batches: Iterable[Any], device: torch.device) -> float:
+    """Return an objective's mean loss over the targets of batches."""
+    total, counted = 0.0, 0
+    for windows in batches:
+        batch = [x.to(device) for x in windows]
+        n = int((batch[1] != IGNORED).sum())
+        total, counted = total + float(objective.evaluate(batch)["loss"]) * n, counted + n
+    return total / max(1, counted)
 
 
 def hash_of(*numbers: int) -> int:
