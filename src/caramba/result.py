@@ -144,7 +144,8 @@ class TransplantedLayer:
 class TransplantReport:
     """What surgery did: every student weight's source, the unmapped weights of both sides, and each layer's error.
 
-    Under `surgery.kv_budget_formats` also the untrained student's KL to its teacher, as predicted and as measured.
+    Under `surgery.kv_budget_formats` also the untrained student's KL to its teacher, predicted from calibration text
+    that it did not see and measured on the validation split.
     """
 
     method: str

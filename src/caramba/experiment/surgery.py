@@ -12,18 +12,27 @@ from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
-from caramba.data import TokenDataset, Windows, batches, documents_of, refuse_overlap
+from caramba.data import (
+    TokenDataset,
+    Windows,
+    batches,
+    documents_of,
+    refuse_overlap,
+    spread_windows,
+)
 from caramba.distill import block_errors
 from caramba.experiment.objectives import frozen
 from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import Session, StageRecord
-from caramba.result import PhaseResult
+from caramba.model import Model
+from caramba.result import PhaseResult, TransplantReport
 from caramba.runs.files import home
 from caramba.surgery import (
     CALIBRATED,
     LONGEST_WINDOW,
     Calibration,
     CalibrationText,
+    HeldOutKL,
     build_student,
     choose_windows,
     pair_attention,
@@ -33,6 +42,7 @@ from caramba.surgery import calibrate as measure_teacher
 
 TRANSPLANT = "transplant"
 ERROR_WINDOWS = 8
+KL_TOKENS = 32_768
 
 
 def transplant_student(session: Session) -> None:
@@ -52,6 +62,8 @@ def transplant_student(session: Session) -> None:
     teacher = session.model_of("teacher").to(device)
     calibration = calibrate(session, surgery) if surgery.method in CALIBRATED else None
     student, report = build_student(teacher, config, surgery, calibration, session.seed_of("student"))
+    if report.predicted_kl is not None:
+        report = _with_measured_kl(session, teacher, student, report)
     teacher.to(session.device)
     student.to(session.device)
     windows = session.windows("train", _error_block(session))
@@ -74,6 +86,21 @@ def transplant_student(session: Session) -> None:
     session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
 
 
+def _with_measured_kl(
+    session: Session, teacher: Model, student: Model, report: TransplantReport
+) -> TransplantReport:
+    """Measure the untrained student's KL on windows of the validation split, as long as those of calibration."""
+    windows = session.windows("val", min(_longest_block(session), LONGEST_WINDOW))
+    chosen = spread_windows(len(windows), KL_TOKENS // windows.block_size or 1)
+    tokens, documents = _stacked(windows, chosen)
+    measured = HeldOutKL(teacher, tokens, documents).of(student)
+    logger.info(
+        f"kv_budget: predicted KL {report.predicted_kl:.4g} nats, measured {measured:.4g} without training on "
+        f"{tokens.numel():,} tokens of the validation split"
+    )
+    return dataclasses.replace(report, measured_kl=measured)
+
+
 def check_calibration(session: Session) -> None:
     """Refuse text that surgery could not calibrate on before anything is trained.
 
@@ -94,17 +121,21 @@ def calibration_windows(
     They are as long as those of the group's runs, else of its perplexity benchmarks, and at most 2048 tokens.
     The evaluation split shares no position and no document with them.
     """
+    windows = session.windows("train", min(_longest_block(session), LONGEST_WINDOW))
+    refuse_short_windows(windows.block_size, first_tokens_apart(session.manifest.model.topology))
+    chosen, held = choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
+    refuse_overlap(session.corpus, windows, [*chosen, *held], what="surgery: calibration")
+    return windows, chosen, held
+
+
+def _longest_block(session: Session) -> int:
     blocks = [run.train.block_size for run in session.group.runs if run.train is not None]
     blocks = blocks or [
         bench.config.block_size
         for bench in session.group.benchmarks
         if isinstance(bench.config, PerplexityBenchmarkConfig)
     ]
-    windows = session.windows("train", min(max(blocks, default=LONGEST_WINDOW), LONGEST_WINDOW))
-    refuse_short_windows(windows.block_size, first_tokens_apart(session.manifest.model.topology))
-    chosen, held = choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
-    refuse_overlap(session.corpus, windows, [*chosen, *held], what="surgery: calibration")
-    return windows, chosen, held
+    return max(blocks, default=LONGEST_WINDOW)
 
 
 def calibrate(session: Session, surgery: SurgeryConfig) -> Calibration:

@@ -10,6 +10,7 @@ from caramba.surgery.calibration import (
     choose_windows,
 )
 from caramba.surgery.collect import refuse_short_windows
+from caramba.surgery.sensitivity import HeldOutKL
 from caramba.surgery.transplant import CALIBRATED, build_student, check_models, transplant
 from caramba.surgery.weight_svd import weight_svd
 
@@ -18,6 +19,7 @@ __all__ = [
     "LONGEST_WINDOW",
     "Calibration",
     "CalibrationText",
+    "HeldOutKL",
     "allocate",
     "build_student",
     "calibrate",

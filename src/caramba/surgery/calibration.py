@@ -22,7 +22,9 @@ from caramba.surgery.statistics import LayerStatistics, pack, unpack
 
 CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048
-HELD_OUT_TOKENS = 4096
+HELD_OUT_TOKENS = 32_768
+OUTPUT_TOKENS = 4096
+"""Held-out tokens whose activations are kept, in every layer."""
 ROTATION_WINDOWS = 32
 _VERSION = "4"  # raise when the same inputs start to give other statistics
 _CHECKSUM = "crc32"
@@ -43,7 +45,7 @@ class CalibrationText:
 class Calibration:
     """What the teacher's attention layers gave, in execution order, by the layers themselves.
 
-    `tokens` are the held-out windows [n, T], with their `documents`.
+    `tokens` are all held-out windows [n, T], with their `documents`; `held_out` are activations on every `stride`-th.
     """
 
     layers: tuple[tuple[str, AttentionLayer], ...]
@@ -52,6 +54,7 @@ class Calibration:
     n_tokens: int
     tokens: Tensor | None = None
     documents: Tensor | None = None
+    stride: int = 1
 
     def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, EvalWindows]:
         """Return the statistics and the held-out activations of a teacher layer, on its device."""
@@ -117,11 +120,12 @@ def calibrate(
         if path is not None:
             tensors = {name: tensor.cpu() for name, tensor in pack(statistics).items()}
             save_tensors(path, tensors, {_CHECKSUM: _checksum(tensors)})
-    held_out = capture(teacher, layers, text.held_out, text.held_out_documents)
+    n_windows, length = text.held_out.shape
+    stride = -(-n_windows // max(1, OUTPUT_TOKENS // length))
+    ids = text.held_out_documents
+    held_out = capture(teacher, layers, text.held_out[::stride], None if ids is None else ids[::stride])
     counted = text.windows.numel() if text.documents is None else int((text.documents >= 0).sum())
-    return Calibration(
-        layers, tuple(statistics), tuple(held_out), counted, text.held_out, text.held_out_documents
-    )
+    return Calibration(layers, tuple(statistics), tuple(held_out), counted, text.held_out, ids, stride)
 
 
 def _read(path: Path) -> list[LayerStatistics] | None:

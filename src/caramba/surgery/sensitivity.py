@@ -1,12 +1,11 @@
 """Widths of every layer and one cache format under a budget of bytes, by the KL that each layer's choice costs alone.
 
-The KL of a whole student is larger than the sum of its layers' and grows faster. Two students near the budget are
-built and measured, and the prediction is the power law through them.
+The KL of a whole student is larger than the sum of its layers', so the chosen one is built, and its own KL on
+held-out calibration text is what is predicted for other text.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,13 +32,11 @@ from caramba.surgery.statistics import LayerStatistics
 Curves = dict[str, list[list[Choice]]]
 """Choices of every layer, by format."""
 CHUNK = 1024
-ANCHORS = (0.8, 1.25)
-"""Budgets of the two measured students, relative to the one asked for."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A student's spec, the cache format of all its layers (None: 16 bits), and the KL predicted without training."""
+    """A student's spec, the cache format of all its layers (None: 16 bits), and its KL without training."""
 
     spec: ModelSpec
     format: KVCacheKind | None
@@ -47,20 +44,28 @@ class Predicted:
 
 
 class HeldOutKL:
-    """KL(teacher || model) in nats per held-out token of a calibration, of models and of replaced layer outputs."""
+    """KL(teacher || model) in nats per token of windows [n, T], of models and of replaced layer outputs."""
 
-    def __init__(self, teacher: Model, calibration: Calibration) -> None:
-        if calibration.tokens is None:
-            raise ConfigError(
-                "surgery.kv_budget_formats: the calibration has no held-out tokens; calibrate again"
-            )
-        self.teacher, self.tokens, self.documents = teacher, calibration.tokens, calibration.documents
+    @torch.no_grad()
+    def __init__(self, teacher: Model, tokens: Tensor, documents: Tensor | None = None) -> None:
+        self.teacher, self.tokens, self.documents = teacher, tokens, documents
         self.device = teacher.embedder.token.weight.device
         self.states = [teacher.hidden(x, documents=ids) for x, ids in self._batches()]
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         return batches(self.tokens, self.documents, self.device)
 
+    @classmethod
+    def on(cls, teacher: Model, calibration: Calibration, stride: int = 1) -> HeldOutKL:
+        """Measure on every `stride`-th held-out window of a calibration."""
+        tokens, ids = calibration.tokens, calibration.documents
+        if tokens is None:
+            raise ConfigError(
+                "surgery.kv_budget_formats: the calibration has no held-out tokens; calibrate again"
+            )
+        return cls(teacher, tokens[::stride], None if ids is None else ids[::stride])
+
+    @torch.no_grad()
     def of(self, model: Model) -> float:
         """Return the KL of a whole model."""
         return self._mean(model, [model.hidden(x, documents=ids) for x, ids in self._batches()])
@@ -109,7 +114,7 @@ def fit_budget(
     """Choose latent and rotary width of every layer and one cache format under `budget_bytes` a token of all layers.
 
     Each layer's choices that no other dominates in block error are measured by the KL that they alone cost. For each
-    format the widths of least total are found, and the format of least total is taken.
+    format the widths of least total are found, and the format of least total is taken. Its student is measured.
 
     Args:
         formats: `fp16` or quantised formats.
@@ -124,7 +129,7 @@ def fit_budget(
         raise ConfigError(
             "surgery.kv_budget_formats: measures layout: latent alone; use it, or leave the key out"
         )
-    measure, kinds = HeldOutKL(teacher, calibration), kinds_of(formats)
+    measure, kinds = HeldOutKL.on(teacher, calibration, calibration.stride), kinds_of(formats)
     most = REACH * budget_bytes // len(configs)
     curves = measure_curves(teacher, spec, calibration, measure, formats, most) if curves is None else curves
     chosen: dict[str, list[Choice]] = {}
@@ -139,28 +144,20 @@ def fit_budget(
     sums = {name: _total(choices) for name, choices in chosen.items()}
     best = min(sums, key=lambda name: sums[name])
 
-    def student(choices: Sequence[Choice]) -> ModelSpec:
-        kind = kinds[best]
-        widths = [
-            {**dict(choice.widths), "cache_format": None if kind is None else str(kind)} for choice in choices
-        ]
-        return spec.model_copy(update={"topology": unroll(spec.topology, iter(widths))})
-
-    anchors = []
-    for share in ANCHORS:
-        try:
-            choices = allocate(curves[best], round(share * budget_bytes), unit_bytes=1)
-        except ConfigError:  # less than the least there is
-            continue
-        anchors.append((_total(choices), measure.of(make(student(choices)))))
-    kl = predict(sums[best], anchors)
+    kind = kinds[best]
+    found = [
+        {**dict(choice.widths), "cache_format": None if kind is None else str(kind)}
+        for choice in chosen[best]
+    ]
+    student = spec.model_copy(update={"topology": unroll(spec.topology, iter(found))})
+    kl = HeldOutKL.on(teacher, calibration).of(make(student))
     others = ", ".join(f"{name} {value:.4g}" for name, value in sums.items())
     size = sum(choice.elements for choice in chosen[best])
     logger.info(
         f"kv_budget: {best}, widths by layer in {size:,} of {budget_bytes:,} bytes a token, predicted KL {kl:.4g} nats "
         f"(sums of single layers: {others})"
     )
-    return Predicted(student(chosen[best]), kinds[best], kl)
+    return Predicted(student, kind, kl)
 
 
 def kinds_of(formats: Sequence[str]) -> dict[str, KVCacheKind | None]:
@@ -189,21 +186,6 @@ def measure_curves(
         n_choices = sum(map(len, found.values()))
         logger.info(f"kv_budget: layer {number} of {len(layers)} measured, {n_choices} choices")
     return curves
-
-
-def predict(total: float, anchors: Sequence[tuple[float, float]]) -> float:
-    """Return the KL of a student whose layers alone cost `total`, by measured (total, KL) of others.
-
-    With two of different totals it is the power law through both, with one it is proportional.
-    """
-    points = [(one, kl) for one, kl in anchors if one > 0 and kl > 0]
-    if not points or total <= 0:
-        return total
-    (x, y), *others = points
-    if others and not math.isclose(others[0][0], x, rel_tol=1e-3):
-        slope = math.log(others[0][1] / y) / math.log(others[0][0] / x)
-        return y * (total / x) ** slope
-    return y * total / x
 
 
 def _total(choices: Sequence[Choice]) -> float:
