@@ -7,7 +7,8 @@ The file is written after every case; what there was no time or memory for is in
 - decode: ms a token after `--contexts` tokens, `--batch` rows, of memory and of full attention
 - peak: allocated bytes over `--decoded` tokens after the first few, of one row and `--peak-blocks` blocks
 - prefill: seconds of prompts of `--prompts` tokens, one row
-- train: tokens/s of forward and backward, of memory by the queries of a step of its op, and of its window alone
+- train: tokens/s of forward and backward, eager and compiled by blocks, of memory by the queries of a chunk of its op,
+  and of its window alone
 - prefix: time to the first token of 8 turns on one prefix, with and without the memory cache
 """
 
@@ -29,20 +30,22 @@ from timing import device_seconds, wall_seconds
 from torch import Tensor
 from torch.nn import functional as F
 
+from caramba import kernels
 from caramba.cache import Context
 from caramba.config.model import ModelSpec
 from caramba.infer import prefill
 from caramba.infer.engine import Engine
 from caramba.model import Model, build_model, build_with_random_weights
+from caramba.model.topology import compilable_regions
 
 OPTIONS = (
     "--size=135m|tiny --window=512 --slots=64 --batch=16 --contexts=2048,32768 --lengths=2048,8192,32768,131072 "
-    "--decoded=32768 --prompts=8192,32768 --rows=8 --tokens=2048 --chunk=64 --chunks=16,32,64,128 --prefix=8192 "
-    "--steps=32 --peak-blocks=1 --seconds=110 --only=*"
+    "--decoded=32768 --prompts=8192,32768 --rows=8 --tokens=2048 --chunk=32 --chunks=16,32 --compiled=0,1 "
+    "--prefix=8192 --steps=32 --peak-blocks=1 --seconds=110 --only=*"
 )
 SMOKE_OPTIONS = (
     "--size tiny --window 8 --slots 4 --batch 2 --contexts 24,48 --lengths 32,64 --decoded 40 --prompts 32,64 --rows 2 "
-    "--tokens 32 --chunk 4 --chunks 4,8 --prefix 64 --steps 2"
+    "--tokens 32 --chunk 4 --chunks 4,8 --compiled 0 --prefix 64 --steps 2"
 )
 PARTS = ("state", "train", "decode", "prefill", "prefix", "peak")
 TURNS, ANSWER, PIECE = 8, 4, 512
@@ -100,10 +103,16 @@ def state(sides: Sides) -> Iterator[Row]:
 
 
 def train(sides: Sides) -> Iterator[Row]:
-    options = sides.options
-    found: dict[str, float] = {}
+    for is_compiled in sides.options.compiled:
+        yield from trained(sides, bool(is_compiled))
+
+
+def trained(sides: Sides, is_compiled: bool) -> Iterator[Row]:
+    options, window = sides.options, None
     for side, chunk in (("window", None), *(("memory", chunk) for chunk in options.chunks)):
         model = sides.model(side, chunk).train()
+        for region in compilable_regions(model.topology) if is_compiled else ():
+            region.forward = torch.compile(region.forward)
         tokens = sides.tokens(model, options.rows, options.tokens)
 
         def step(model: Model = model, tokens: Tensor = tokens) -> None:
@@ -113,10 +122,14 @@ def train(sides: Sides) -> Iterator[Row]:
 
         step()
         seconds = statistics.median(device_seconds(step, sides.device) for _ in range(3))
-        found.setdefault(side, seconds)
-        found[side] = min(found[side], seconds)
-        rate = tokens.numel() / seconds
-        yield {"side": side, "chunk": chunk, "tokens_per_s": rate, "over_window": found["window"] / seconds}
+        window = window or seconds
+        yield {
+            "side": side,
+            "chunk": chunk,
+            "compiled": is_compiled,
+            "tokens_per_s": tokens.numel() / seconds,
+            "over_window": window / seconds,
+        }
 
 
 @torch.inference_mode()
@@ -230,6 +243,7 @@ def prefix(sides: Sides) -> Iterator[Row]:
 def run(options: argparse.Namespace, record: Record) -> None:
     chosen = options.only or list(PARTS)
     check_names("--only", chosen, PARTS)
+    kernels.load(record.device)
     sides = Sides(options, record.device)
     sizes = {key: getattr(options, key) for key in ("size", "window", "slots", "batch", "rows", "tokens")}
     record.start(sizes=sizes)
@@ -255,7 +269,17 @@ def summarise(rows: list[Row], options: argparse.Namespace) -> Row:
     short, long = options.prompts[0], options.prompts[-1]
     state_bytes = [row["bytes_per_layer"] for row in rows if row["case"] == "state"]
     memory_far = pick("decode", "ms_per_token", side="memory", context=far)
-    trained = [row["over_window"] for row in rows if row["case"] == "train" and row["side"] == "memory"]
+    ratios = {
+        is_compiled: max(
+            (
+                row["over_window"]
+                for row in rows
+                if row["case"] == "train" and row["side"] == "memory" and row["compiled"] == is_compiled
+            ),
+            default=None,
+        )
+        for is_compiled in (False, True)
+    }
     return {
         "state_is_constant": len(set(state_bytes)) == 1 if state_bytes else None,
         "peak_rise": pick("peak", "rise"),
@@ -272,7 +296,8 @@ def summarise(rows: list[Row], options: argparse.Namespace) -> Row:
             pick("prefill", "seconds", side="memory", tokens=long),
             pick("prefill", "seconds", side="memory", tokens=short),
         ),
-        "train_over_window": max(trained, default=None),
+        "train_over_window": ratios[False],
+        "train_over_window_compiled": ratios[True],
         "first_token_speedup": ratio(
             pick("prefix", "mean_s", memory_cache=False), pick("prefix", "mean_s", memory_cache=True)
         ),

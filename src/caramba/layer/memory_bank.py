@@ -17,16 +17,12 @@ from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
-from caramba.layer.gated_read import delay_writes, read_gated
 from caramba.layer.projection import StandardProjection, split_heads
 from caramba.layer.rope import rotate
-from caramba.layer.score import CausalScore
 from caramba.layer.write_rate import hold_rate
 from caramba.ops.backend import upcast
-from caramba.ops.memory_bank import MemoryState, memory_bank, slot_reads, write_slots
+from caramba.ops.memory_bank import LONGEST, LOWEST, MemoryState, memory_bank, slot_reads, write_slots
 
-CHUNK = 16
-"""Queries of a step of the op, unless `q_chunk` is set."""
 GATE_STD = 0.5
 MAX_BIAS = 4.0
 CLOSED_BIAS = 200.0
@@ -50,7 +46,8 @@ class MemoryBankLayer(AttentionLayer):
     A token is written to its key/value head's slots when it leaves the window: K_m = a_m K_m + (1 - a_m) k and V_m
     alike, with a = sigmoid(slot_gate rms_norm([k; v]) + slot_gate_bias)^(1/tau). Gates read the key before RoPE and the
     value, so that a cache stores nothing else per token. Slots are scored without RoPE unless `memory_rope` is set. A
-    slot that nothing was written to is masked.
+    slot that nothing was written to is masked. a_m is at least exp(-4) = 0.018, so that chunks of tokens are products
+    of matrices in float32.
 
     The state belongs to a sequence: a forward without a context, and each document of a packed row, starts empty.
 
@@ -74,8 +71,6 @@ class MemoryBankLayer(AttentionLayer):
         self.slot_gate_bias = nn.Parameter(torch.empty(kv_heads * slots))
         if config.memory_read == "gated":
             self.read_gate = nn.Parameter(torch.empty(self.dims.n_heads))
-            # A chunk as long as the window keeps the work linear in the length.
-            self.score = CausalScore(config.local_window, q_chunk=config.q_chunk or config.local_window)
         if config.use_adaptive_compression:
             self.write_gate = nn.Parameter(torch.empty(kv_heads, self.dims.qk + self.dims.v))
             self.write_gate_bias = nn.Parameter(torch.empty(kv_heads))
@@ -122,8 +117,8 @@ class MemoryBankLayer(AttentionLayer):
             kv = torch.cat((upcast(k), upcast(v)), dim=-1)
             kv = F.rms_norm(kv, kv.shape[-1:])  # gates that do not depend on the scale of the projections
             bias = upcast(self.slot_gate_bias).view(self.dims.n_kv_heads, 1, -1)
-            gate = torch.einsum("bksd,kmd->bksm", kv, upcast(self.slot_gate)) + bias
-            decay = F.logsigmoid(gate) / self.config.memory_tau
+            gate = kv @ upcast(self.slot_gate).mT + bias
+            decay = (F.logsigmoid(gate) / self.config.memory_tau).clamp_min(LOWEST)
             write = -torch.expm1(decay)
             if not self.config.use_adaptive_compression:
                 return decay, write
@@ -196,20 +191,13 @@ class MemoryBankLayer(AttentionLayer):
         if self.config.memory_rope:
             slot_q, slot_k = rotated_q, rotated_k
         given = (rotated_q, rotated_k, v, slot_q, slot_k, *gates)
-        chunk = self.config.q_chunk or CHUNK
-        bptt = self.config.memory_bptt_chunks or 0
-        options: dict[str, Any] = {"state": state, "first": first, "chunk": chunk}
-        share = upcast(self.read_gate).sigmoid() if self.config.memory_read == "gated" else None
-        if share is not None:
-            heads = read_gated(given, share, self.score, **options, bptt_chunks=bptt)
-        else:
-            heads, _ = memory_bank(*given, window=window, **options, bptt_chunks=bptt)
+        options: dict[str, Any] = {"window": window, "state": state, "first": first}
+        options["chunk"] = self.config.q_chunk or LONGEST
+        if self.config.memory_read == "gated":
+            options["share"] = upcast(self.read_gate).sigmoid()
+        heads, _ = memory_bank(*given, **options, bptt_chunks=self.config.memory_bptt_chunks or 0)
         if self.use is not None:
-            if share is not None:
-                options["first"] = None if first is None else first + window
-                reads = slot_reads(*delay_writes(given, window), window=0, **options) * share[:, None]
-            else:
-                reads = slot_reads(*given, window=window, **options)
+            reads = slot_reads(*given, **options)
             self.use.reads += reads.unflatten(0, (k.shape[1], -1)).sum(1)
             self.use.writes += write[:, :, :n_written].sum((0, 2))
             self.use.n_queries += q.shape[0] * q.shape[1] // k.shape[1] * q.shape[2]

@@ -12,10 +12,8 @@ from tests.unit.ops.test_memory_bank import FIRST, K, M, T, arguments, normal, s
 from torch import Tensor
 
 from caramba.layer import MemoryBankLayer
-from caramba.layer.gated_read import read_gated
-from caramba.layer.score import CausalScore
 from caramba.layer.write_rate import WEIGHT, hold_rate
-from caramba.ops.memory_bank import MemoryState, write_slots
+from caramba.ops.memory_bank import MemoryState, memory_bank, write_slots
 
 WINDOW = 3
 SHARE = torch.tensor([0.1, 0.4, 0.7, 0.9], dtype=torch.float64)
@@ -57,8 +55,7 @@ def test_gated_read_and_its_gradients_equal_the_formula(
     n_keys: int, has_state: bool, first: Tensor | None, chunk: int
 ) -> None:
     given, state = arguments(T, n_keys), some_state() if has_state else None
-    score = CausalScore(WINDOW, q_chunk=4)
-    found = read_gated(tuple(given), SHARE, score, state=state, first=first, chunk=chunk)  # type: ignore[arg-type]
+    found, _ = memory_bank(*given, window=WINDOW, share=SHARE, state=state, first=first, chunk=chunk)
     expected = written_out(given, state, first)
     torch.testing.assert_close(found, expected)
     weight = normal(*found.shape, seed=12)

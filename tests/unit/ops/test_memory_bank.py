@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.memory_bank import MemoryState, memory_bank, write_slots
+from caramba.ops.memory_bank import LONGEST, LOWEST, MemoryState, memory_bank, write_slots
 
 B, H, K, T, M, D, DV = 2, 4, 2, 11, 3, 4, 5
 FIRST = torch.tensor([[0] * 4 + [4] * 7, [0] * 8 + [8, 9, 9]])
@@ -121,23 +121,6 @@ def test_memory_bank_window_0_equals_gated_slot_attention() -> None:
 
 
 @pytest.mark.parametrize("first", [None, FIRST])
-def test_memory_bank_meets_op_contract(first: Tensor | None) -> None:
-    given = [x.detach().clone().requires_grad_() for x in arguments()]
-    state = MemoryState.empty(given[4], given[2], M)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(
-        torch.ops.caramba.memory_bank.default, (*given, *state, first, 3, 4, 2), test_utils=tests
-    )
-    plain = [x.detach() for x in given]
-    grads = (normal(B, H, T, DV, seed=10), state.keys.clone(), state.values.clone())
-    torch.library.opcheck(
-        torch.ops.caramba.memory_bank_backward.default,
-        (*grads, *plain, *state, first, 3, 4, 2),
-        test_utils=tests[::2],
-    )
-
-
-@pytest.mark.parametrize("first", [None, FIRST])
 @pytest.mark.parametrize("chunk", [3, 32])
 def test_memory_bank_gradients(chunk: int, first: Tensor | None) -> None:
     def outputs(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,12 +154,45 @@ def test_write_slots_in_parts_equals_at_once() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_memory_bank_decay_to_zero_stays_finite() -> None:
-    given = [x.detach().float() for x in arguments()]
-    given[5] = torch.full_like(given[5], -1e4)
-    out, _ = memory_bank(*(x.requires_grad_() for x in given), window=2)
-    out.sum().backward()
-    assert all(torch.isfinite(x.grad).all() for x in given if x.grad is not None)
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize("gates", ["open", "closed", "both", "mixed"])
+def test_extreme_gates_in_float32_equal_the_recurrence(gates: str, with_documents: bool) -> None:
+    """Slots that take every token whole, or none, next to each other and in turn, over several chunks."""
+    n, window = 3 * LONGEST + 5, 2
+    given = [x.detach() for x in arguments(n, n)]
+    is_open = {
+        "open": torch.ones(M, dtype=torch.bool),
+        "closed": torch.zeros(M, dtype=torch.bool),
+        "both": torch.arange(M) % 2 == 0,
+        "mixed": normal(B, K, n, M, seed=12) > 0,
+    }[gates]
+    given[5] = torch.where(is_open, torch.full_like(given[5], LOWEST), torch.full_like(given[5], -1e-7))
+    given[6] = -torch.expm1(given[5])
+    first = torch.tensor([0] * 40 + [40] * (n - 40)).expand(B, n) if with_documents else None
+    narrow = [x.float().requires_grad_() for x in given]
+    wide = [x.requires_grad_() for x in given]
+    out, state = memory_bank(*narrow, window=window, first=first)
+    expected, expected_state = recurrence(wide, window, first=first)
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
+    if first is None:
+        for got, want in zip(state, expected_state, strict=True):
+            torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+    exact, _ = memory_bank(*wide, window=window, first=first, chunk=1)
+    found, expected_gradients = gradients(out, narrow), gradients(exact, wide)
+    for got, want in zip(found, expected_gradients, strict=True):
+        assert torch.isfinite(got).all()
+        assert (got - want).norm() <= 1e-4 * want.norm()
+
+
+def test_decays_below_the_lowest_count_as_the_lowest() -> None:
+    given, state = [x.detach() for x in arguments()], some_state()
+    low = [*given[:5], torch.full_like(given[5], -1e4), given[6]]
+    bound = [*given[:5], torch.full_like(given[5], LOWEST), given[6]]
+    for chunk in (1, 4):
+        one, other = (memory_bank(*x, window=2, state=state, chunk=chunk) for x in (low, bound))
+        torch.testing.assert_close(one[0], other[0], rtol=0, atol=0)
+    one, other = (write_slots(state, x[4], x[2], *x[5:]) for x in (low, bound))
+    assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 def test_memory_bank_wrong_shapes_are_refused() -> None:
@@ -221,13 +237,14 @@ def test_gradients_over_all_chunks_are_the_full_ones(bptt_chunks: int) -> None:
 
 
 def test_blocks_of_chunks_equal_single_steps() -> None:
-    """Windows of several blocks, blocks of several chunks, ends that fill neither."""
-    n, seen = 75, []
-    for chunk in (1, 4):
+    """Windows of several blocks, groups of several chunks in two levels, ends that fill none."""
+    n, seen = 275, []
+    for chunk in (1, 4, 32):
         given = arguments(n, n + 9)
         out, after = memory_bank(*given, window=30, state=some_state(), chunk=chunk)
         weights = normal(*out.shape, seed=11)
         found = torch.autograd.grad((out * weights).sum() + after.keys.sum() + after.values.sum(), given)
         seen.append([out, *after, *found])
-    for one, many in zip(*seen, strict=True):
-        torch.testing.assert_close(many, one)
+    for one, *others in zip(*seen, strict=True):
+        for many in others:
+            torch.testing.assert_close(many, one)
