@@ -127,7 +127,8 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     if x.shape[-1] < width:
         return F.pad(x, (0, width - x.shape[-1]))
     places = (x.storage_offset(), *x.stride()[:-1])
-    return x.contiguous() if x.stride(-1) != 1 or any(place % STEP for place in places) else x
+    is_aligned = x.stride(-1) == 1 and not any(place % STEP for place in places)
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _is_flash(q: Tensor, v: Tensor) -> bool:

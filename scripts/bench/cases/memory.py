@@ -104,10 +104,10 @@ def state(sides: Sides) -> Iterator[Row]:
 
 def train(sides: Sides) -> Iterator[Row]:
     for is_compiled in sides.options.compiled:
-        yield from trained(sides, bool(is_compiled))
+        yield from training_rows(sides, bool(is_compiled))
 
 
-def trained(sides: Sides, is_compiled: bool) -> Iterator[Row]:
+def training_rows(sides: Sides, is_compiled: bool) -> Iterator[Row]:
     options, window = sides.options, None
     for side, chunk in (("window", None), *(("memory", chunk) for chunk in options.chunks)):
         model = sides.model(side, chunk).train()

@@ -145,7 +145,7 @@ def slot_reads(
 ) -> Tensor:
     """Return how much each head's queries read of each slot, probabilities summed over them.
 
-    Arguments are those of `memory_bank`. Shape: [H, M].
+    Arguments are those of `memory_bank`, with a window of 1 or more. Shape: [H, M].
     """
     slots = read_slots(slot_q, slot_k, v, decay, write, window=window, state=state, first=first, chunk=chunk)
     if share is not None:
@@ -330,10 +330,10 @@ class _Layout:
 def _states(log_kept: Tensor, added: Tensor, start: Tensor | None, cut: int = 0) -> Tensor:
     """Return the states before each of N updates, state = exp(log_kept) state + added.
 
-    Groups of updates run from nothing, then the groups' own starts follow in the same way. With `cut` groups have that
+    Groups of updates run from nothing, then the groups' own starts follow alike. With `cut` groups have that
     many updates, and all starts but the first are constants.
 
-    Shape: log_kept [B, K, N, M], minus infinity where a state begins anew; added [B, K, N, M, E]; start [B, K, M, E],
+    Shape: log_kept [B, K, N, M], minus infinity where a state begins again; added [B, K, N, M, E]; start [B, K, M, E],
     or None for zeros. Returns [B, K, N, M, E].
     """
     n = log_kept.shape[2]
