@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-MOST_SNAPSHOTS = 5
 SMALLEST = 1e-12
 
 
@@ -64,31 +63,41 @@ FORECASTS: Mapping[str, Callable[[Sequence[Tensor], float], Tensor]] = {
 
 
 class Snapshots:
-    """The last few snapshots of weights, in float32 on the host, equally spaced in steps."""
+    """The weights of one and of two spacings before a decision, in float32 on the host: two copies, and no more.
 
-    def __init__(self, spacing: int, most: int = MOST_SNAPSHOTS) -> None:
-        self.spacing, self.most = spacing, most
+    A forecast takes the weights at the decision as the third.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval, self.spacing = interval, max(1, interval // 5)
         self.steps: list[int] = []
         self.weights: list[list[Tensor]] = []
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after `step` steps are one or two spacings before a decision."""
+        return any((step + n * self.spacing) % self.interval == 0 for n in (1, 2))
 
     def take(self, step: int, parameters: Sequence[Tensor]) -> None:
         """Keep the weights of a step; the oldest ones go, and all where a step is missing between them."""
         if self.steps and step - self.steps[-1] != self.spacing:
             self.clear()
+        self.steps, self.weights = self.steps[-1:], self.weights[-1:]
         self.steps.append(step)
-        self.weights.append([p.detach().float().cpu().clone() for p in parameters])
-        self.steps, self.weights = self.steps[-self.most :], self.weights[-self.most :]
+        self.weights.append([p.detach().to("cpu", torch.float32, copy=True) for p in parameters])
 
-    @property
-    def is_enough(self) -> bool:
-        return len(self.steps) >= 3
+    def is_enough(self, step: int) -> bool:
+        """Whether a decision after `step` steps has both."""
+        return self.steps == [step - 2 * self.spacing, step - self.spacing]
 
     def clear(self) -> None:
         self.steps, self.weights = [], []
 
-    def forecast(self, name: str, ahead: float) -> list[Tensor]:
-        """Return forecast weights `ahead` spacings past the last snapshot."""
-        return [FORECASTS[name](list(column), ahead) for column in zip(*self.weights, strict=True)]
+    def forecast(self, name: str, ahead: float, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return forecast weights `ahead` spacings past `parameters`, on their device."""
+        return [
+            FORECASTS[name]([*column, p.detach().to("cpu", torch.float32)], ahead).to(p.device)
+            for p, *column in zip(parameters, *self.weights, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, object]:
         return {"steps": list(self.steps), "weights": [list(one) for one in self.weights]}

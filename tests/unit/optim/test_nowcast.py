@@ -52,14 +52,22 @@ def test_weights_that_stand_still_stay(name: str) -> None:
     torch.testing.assert_close(FORECASTS[name](snapshots, 2.0), START)
 
 
-def test_snapshots_are_bounded_equally_spaced_and_saved() -> None:
-    kept = Snapshots(10, most=3)
-    for step in range(10, 60, 10):
-        kept.take(step, [START.float() * step])
-    assert kept.steps == [30, 40, 50]
-    assert kept.is_enough
-    again = Snapshots(10, most=3)
+def test_two_snapshots_before_a_decision_are_kept_and_saved() -> None:
+    kept = Snapshots(50)
+    assert [step for step in range(1, 101) if kept.is_due(step)] == [30, 40, 80, 90]
+    for step in range(10, 50, 10):
+        kept.take(step, [START.float() + step * SLOPE.float()])
+    assert kept.steps == [30, 40]
+    assert kept.is_enough(50)
+    assert not kept.is_enough(60)
+    held = sum(w.numel() * w.element_size() for weights in kept.weights for w in weights)
+    assert held == 2 * 4 * START.numel(), "the host has two copies in float32"
+    now = [START.float() + 50 * SLOPE.float()]
+    torch.testing.assert_close(kept.forecast("line", 1.0, now)[0], START.float() + 60 * SLOPE.float())
+    again = Snapshots(50)
     again.load_state_dict(kept.state_dict())  # type: ignore[arg-type]
-    assert torch.equal(again.forecast("line", 1.0)[0], kept.forecast("line", 1.0)[0])
-    kept.take(70, [START])
-    assert kept.steps == [70], "a step is missing: what was before is no series"
+    assert torch.equal(again.forecast("line", 1.0, now)[0], kept.forecast("line", 1.0, now)[0])
+    kept.take(80, [START])
+    assert kept.steps == [80], "a step is missing: what was before is no series"
+    every = Snapshots(1)
+    assert all(every.is_due(step) for step in range(4))

@@ -225,7 +225,7 @@ def test_a_jump_is_kept_only_if_it_helps(
     trained = train(phase_of(save_every=None, steps=300), tmp_path / "later").module.model.parameters()
     better = [value.detach().clone() for value in trained]
 
-    def forecast(self: Snapshots, name: str, ahead: float) -> list[torch.Tensor]:
+    def forecast(self: Snapshots, name: str, ahead: float, now: list[torch.Tensor]) -> list[torch.Tensor]:
         return better if is_good else [torch.randn_like(value) for value in better]
 
     monkeypatch.setattr(Snapshots, "forecast", forecast)
@@ -236,6 +236,9 @@ def test_a_jump_is_kept_only_if_it_helps(
     assert (jump["interval"][2] < 0) is is_good
     assert (ours.weights == plain.weights) is not is_good
     assert ours.decisions[0]["cost"]["steps"] == 2 * 2 * 4
+    assert ours.callback is not None
+    assert ours.callback.orchestrator.snapshots is not None
+    assert len(ours.callback.orchestrator.snapshots.weights) <= 2, "copies on the host"
 
 
 def test_nowcasting_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:

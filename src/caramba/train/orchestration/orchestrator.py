@@ -52,8 +52,8 @@ class Orchestrator:
         self.losses: deque[Tensor] = deque(maxlen=SLOPE_OVER)
         self.ratio: Tensor | None = None  # of the last update that was looked at to the weights, []
         self._before: list[Tensor] | None = None
-        spacing = max(1, phase.orchestrator_decision_interval // 5)
-        self.snapshots = Snapshots(spacing) if phase.orchestrator_use_nowcasting else None
+        interval = phase.orchestrator_decision_interval
+        self.snapshots = Snapshots(interval) if phase.orchestrator_use_nowcasting else None
 
     def is_due(self, step: int) -> bool:
         """Whether a decision comes before step `step` (0-based)."""
@@ -110,7 +110,7 @@ class Orchestrator:
             if name != active and one == portfolio.strategy
         ]
         challengers += equal  # tried like others: their trials are equal to the bit
-        jumps = self.snapshots is not None and self.snapshots.is_enough
+        jumps = self.snapshots is not None and self.snapshots.is_enough(step)
         if self.data is None or not (challengers or jumps):
             return Choice(active, "no other strategy is ready"), none, None
         needed, most = trial_steps(phase, len(challengers)), phase.orchestrator_budget * phase.steps
@@ -137,11 +137,11 @@ class Orchestrator:
         self, step: int, module: Any, trials: Trials, fork: Fork, name: str
     ) -> dict[str, Any] | None:
         """Jump to forecast weights if that beats the same steps without it, paired; else leave them."""
-        if self.snapshots is None or not self.snapshots.is_enough:
+        if self.snapshots is None or not self.snapshots.is_enough(step):
             return None
         form = list(FORECASTS)[(step // self.phase.orchestrator_decision_interval) % len(FORECASTS)]
         parameters = [p for _, p in module.objective.trainable()]
-        forecast = self.snapshots.forecast(form, NOWCAST_AHEAD)
+        forecast = self.snapshots.forecast(form, NOWCAST_AHEAD, parameters)
 
         @torch.no_grad()
         def jump() -> None:
@@ -172,7 +172,7 @@ class Orchestrator:
     def after_step(self, step: int, loss: Tensor, parameters: list[Any]) -> None:
         """Keep what a decision reads; `step` steps are done."""
         self.losses.append(loss.detach().clone())
-        if self.snapshots is not None and step % self.snapshots.spacing == 0:
+        if self.snapshots is not None and self.snapshots.is_due(step):
             self.snapshots.take(step, parameters)
         before, self._before = self._before, None
         if before is not None:
