@@ -16,6 +16,8 @@ from caramba.config.source import is_mapping
 SPARE_TOKENS = 17
 """Tokens that a cache keeps besides its window, which a rollback may take back: 16 drafts and the token before."""
 WRITE_RATE = 0.25
+LONGEST_CHUNK = 32
+"""Queries that read the slots at once, at most."""
 
 
 class MemoryBankLayerConfig(AttentionLayerConfig):
@@ -173,14 +175,17 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
         assert self.local_window is not None
         features = dims.qk + dims.v
         work = AttentionWork(dims.n_heads * features, self.local_window, null=slots)
-        saved = self.d_model + 3 * dims.n_heads * dims.qk + 2 * dims.n_kv_heads * (features + slots)
+        # By query: scores, probabilities and their products with the decays; by token: gates and states of its chunk.
+        queries = dims.n_heads * (6 * slots + 2 * LONGEST_CHUNK + 2 * features)
+        states = 4 * slots * features // LONGEST_CHUNK
+        saved = self.d_model + queries + dims.n_kv_heads * (9 * slots + 3 * features + states)
         cost = layer_cost(
             f"{self.mode}, {dims.n_heads}:{dims.n_kv_heads} heads x {dims.qk}, window {self.local_window} + {slots}",
             self.type,
             width,
             width,
             self.parameter_shapes(),
-            saved + dims.n_heads * dims.v,
+            saved,
             work,
         )
         return replace(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from caramba.cache import Context, DeviceContext
 from caramba.cache.memory_bank import MemoryLayerKVCache
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.memory_bank import MemoryBankLayerConfig
+from caramba.config.memory_bank import LONGEST_CHUNK, MemoryBankLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
@@ -21,7 +21,7 @@ from caramba.layer.projection import StandardProjection, split_heads
 from caramba.layer.rope import rotate
 from caramba.layer.write_rate import hold_rate
 from caramba.ops.backend import upcast
-from caramba.ops.memory_bank import LONGEST, LOWEST, MemoryState, memory_bank, slot_reads, write_slots
+from caramba.ops.memory_bank import LOWEST, MemoryState, memory_bank, slot_reads, write_slots
 
 GATE_STD = 0.5
 MAX_BIAS = 4.0
@@ -192,7 +192,7 @@ class MemoryBankLayer(AttentionLayer):
             slot_q, slot_k = rotated_q, rotated_k
         given = (rotated_q, rotated_k, v, slot_q, slot_k, *gates)
         options: dict[str, Any] = {"window": window, "state": state, "first": first}
-        options["chunk"] = self.config.q_chunk or LONGEST
+        options["chunk"] = self.config.q_chunk or LONGEST_CHUNK
         if self.config.memory_read == "gated":
             options["share"] = upcast(self.read_gate).sigmoid()
         heads, _ = memory_bank(*given, **options, bptt_chunks=self.config.memory_bptt_chunks or 0)

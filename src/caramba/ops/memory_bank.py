@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from caramba.config.memory_bank import LONGEST_CHUNK
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, upcast
 from caramba.ops.prefix_attention import prefix_attention
 
 LOWEST = -4.0
-"""Log of the share of its content that a slot keeps of a step, at least; lower ones count as this."""
-LONGEST = 32
-"""Steps of a chunk, at most: exponents of half a chunk's decays stay within 64, far from the ends of float32."""
+"""Log of the share of its content that a slot keeps of a step, at least; lower ones count as this.
+
+Exponents of half a chunk's decays then stay within 64, far from the ends of float32.
+"""
 GROUP = 16
 """Chunks whose states are computed from one another at once."""
 NOTHING = -1e30
@@ -68,7 +70,7 @@ def memory_bank(
     window: int,
     state: MemoryState | None = None,
     first: Tensor | None = None,
-    chunk: int = LONGEST,
+    chunk: int = LONGEST_CHUNK,
     bptt_chunks: int = 0,
     share: Tensor | None = None,
 ) -> tuple[Tensor, MemoryState]:
@@ -87,7 +89,7 @@ def memory_bank(
     query; 0 passes them through all. A group begins with a state that counts as constant.
 
     Work and memory are linear in T. Decays are at most 0; those below `LOWEST` count as `LOWEST`, and chunks longer
-    than `LONGEST` queries as `LONGEST`.
+    than `LONGEST_CHUNK` queries as `LONGEST_CHUNK`.
 
     Shape: q, slot_q [B, H, T, D]; k, slot_k [B, K, S, D], v [B, K, S, Dv]; decay, write [B, K, S, M]; first int64
     [B, T]; share [H]. Returns [B, H, T, Dv] in q's dtype, and the state.
@@ -106,18 +108,8 @@ def memory_bank(
         )
     _check(q, k, v, slot_q, slot_k, decay, write, state, first, window)
     with torch.autocast(q.device.type, enabled=False):
-        slots = read_slots(
-            slot_q,
-            slot_k,
-            v,
-            decay,
-            write,
-            window=window,
-            state=state,
-            first=first,
-            chunk=chunk,
-            bptt_chunks=bptt_chunks,
-        )
+        options: dict[str, Any] = {"window": window, "state": state, "first": first, "chunk": chunk}
+        slots = read_slots(slot_q, slot_k, v, decay, write, **options, bptt_chunks=bptt_chunks)
         if window == 0:
             return slots.out.to(q.dtype), slots.state
         if share is None:
@@ -140,7 +132,7 @@ def slot_reads(
     window: int,
     state: MemoryState | None = None,
     first: Tensor | None = None,
-    chunk: int = LONGEST,
+    chunk: int = LONGEST_CHUNK,
     share: Tensor | None = None,
 ) -> Tensor:
     """Return how much each head's queries read of each slot, probabilities summed over them.
@@ -178,7 +170,7 @@ def read_slots(
     window: int,
     state: MemoryState | None = None,
     first: Tensor | None = None,
-    chunk: int = LONGEST,
+    chunk: int = LONGEST_CHUNK,
     bptt_chunks: int = 0,
 ) -> SlotRead:
     """Return what queries read of the slots by a softmax of their own.
@@ -205,52 +197,59 @@ def read_slots(
         found = (p @ state.values, scores.logsumexp(-1, keepdim=True), p)
         out, lse, p = (x.flatten(1, 2)[:, :, None] for x in found)
         return SlotRead(out, lse, p, state)
-    layout = _Layout(n_queries, k.shape[2], window, min(max(chunk, 1), LONGEST, n_queries))
-    q = layout.chunks(q).transpose(2, 3)  # [B, K, N, G, C, D]
-    groups = q.shape[3:5]
-    k, v, decay, write = (layout.written(x) for x in (k, v, decay.clamp_min(LOWEST), write))
-    resets = layout.resets(first)
+    layout = _Layout(n_queries, k.shape[2], window, min(max(chunk, 1), LONGEST_CHUNK, n_queries))
+    written = (layout.written(x) for x in (k, v, decay.clamp_min(LOWEST), write))
+    return _read_chunks(layout, layout.chunks(q), *written, state, layout.resets(first), bptt_chunks)
+
+
+def _read_chunks(
+    layout: _Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    write: Tensor,
+    state: MemoryState,
+    resets: Tensor | None,
+    bptt_chunks: int,
+) -> SlotRead:
+    """Read by chunks. Shape: q [B, K, G, N, C, D]; k, v, decay and write [B, K, N, C, ·], what queries write."""
+    q, groups = q.transpose(2, 3).flatten(3, 4), (q.shape[2], layout.chunk)
+    hidden = torch.ones(layout.chunk, layout.chunk, dtype=torch.bool, device=q.device).triu(1)
     if resets is not None:
         decay, write = decay.masked_fill(resets, 0), write.masked_fill(resets, 0)
-    hidden = torch.ones(layout.chunk, layout.chunk, dtype=torch.bool, device=q.device).triu(1)
     total = decay.cumsum(3)
     middle = total[:, :, :, (layout.chunk - 1) // 2, None].detach()
-    up, weights, kept, last = (
-        (total - middle).exp(),
-        (middle - total).exp() * write,
-        total.exp(),
-        total[:, :, :, -1],
-    )
-    ends = weights * up[:, :, :, -1:]
+    up, weights = (total - middle).exp(), (middle - total).exp() * write
+    kept, last, ends = total.exp(), total[:, :, :, -1], weights * up[:, :, :, -1:]
     if resets is not None:
         runs = resets.cumsum(3)
         hidden = hidden | (runs != runs.mT)
-        kept, last = kept.masked_fill(runs > 0, 0), last.masked_fill(runs[:, :, :, -1] > 0, -torch.inf)
-        ends = ends.masked_fill(runs < runs[:, :, :, -1:], 0)
+        kept, ends = kept.masked_fill(runs > 0, 0), ends.masked_fill(runs < runs[:, :, :, -1:], 0)
+        last = last.masked_fill(runs[:, :, :, -1] > 0, -torch.inf)
+    # The states before each chunk, and the one after all.
     start = torch.cat((state.keys, state.values, state.mass[..., None]), dim=-1)
     added = ends.mT @ torch.cat((k, v, torch.ones_like(v[..., :1])), dim=-1)
-    is_cut = 0 < bptt_chunks < added.shape[2]
-    before = _states(last, added, start, bptt_chunks if is_cut else 0)
-    widths = (k.shape[-1], v.shape[-1], 1)
+    before = _states(last, added, start, bptt_chunks if bptt_chunks < added.shape[2] else 0)
     after = last[:, :, -1, :, None].exp() * before[:, :, -1] + added[:, :, -1]
+    widths = (k.shape[-1], v.shape[-1], 1)
     keys, values, mass = before.split(widths, dim=-1)
     with torch.no_grad():
-        mass = kept * mass[..., 0][:, :, :, None] + up * (
-            weights.new_ones(()).masked_fill(hidden, 0) @ weights
-        )
+        seen = weights.new_ones(()).masked_fill(hidden, 0)
+        is_empty = kept * mass.mT + up * (seen @ weights) <= 0
     # Masked by selection, not by products: what is hidden may have overflowed.
-    products = (q.flatten(3, 4) @ k.mT).unflatten(3, groups).masked_fill(hidden[..., None, :, :], 0)
-    by_state = (q.flatten(3, 4) @ keys.mT).unflatten(3, groups)
-    by_token = (products.flatten(3, 4) @ weights).unflatten(3, groups)
-    kept, up = kept[:, :, :, None], up[:, :, :, None]
-    scores = (kept * by_state + up * by_token).masked_fill((mass <= 0)[:, :, :, None], NOTHING)
-    p = scores.softmax(-1)
-    by_token = (
-        ((p * up).flatten(3, 4) @ weights.mT).unflatten(3, groups).masked_fill(hidden[..., None, :, :], 0)
+    hidden = hidden[..., None, :, :]
+    is_empty, kept, up = (x[:, :, :, None] for x in (is_empty, kept, up))
+    products = (q @ k.mT).unflatten(3, groups).masked_fill(hidden, 0).flatten(3, 4)
+    scores = kept * (q @ keys.mT).unflatten(3, groups)
+    scores = torch.addcmul(scores, up, (products @ weights).unflatten(3, groups)).masked_fill(
+        is_empty, NOTHING
     )
-    out = ((p * kept).flatten(3, 4) @ values + by_token.flatten(3, 4) @ v).unflatten(3, groups)
+    p = scores.softmax(-1)
+    by_token = ((p * up).flatten(3, 4) @ weights.mT).unflatten(3, groups).masked_fill(hidden, 0).flatten(3, 4)
+    out = ((p * kept).flatten(3, 4) @ values + by_token @ v).unflatten(3, groups)
     found = (out, scores.logsumexp(-1, keepdim=True), p)
-    out, lse, p = (x.transpose(2, 3).flatten(3, 4)[:, :, :, :n_queries].flatten(1, 2) for x in found)
+    out, lse, p = (x.transpose(2, 3).flatten(3, 4)[:, :, :, : layout.n_queries].flatten(1, 2) for x in found)
     keys, values, mass = after.split(widths, dim=-1)
     return SlotRead(out, lse, p, MemoryState(keys, values, mass[..., 0].detach()))
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from caramba.config.memory_bank import LONGEST_CHUNK
 from caramba.errors import ConfigError
-from caramba.ops.memory_bank import LONGEST, LOWEST, MemoryState, memory_bank, write_slots
+from caramba.ops.memory_bank import LOWEST, MemoryState, memory_bank, write_slots
 
 B, H, K, T, M, D, DV = 2, 4, 2, 11, 3, 4, 5
 FIRST = torch.tensor([[0] * 4 + [4] * 7, [0] * 8 + [8, 9, 9]])
@@ -158,7 +159,7 @@ def test_write_slots_in_parts_equals_at_once() -> None:
 @pytest.mark.parametrize("gates", ["open", "closed", "both", "mixed"])
 def test_extreme_gates_in_float32_equal_the_recurrence(gates: str, with_documents: bool) -> None:
     """Slots that take every token whole, or none, next to each other and in turn, over several chunks."""
-    n, window = 3 * LONGEST + 5, 2
+    n, window = 3 * LONGEST_CHUNK + 5, 2
     given = [x.detach() for x in arguments(n, n)]
     is_open = {
         "open": torch.ones(M, dtype=torch.bool),
