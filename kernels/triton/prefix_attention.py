@@ -1,8 +1,7 @@
 """Causal attention joined with a known part, by cuDNN or flash attention: their outputs and statistics are corrected.
 
 Both backwards read the output and the log-sum-exp of the forward. Those of the whole softmax give the gradients of
-the whole. Windows, documents, grouped heads and fewer queries than keys are flash attention's, and other dtypes and
-widths the reference's.
+the whole. Windows, documents, grouped heads and fewer queries than keys are flash attention's.
 """
 
 from __future__ import annotations
@@ -13,20 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from caramba.ops.prefix_attention import (
-    HALF,
-    STEP,
-    has_fused_widths,
-    reference_prefix_attention,
-    reference_prefix_attention_backward,
-)
-
 ATTEND = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 FLASH = torch.ops.aten._flash_attention_forward.default
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
-WIDEST = 256
-"""Features of a head that flash attention takes."""
+WIDEST, STEP = 128, 8
+"""Features of a head that cuDNN takes, and what they are a multiple of."""
 
 
 def prefix_attention(
@@ -38,8 +29,6 @@ def prefix_attention(
     window: int | None,
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if not _is_flash(q, v):
-        return reference_prefix_attention(q, k, v, prefix_out, prefix_lse, window, first)
     if _is_plain(q, k, v, window, first):
         out, lse, *_ = ATTEND(q, k, v, None, True, 0.0, True, False, scale=1.0)
     else:
@@ -65,8 +54,6 @@ def prefix_attention_backward(
     window: int | None,
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _is_flash(q, v):
-        return reference_prefix_attention_backward(grad, q, k, v, out, lse, window, first)
     # The state of a dropout that there is not.
     unused = torch.zeros(2, dtype=torch.int64, device=q.device)
     if _is_plain(q, k, v, window, first):
@@ -131,15 +118,10 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _is_flash(q: Tensor, v: Tensor) -> bool:
-    is_narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST
-    return q.dtype in HALF and is_narrow and torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None, first: Tensor | None) -> bool:
     """True for whole causal sequences, a key/value head to each query head: cuDNN is the faster one."""
     is_whole = window is None and first is None and q.shape[:3] == k.shape[:3]
-    return is_whole and has_fused_widths(q.dtype, q.shape[-1], v.shape[-1])
+    return is_whole and all(x.shape[-1] <= WIDEST and x.shape[-1] % STEP == 0 for x in (q, v))
 
 
 def _laid_out_as(like: Tensor, x: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from caramba.config.memory_bank import LONGEST_CHUNK
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, upcast
-from caramba.ops.prefix_attention import prefix_attention
+from caramba.ops.backend import upcast
+from caramba.ops.prefix_attention import attend_with_prefix, prefix_attention
 
 LOWEST = -4.0
 """Log of the share of its content that a slot keeps of a step, at least; lower ones count as this.
@@ -143,7 +143,7 @@ def slot_reads(
     if share is not None:
         part = share[:, None, None] * (slots.lse > NOTHING / 2)
     else:
-        _, total = call_op("prefix_attention", q, k, v, slots.out, slots.lse, window, first)
+        _, total = attend_with_prefix(q, k, v, slots.out, slots.lse, window, first)
         part = (slots.lse - total).exp()
     return (slots.p * part).sum((0, 2))
 

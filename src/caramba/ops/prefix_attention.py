@@ -14,6 +14,7 @@ from caramba.ops.backend import call_op, caramba_op, upcast
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST, STEP = 128, 8
+FLASH_WIDEST = 256
 SHORTEST = 64
 """Queries that the reference attends from at once with a window, at least."""
 
@@ -48,8 +49,30 @@ def prefix_attention(
     Reference: Liu et al., 2023, arXiv:2310.01889 (attention over parts of the keys).
     """
     _check(q, k, v, prefix_out, prefix_lse, window, first)
-    out, _ = call_op("prefix_attention", q, k, v, prefix_out, prefix_lse, window, first)
-    return out
+    return attend_with_prefix(q, k, v, prefix_out, prefix_lse, window, first)[0]
+
+
+def attend_with_prefix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    window: int | None,
+    first: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output of `prefix_attention` and the log-sum-exp L [B, H, T, 1], which has no gradient."""
+    given = (q, k, v, prefix_out, prefix_lse, window, first)
+    if q.is_cuda and not _has_kernel(q, v):
+        out, lse = reference_prefix_attention(*given)
+        return out, lse.detach()
+    out, lse = call_op("prefix_attention", *given)
+    return out, lse
+
+
+def _has_kernel(q: Tensor, v: Tensor) -> bool:
+    is_narrow = max(q.shape[-1], v.shape[-1]) <= FLASH_WIDEST
+    return q.dtype in HALF and is_narrow and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def has_fused_widths(dtype: torch.dtype, qk: int, value: int) -> bool:
