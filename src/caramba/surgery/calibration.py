@@ -46,6 +46,7 @@ class Calibration:
     """What the teacher's attention layers gave, in execution order, by the layers themselves.
 
     `tokens` are all held-out windows [n, T], with their `documents`; `held_out` are activations on every `stride`-th.
+    `path` is the file of the statistics, if they are kept.
     """
 
     layers: tuple[tuple[str, AttentionLayer], ...]
@@ -55,6 +56,7 @@ class Calibration:
     tokens: Tensor | None = None
     documents: Tensor | None = None
     stride: int = 1
+    path: Path | None = None
 
     def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, EvalWindows]:
         """Return the statistics and the held-out activations of a teacher layer, on its device."""
@@ -125,7 +127,7 @@ def calibrate(
     ids = text.held_out_documents
     held_out = capture(teacher, layers, text.held_out[::stride], None if ids is None else ids[::stride])
     counted = text.windows.numel() if text.documents is None else int((text.documents >= 0).sum())
-    return Calibration(layers, tuple(statistics), tuple(held_out), counted, text.held_out, ids, stride)
+    return Calibration(layers, tuple(statistics), tuple(held_out), counted, text.held_out, ids, stride, path)
 
 
 def _read(path: Path) -> list[LayerStatistics] | None:

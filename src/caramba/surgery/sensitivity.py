@@ -6,6 +6,7 @@ held-out calibration text is what is predicted for other text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,13 +16,15 @@ from torch.nn import functional as F
 
 from caramba.config.kvcache import KVCacheKind, bytes_of_streams
 from caramba.config.model import ModelSpec
+from caramba.config.surgery import BYTES_PER_ELEMENT
 from caramba.config.topology import attention_configs
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model
 from caramba.ops.backend import upcast
-from caramba.surgery.budget import REACH, STEPS, Choice, allocate, is_sane, lower_hull, unroll
+from caramba.runs.files import write_json
+from caramba.surgery.budget import STEPS, Choice, allocate, is_sane, lower_hull, unroll
 from caramba.surgery.calibration import Calibration
 from caramba.surgery.collect import batches
 from caramba.surgery.dba import split_keys
@@ -109,7 +112,6 @@ def fit_budget(
     budget_bytes: int,
     formats: Sequence[str],
     make: Callable[[ModelSpec], Model],
-    curves: Curves | None = None,
 ) -> Predicted:
     """Choose latent and rotary width of every layer and one cache format under `budget_bytes` a token of all layers.
 
@@ -119,7 +121,6 @@ def fit_budget(
     Args:
         formats: `fp16` or quantised formats.
         make: builds the untrained student of a spec.
-        curves: of `measure_curves`, which several budgets may share; by default measured here.
 
     Raises:
         ConfigError: no format fits the budget, or a layer is not of the latent layout.
@@ -129,12 +130,13 @@ def fit_budget(
         raise ConfigError(
             "surgery.kv_budget_formats: measures layout: latent alone; use it, or leave the key out"
         )
-    measure, kinds = HeldOutKL.on(teacher, calibration, calibration.stride), kinds_of(formats)
-    most = REACH * budget_bytes // len(configs)
-    curves = measure_curves(teacher, spec, calibration, measure, formats, most) if curves is None else curves
+    kinds, curves = kinds_of(formats), curves_of(teacher, spec, calibration, formats)
     chosen: dict[str, list[Choice]] = {}
     refusals: list[str] = []
     for name in formats:
+        if not all(curves[name]):
+            refusals.append(f"{name}: no width takes fewer bytes than the teacher's layer")
+            continue
         try:
             chosen[name] = allocate(curves[name], budget_bytes, unit_bytes=1)
         except ConfigError as error:
@@ -165,22 +167,46 @@ def kinds_of(formats: Sequence[str]) -> dict[str, KVCacheKind | None]:
     return {name: None if name == "fp16" else KVCacheKind(name) for name in formats}
 
 
+def curves_of(teacher: Model, spec: ModelSpec, calibration: Calibration, formats: Sequence[str]) -> Curves:
+    """Return, for each format and layer, bytes and KL of choices that take fewer bytes than the teacher's layer.
+
+    They are kept next to the calibration's statistics, so that another budget measures nothing.
+    """
+    path = calibration.path and calibration.path.with_suffix(f".{'-'.join(sorted(formats))}.v1.json")
+    if path is not None and path.is_file():
+        logger.info(f"kv_budget: choices read from {path}")
+        return {
+            name: [
+                [Choice(size, kl, tuple((key, n) for key, n in widths)) for size, kl, widths in curve]
+                for curve in layers
+            ]
+            for name, layers in json.loads(path.read_text(encoding="utf-8")).items()
+        }
+    curves = _measure_curves(teacher, spec, calibration, formats)
+    if path is not None:
+        write_json(
+            path,
+            {
+                name: [
+                    [(choice.elements, choice.damage, choice.widths) for choice in curve] for curve in layers
+                ]
+                for name, layers in curves.items()
+            },
+        )
+    return curves
+
+
 @torch.no_grad()
-def measure_curves(
-    teacher: Model,
-    spec: ModelSpec,
-    calibration: Calibration,
-    measure: HeldOutKL,
-    formats: Sequence[str],
-    most: int,
+def _measure_curves(
+    teacher: Model, spec: ModelSpec, calibration: Calibration, formats: Sequence[str]
 ) -> Curves:
-    """Return, for each format and layer, bytes and KL of the choices of at most `most` bytes."""
+    measure = HeldOutKL.on(teacher, calibration, calibration.stride)
     layers, kinds = teacher.attention_layers(), kinds_of(formats)
     curves: Curves = {name: [] for name in formats}
     for number, ((_, layer), config) in enumerate(
         zip(layers, attention_configs(spec.topology), strict=True), start=1
     ):
-        found = _curves(layer, *calibration.of(layer), measure, kinds, most, config.exact_first_tokens)
+        found = _curves(layer, *calibration.of(layer), measure, kinds, config.exact_first_tokens)
         for name, curve in found.items():
             curves[name].append(curve)
         n_choices = sum(map(len, found.values()))
@@ -198,7 +224,6 @@ def _curves(
     held: EvalWindows,
     measure: HeldOutKL,
     kinds: dict[str, KVCacheKind | None],
-    most: int,
     first_tokens: int,
 ) -> dict[str, list[Choice]]:
     """Return, for each format, bytes and KL of the choices on the lower hull of block error over bytes."""
@@ -213,7 +238,7 @@ def _curves(
         for rank in (step for step in STEPS if step <= joint and is_sane(step, geo)):
             for name, kind in kinds.items():
                 size = int(bytes_of_streams((("c", 1, rank), ("k_geo", 1, geo)), kind or KVCacheKind.FP16))
-                if size <= most:
+                if size < BYTES_PER_ELEMENT * joint:
                     output = latent_output(held, maps_of[geo].truncate(rank), first_tokens, kind)
                     widths = (("sem_dim", rank), ("geo_dim", geo))
                     by_error[name].append(Choice(size, held.relative(output) ** 2, widths))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -108,3 +110,22 @@ def test_what_no_budget_can_choose_is_refused(
     }
     with pytest.raises(ConfigError, match=message):
         check_surgery(ModelConfig.model_validate(model))
+
+
+def test_a_second_budget_reads_the_choices_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = make_teacher()
+    calibration = calibrate(teacher, CalibrationText(tokens(24, 24, 1), tokens(6, 24, 2)), cache=tmp_path)
+    surgeries = [SurgeryConfig(kv_budget_bytes=n, kv_budget_formats=("fp16", "q8_0")) for n in (72, 100)]
+    first, _ = build_student(teacher, latent_spec(8, 4), surgeries[0], calibration, 1)
+    assert "layer 2 of 2 measured" in "".join(capsys.readouterr())
+    second, _ = build_student(teacher, latent_spec(8, 4), surgeries[1], calibration, 1)
+    printed = "".join(capsys.readouterr())
+    assert "choices read from" in printed
+    assert "measured," not in printed
+    assert stored_bytes(first.spec) < stored_bytes(second.spec) <= 100
+    (file,) = tmp_path.glob("*.json")
+    file.unlink()
+    again, _ = build_student(teacher, latent_spec(8, 4), surgeries[1], calibration, 1)
+    assert again.spec == second.spec
