@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from _pytest.assertion import rewrite
 
 from caramba.console import logger
 from caramba.runs.exit_codes import imports_without_gc
+from tests import examples
 
 # Tensors of the tests are tiny: more threads would wait for each other. Read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,9 +43,12 @@ SIGNALS = [
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "leave out tests that compile, start processes or take long; torch-free folders first"
     parser.addoption("--fast", action="store_true", help=text)
+    parser.addoption("--thorough", action="store_true", help="take all random examples, not a third of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(20_000)  # looking for garbage every 700 objects takes a tenth of the time of unit tests
+    examples.is_thorough = config.getoption("--thorough")
     if config.getoption("numprocesses", None):  # not in its processes: they are told of none
         _rewrite_asserts(config)
     if config.getoption("--fast"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -23,8 +24,9 @@ FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 PRELOADED = [
     *("caramba.launch.run", "caramba.launch.compose", "caramba.worker", "caramba.experiment.run"),
     *("caramba.launch.launchers.elastic", "caramba.train.trainer", "caramba.train.strategies"),
-    *("caramba.evaluation.latency", "torch.utils.tensorboard", "pytest", "caramba.paper"),
+    *("caramba.evaluation.latency", "torch.utils.tensorboard", "pytest", "caramba.paper", "tests.composed"),
 ]
+ROOT = Path(__file__).parents[1]
 RANK = "rank "
 """How the name of a rank's process begins."""
 OURS = ("caramba", "torch.distributed.run")
@@ -34,8 +36,13 @@ _kept: list[Any] = []
 
 def forkserver() -> Any:
     """Return the context whose processes are forked from one that has loaded PRELOADED."""
+    sys.audit(
+        "subprocess.Popen", sys.executable, ["forkserver"], None, None
+    )  # `make test-fast` refuses to start one
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with contextlib.chdir(ROOT):  # where its imports find `tests`
+        multiprocessing.forkserver.ensure_running()
     return context
 
 

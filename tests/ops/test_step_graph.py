@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.fx_passes import post_grad
 
 from caramba.cache import Context, DeviceContext, KVCacheKind
 from caramba.infer import Generator
@@ -87,6 +86,8 @@ class _SeenError(Exception):
 def test_the_compiler_writes_into_the_cache_without_a_copy(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch._inductor.fx_passes import post_grad  # takes two seconds, in every process that collects
+
     graphs: list[Any] = []
     decompose = post_grad.decompose_auto_functionalized
 

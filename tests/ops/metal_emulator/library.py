@@ -19,7 +19,7 @@ from tests.ops.emulated import argument, compile_library, precompile
 from tests.ops.metal_emulator.translate import Translated, translate
 
 HERE = Path(__file__).parent
-OPTIONS = ("-O1", "-ffp-contract=off", "-Wno-psabi", f"-I{HERE}")
+OPTIONS = ("-O0", "-ffp-contract=off", "-Wno-psabi", f"-I{HERE}")
 SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1")
 CASTS = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int16": np.int16, "int8": np.int8}
 WIDEST_GROUP = 1024

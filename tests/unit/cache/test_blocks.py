@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
+from tests.examples import examples
 from torch import Tensor
 
 from caramba.cache import Context, KVCacheKind, KVCacheTensor, KVCacheTensorConfig, new_layer_cache
@@ -76,7 +77,7 @@ def test_rows_of_scales_begin_where_kernels_load_16_bytes(kind: KVCacheKind, max
         cache.append(values(1))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, max_size=8),
     static=st.booleans(),

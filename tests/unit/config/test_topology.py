@@ -12,6 +12,7 @@ from caramba.config.cost import Cost, Width, WidthError
 from caramba.config.extension import NodeConfig, parse_node
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.topology import TopologyConfig
+from tests.examples import examples
 
 NORM = {"type": "RMSNormLayer", "d_model": 64}
 ATTENTION = {"type": "AttentionLayer", "d_model": 64, "n_heads": 4}
@@ -211,7 +212,7 @@ def by_hand(config: NodeConfig) -> int:
     return sum(math.prod(shape) for shape in config.parameter_shapes().values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from([8, 16]).flatmap(lambda width: st.tuples(st.just(width), keeping(width))))
 def test_any_valid_tree_infers_and_adds_up(case):
     width, tree = case

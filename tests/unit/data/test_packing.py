@@ -24,12 +24,13 @@ from caramba.data import (
 )
 from caramba.data.folder import SplitWriter, open_npy, write_meta, write_tokenizer
 from caramba.errors import DataError
+from tests.examples import examples
 
 TOKENS = np.array([10, 11, 12, 0, 20, 21, 0, 30, 31, 32, 33, 34, 35, 0], dtype=np.uint16)
 STARTS = np.array([0, 4, 7])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40), block_size=st.integers(1, 16))
 def test_every_prediction_is_in_one_window(lengths: list[int], block_size: int) -> None:
     windows = pack_best_fit(np.array(lengths), block_size)
@@ -61,7 +62,7 @@ def test_items_keep_documents_apart() -> None:
         pack_best_fit(np.array([4]), 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), block_size=st.integers(1, 9))
 def test_each_prediction_inside_a_document_counts_once(lengths: list[int], block_size: int) -> None:
     """Both ways to keep documents apart: tokens are their own places, so a target says where it is from."""
@@ -91,7 +92,7 @@ def test_each_prediction_inside_a_document_counts_once(lengths: list[int], block
         assert sorted(found) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     targets=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     start=st.integers(0, 30),

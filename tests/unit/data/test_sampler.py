@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from caramba.data import TokenDataset, WindowSampler, epoch_permutation
 from caramba.errors import DataError
+from tests.examples import examples
 
 
 def take(sampler: WindowSampler, batches: int) -> list[int]:
@@ -30,7 +31,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     assert epoch_permutation(8, 1337, 1).tolist() == [2, 6, 3, 7, 5, 4, 0, 1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     n=st.integers(1, 40),
     batch=st.integers(1, 7),
@@ -49,7 +50,7 @@ def test_resumed_equals_uninterrupted(n: int, batch: int, world: int, before: in
         assert head + take(second, after) == head + take(third, after) == whole
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(n=st.integers(1, 40), batch=st.integers(1, 5), world=st.integers(1, 5), batches=st.integers(1, 6))
 def test_ranks_together_are_one_stream(n: int, batch: int, world: int, batches: int) -> None:
     ranks = [iter(WindowSampler(n, batch, 9, rank=r, world_size=world)) for r in range(world)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from caramba.data import ByteTokenizer, Tokenizer, count_bytes, load_tokenizer, train_bpe
 from caramba.errors import DataError
+from tests.examples import examples
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",
@@ -22,7 +23,7 @@ BOTH = pytest.mark.parametrize("tokenizer", [BPE, ByteTokenizer()], ids=["bpe", 
 
 
 @BOTH
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text())
 def test_round_trip_and_exact_bytes(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)

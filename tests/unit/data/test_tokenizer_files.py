@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from caramba.data import count_bytes, load_tokenizer, train_bpe
 from caramba.data.tokenizer import CL100K, GPT2, QWEN
 from caramba.errors import DataError
+from tests.examples import examples
 
 TEXTS = [
     "def f(x):\n    return x + 1  # it's\n" * 5,
@@ -61,7 +62,7 @@ def test_pieces_give_the_librarys_ids(pattern: str | None, tmp_path: Path) -> No
     tokenizer = load_tokenizer(folder_of(byte_level(pattern), tmp_path / "x", eos_token="<eos>"))
     assert tokenizer._pieces is not None
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(
         st.lists(
             st.sampled_from([*" \n\r\t\x0b\x1c\x85\xa0'aZ1.é漢🙂\u0301_", "'s", "'LL", "the", "  "]),

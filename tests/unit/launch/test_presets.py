@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from caramba.launch.freeze import freeze
 GROUPS = {group: sorted(options) for group, options in groups().items() if group != "experiment"}
 EXPERIMENTS = sorted(groups()["experiment"])
 TINY = ("model=tiny_dba", "train=upcycle", "data=stdlib")
-TURNS = 3
 
 
-def options_in_turn(experiment: str, experiments: list[str]) -> Iterator[dict[str, str]]:
-    """Yield an option of every group, TURNS times: other ones for every experiment, and each for one of them."""
-    first = experiments.index(experiment) * TURNS
-    assert len(experiments) * TURNS >= max(map(len, GROUPS.values()))
-    for turn in range(first, first + TURNS):
-        yield {group: options[turn % len(options)] for group, options in GROUPS.items()}
+def options_in_turn(
+    experiment: str, experiments: list[str], chosen: Collection[str]
+) -> Iterator[dict[str, str]]:
+    """Yield an option of every chosen group, some times: other ones for every experiment, and each for one of them."""
+    longest = max(len(GROUPS[group]) for group in chosen)
+    for turn in range(experiments.index(experiment), longest, len(experiments)):
+        yield {group: GROUPS[group][turn % len(GROUPS[group])] for group in chosen}
 
 
 def body(group: str, option: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def missing(expected: Any, found: Any, own: Any, path: str = "") -> list[str]:
 def test_compose_every_typed_option_wins_over_the_experiment(experiment):
     """Trap: experiment=smoke wrote its checks inline, and verify=eval lost its own without a word."""
     preset = body("experiment", experiment)
-    for typed in options_in_turn(experiment, EXPERIMENTS):
+    for typed in options_in_turn(experiment, EXPERIMENTS, GROUPS):
         words = [f"experiment={experiment}", *(f"{group}={option}" for group, option in typed.items())]
         composed = compose([*words, *(key for g, option in typed.items() for key in required(g, option))])
         assert {group: composed.choices[group] for group in typed} == typed
@@ -81,7 +81,7 @@ OWN = sorted({*EXPERIMENTS} - {"bottleneck", "decoupled", "gqa"})  # which are a
 
 @pytest.mark.parametrize("experiment", OWN)
 def test_freeze_typed_checks_and_benchmarks_are_printed_and_run(experiment, capsys):
-    for typed in options_in_turn(experiment, OWN):
+    for typed in options_in_turn(experiment, OWN, ("verify", "benchmark")):
         checks, suite = typed["verify"], typed["benchmark"]
         words = [f"experiment={experiment}", *TINY, f"verify={checks}", f"benchmark={suite}"]
         assert main(["launch", *words, "--cfg", "job"]) == 0

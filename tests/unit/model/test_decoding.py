@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_specs import ATTENTION, SPECS, VOCAB, attention, block, spec, transformer
+from tests.examples import examples
 from torch import Tensor
 
 from caramba.cache import KVCacheKind
@@ -60,7 +61,9 @@ def test_topologies_that_share_or_fan_out(type: str, name: str) -> None:
     assert_chunks_equal(model, tokens_of(9), [3, 4, 5])
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(
+    max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 @given(model_spec=SPECS, cuts=st.lists(st.integers(0, 7), max_size=4))
 def test_random_topologies_in_random_chunks(model_spec: ModelSpec, cuts: list[int]) -> None:
     assert_chunks_equal(lively(model_spec), tokens_of(7), cuts)

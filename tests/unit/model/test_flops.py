@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from model_specs import VOCAB, block, spec
 from random_specs import deep_specs
+from tests.examples import examples
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -20,7 +21,7 @@ from caramba.config.model import ModelSpec
 from caramba.layer.attention import AttentionLayer
 from caramba.model import Model, build_model
 
-N_TOPOLOGIES, LENGTHS = 50, (1, 64)
+N_TOPOLOGIES, LENGTHS = examples(50), (1, 64)
 
 
 class SeenPairs(TorchFunctionMode):

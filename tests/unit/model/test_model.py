@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from model_specs import ATTENTION, SPECS, VOCAB, M, attention, block, spec, transformer
+from tests.examples import examples
 
 from caramba.config.estimate import model_cost
 from caramba.config.kvcache import EXACT_KINDS
@@ -185,7 +186,9 @@ def assert_matches_cost(model_spec: ModelSpec) -> None:
         assert model.new_context(1, 1, kind).bytes_per_token == cost.kv_bytes_per_token(kind)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 @given(model_spec=SPECS)
 def test_parameters_and_cache_equal_the_cost_analysis(model_spec: ModelSpec) -> None:
     assert_matches_cost(model_spec)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_specs import ATTENTION, VOCAB, block, spec, transformer
 from random_specs import deep_specs
+from tests.examples import examples
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,9 +23,11 @@ EXACT = (KVCacheKind.FP32, KVCacheKind.BF16)
 KINDS = (*EXACT, KVCacheKind.Q8_0, KVCacheKind.NF4, KVCacheKind.MIXED)
 
 
-def quick(examples: int) -> settings:
+def quick(most: int) -> settings:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=checks, derandomize=True)
+    return settings(
+        max_examples=examples(most), deadline=None, suppress_health_check=checks, derandomize=True
+    )
 
 
 def tokens_of(n: int = N_TOKENS, batch: int = 2) -> Tensor:

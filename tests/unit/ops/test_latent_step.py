@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.fx_passes import post_grad
 
 from caramba.cache import DeviceContext, KVCacheKind
 from caramba.cache.view import CacheView
@@ -174,6 +173,8 @@ class _SeenError(Exception):
 def test_the_compiler_writes_into_the_cache_without_a_copy(
     kind: KVCacheKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch._inductor.fx_passes import post_grad  # takes two seconds, in every process that collects
+
     graphs: list[Any] = []
     decompose = post_grad.decompose_auto_functionalized
 

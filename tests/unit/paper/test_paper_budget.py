@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from caramba.config.paper import BudgetConfig
 from caramba.errors import BudgetExceeded
@@ -20,7 +21,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(STEP, max_size=30), st.integers(100, 5000), st.floats(0.0001, 0.01), st.integers(1, 20))
 def test_spending_never_exceeds_the_limits(
     steps: list[tuple[int, str, float]], max_tokens: int, max_cost: float, max_iterations: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from caramba.paper.check import check_section, derive, report
 from caramba.paper.evidence import Evidence
@@ -58,7 +59,7 @@ def visible_digits(text: str) -> str:
     return kept
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.text(st.sampled_from("\\{}$%&_^~#[]()ab 12.,\n=*'\"beginendcite"), max_size=60))
 @example("a \\% 12\n, b 1")
 @example("\\\\% 12\n1")

@@ -22,6 +22,7 @@ from tests.unit.serve.served import NAME, byte_model, service_of, serving, subwo
 need("openai")
 
 PROMPT = "the quick"
+N_NEW = 6
 SETTINGS = (
     {"temperature": 0},
     {"temperature": 1.7, "seed": 3},
@@ -59,7 +60,7 @@ def test_completion_logprobs_are_the_models_own(
     served: Served, n: int, settings: dict[str, Any], more: dict[str, Any]
 ) -> None:
     client, model, tokenizer, _ = served
-    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "logprobs": n, **settings}
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": N_NEW, "logprobs": n, **settings}
     whole = client.completions.create(**asked, extra_body=more).choices[0]
     assert whole.logprobs is not None
     assert whole.logprobs.tokens is not None
@@ -89,7 +90,7 @@ def test_completion_logprobs_are_the_models_own(
 
 def drawn_ids(model: Model, tokenizer: Tokenizer, settings: dict[str, Any]) -> list[int]:
     """Return the tokens that the same settings give without a server."""
-    return list(generate(model, [PROMPT], tokenizer, max_new_tokens=12, **settings)[0].tokens)
+    return list(generate(model, [PROMPT], tokenizer, max_new_tokens=N_NEW, **settings)[0].tokens)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 20])

@@ -19,11 +19,11 @@ TABLES_FROM = "3.54.0"
 """The client's version that the tables were made from."""
 TRANSPORT = {"extra_headers", "extra_query", "extra_body", "timeout"}
 BASE: dict[str, dict[str, Any]] = {
-    "text": {"model": NAME, "prompt": "a", "max_tokens": 5, "temperature": 0},
+    "text": {"model": NAME, "prompt": "a", "max_tokens": 2, "temperature": 0},
     "chat": {
         "model": NAME,
         "messages": [{"role": "user", "content": "a"}],
-        "max_completion_tokens": 5,
+        "max_completion_tokens": 2,
         "temperature": 0,
     },
 }
