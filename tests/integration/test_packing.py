@@ -16,7 +16,7 @@ from tests.integration.test_resume import assert_same_weights
 
 VOCAB = 400
 WORDS = [
-    *("experiment=smoke", "settings.instrument=none", "train.save_every=4"),
+    *("experiment=smoke", "verify=none", "settings.instrument=none", "train.save_every=4"),
     *(f"model.embedder.vocab_size={VOCAB}", f"model.teacher.manifest.embedder.vocab_size={VOCAB}"),
     *("train.phases.pretrain.steps=12", "train.steps=null", "train.eval_every=8"),
     *(f"train.phases.{phase}.steps=4" for phase in ("blockwise", "drift", "global")),
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 def test_documents_kept_apart_train_and_resume_bit_equal(
     words: list[str], folder: Path, tmp_path: Path, cache: Path
 ) -> None:
-    command = [*WORDS, "data=tokens", f"data.path={folder}", *words]
+    command = [*WORDS, "data=tokens", f"data.path={folder}", "model.surgery.calibration_tokens=4096", *words]
     first, second = tmp_path / "whole", tmp_path / "killed"
     first.mkdir()
     second.mkdir()

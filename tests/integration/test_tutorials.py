@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from caramba.cli import main
 from tests.integration.commands import (
     SMALL,
     SMALL_TEACHER,
@@ -215,11 +216,14 @@ def test_blocks_have_a_language_that_is_run_or_shown() -> None:
             assert block.language != "yaml" or block.title, f"{page.name}: a block of YAML needs a title"
 
 
-def test_features_page_names_plans_that_compile(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_features_page_names_plans_that_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every `caramba compile` of docs/features.md makes a plan."""
     calls = re.findall(r"`caramba compile ([^`]*)`", (DOCS / "features.md").read_text())
     assert len(calls) > 15
+    monkeypatch.chdir(tmp_path)
     for call in calls:
         words = re.findall(r"\S+=\{[^}]*\}|\S+", call)
-        done = caramba(["compile", *words], tmp_path, cache)
-        assert done.returncode == 0, f"{call}\n{done.stderr}"
+        assert main(["compile", *words]) == 0, f"{call}\n{capsys.readouterr().err}"
