@@ -198,8 +198,9 @@ def read_slots(
         out, lse, p = (x.flatten(1, 2)[:, :, None] for x in found)
         return SlotRead(out, lse, p, state)
     layout = _Layout(n_queries, k.shape[2], window, min(max(chunk, 1), LONGEST_CHUNK, n_queries))
-    written = (layout.written(x) for x in (k, v, decay.clamp_min(LOWEST), write))
-    return _read_chunks(layout, layout.chunks(q), *written, state, layout.resets(first), bptt_chunks)
+    k, v, decay, write = (layout.written(x) for x in (k, v, decay.clamp_min(LOWEST), write))
+    resets = layout.resets(first)
+    return _read_chunks(layout, layout.chunks(q), k, v, decay, write, state, resets, bptt_chunks)
 
 
 def _read_chunks(

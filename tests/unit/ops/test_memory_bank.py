@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from caramba import kernels
 from caramba.config.memory_bank import LONGEST_CHUNK
 from caramba.errors import ConfigError
 from caramba.ops.memory_bank import LOWEST, MemoryState, memory_bank, write_slots
+from tests.unit.ops.kernel_device import HAS_GPU
 
 B, H, K, T, M, D, DV = 2, 4, 2, 11, 3, 4, 5
 FIRST = torch.tensor([[0] * 4 + [4] * 7, [0] * 8 + [8, 9, 9]])
@@ -249,3 +251,27 @@ def test_blocks_of_chunks_equal_single_steps() -> None:
     for one, *others in zip(*seen, strict=True):
         for many in others:
             torch.testing.assert_close(many, one)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="flash attention needs a CUDA device")
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_bfloat16_on_a_gpu_agrees_with_float64(is_mixed: bool, with_documents: bool) -> None:
+    kernels.load("cuda")
+    n, shape = 300, (2, 2, 300)
+    given = [normal(2, 4 if place in (0, 3) else 2, n, 32, seed=place) / 6 for place in range(5)]
+    decay = -normal(*shape, 16, seed=5).square().clamp_max(4)
+    given = [x.bfloat16() for x in given] + [decay.float(), -torch.expm1(decay).float()]
+    first = torch.tensor([[0] * 90 + [90] * 210, [0] * 300]) if with_documents else None
+    share = torch.linspace(0.1, 0.9, 4) if is_mixed else None
+    found = []
+    for device, kind in (("cuda", None), ("cpu", torch.float64)):
+        moved = [x.to(device, kind).requires_grad_() for x in given]
+        extra = {"first": first, "share": share}
+        options = {name: None if x is None else x.to(device) for name, x in extra.items()}
+        out, _ = memory_bank(*moved, window=64, **options)
+        weight = normal(*out.shape, seed=11).to(out)
+        found.append((out, *torch.autograd.grad((out * weight).sum(), moved)))
+    for got, want in zip(*found, strict=True):
+        assert (got.cpu().double() - want).norm() < 2e-2 * want.norm()
