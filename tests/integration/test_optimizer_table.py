@@ -56,11 +56,14 @@ def test_rows_distil_copies_of_a_student_with_short_trials_of_rates(tmp_path: Pa
     words += [f"{TABLE}.rows=[adamw,orchestrator]", f"{TABLE}.rates=[0.5,1]", f"+{TABLE}.search_steps=20"]
     words += [f"{TABLE}.steps=30", f"{TABLE}.batch_size=2", f"{TABLE}.block_size=16", f"{TABLE}.seeds=2"]
     words += [f"+{TABLE}.eval_horizon=1", f"+{TABLE}.repeats=2", f"+{TABLE}.val_windows=4"]
-    done = caramba([*words, f"{TABLE}.equal_time=false"], tmp_path, cache)
+    words += [f"+{TABLE}.decisions=1", f"+{TABLE}.decision_interval=5", f"{TABLE}.equal_time=false"]
+    done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     adamw, ours = json.loads((only_run(tmp_path) / "optimizers.json").read_text())["rows"]
     assert [len(row["rates"]) for row in (adamw, ours)] == [2, 2]
-    assert all(one["decisions"] for one in ours["runs"])
+    for run in ours["runs"]:
+        tried = [one for one in run["decisions"] if one.get("cost", {}).get("steps")]
+        assert [one["step"] for one in tried] == [5], "the first boundary alone has trials"
     for run in adamw["runs"]:
         assert run["steps"] == 30
         assert 0 < run["curve"][0]["loss"] < 3.0, (

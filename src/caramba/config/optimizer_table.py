@@ -63,6 +63,9 @@ class OptimizersConfig(Config):
     decision_interval: Positive | None = Field(
         default=None, description="steps between decisions; unset: a quarter of the steps"
     )
+    decisions: Positive | None = Field(
+        default=None, description="most decisions with trials of a run; unset: as many as its steps hold"
+    )
     eval_horizon: Positive = Field(default=8, description="steps of a trial")
     repeats: Annotated[int, Field(ge=2)] = Field(default=3, description="repeats of a trial")
 

@@ -109,7 +109,7 @@ class OptimizerTable:
         }
         # The trials of its decisions are steps that it does not train.
         cost = trial_steps(PhaseConfig.model_validate(keys))
-        decisions = max(1, (steps - 1) // (interval + cost))
+        decisions = min(max(1, (steps - 1) // (interval + cost)), config.decisions or steps)
         own = steps - decisions * cost
         if own <= interval:
             raise CarambaError(

@@ -82,17 +82,17 @@ class NonFiniteWatch:
         if self.phase.nonfinite == "stop" and seen.is_underway:
             self._unread = step, seen
             return True
-        values = seen.read()
-        if all(math.isfinite(value) for value in values):
+        value, size = seen.read()
+        if math.isfinite(value) and math.isfinite(size):
             self._in_a_row = 0
             return True
         if self.phase.nonfinite == "stop":
-            raise self._stop(step, *values)
+            raise self._stop(step, value, size)
         self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
         if self.writes:
-            append_event(self.run_dir, "step_skipped", **self._record(step, *values))
+            append_event(self.run_dir, "step_skipped", **self._record(step, value, size))
         if self._in_a_row == MOST_SKIPPED_IN_A_ROW:
-            raise self._stop(step, *values, before=f"{self._in_a_row} steps in a row were skipped, and ")
+            raise self._stop(step, value, size, before=f"{self._in_a_row} steps in a row were skipped, and ")
         return False
 
     def flush(self) -> None:
@@ -104,9 +104,9 @@ class NonFiniteWatch:
         unread, self._unread = self._unread, None
         if unread is not None:
             step, seen = unread
-            values = seen.read()
-            if not all(math.isfinite(value) for value in values):
-                raise self._stop(step, *values)
+            value, size = seen.read()
+            if not (math.isfinite(value) and math.isfinite(size)):
+                raise self._stop(step, value, size)
 
     def state_dict(self) -> dict[str, int]:
         return {"skipped": self.skipped, "in_a_row": self._in_a_row}

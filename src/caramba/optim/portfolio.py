@@ -35,8 +35,8 @@ class Portfolio(torch.optim.Optimizer):
 
     The next optimiser resumes from the averages of the one before (`handover`). Its rate begins where its update is as
     large, group by group, as the update that the one before would make of the same gradients, which a dry run of both
-    measures. It then goes to the strategy's own rate geometrically, in `orchestrator_ramp_steps`. lr times weight decay
-    stays the schedule's. A switch to the strategy in use, or to one with equal data, changes no bit.
+    measures. It then goes to the strategy's own rate geometrically, in `ramp_steps`, at first the phase's. lr times
+    weight decay stays the schedule's. A switch to the strategy in use, or to one with equal data, changes no bit.
 
     While the active optimiser lacks an average of g^2 that another strategy needs, it is kept next to it; `is_ready`
     tells when it has seen enough steps. All is in `param_groups` and `state`, and is saved and loaded as one optimiser.
@@ -54,6 +54,7 @@ class Portfolio(torch.optim.Optimizer):
         self.inner = self._make(self.active)
         super().__init__(self.inner.param_groups, {})
         self._install(self.active, self.inner)
+        self.ramp_steps = phase.orchestrator_ramp_steps  # of switches from now on
         self._keeps_squares = (
             any(one.optimizer in SECOND_MOMENTS for one in self.strategies.values())
             and len(self.strategies) > 1
@@ -245,7 +246,7 @@ class Portfolio(torch.optim.Optimizer):
             if not any(group["family"].startswith("pidao") for group in self.param_groups):
                 break
         for group, factor in zip(self.param_groups, factors, strict=True):
-            group["first_factor"], group["ramp"] = factor, self.phase.orchestrator_ramp_steps
+            group["first_factor"], group["ramp"] = factor, self.ramp_steps
 
     def _dry_run(self, factors: list[float], kept: tuple[Any, ...]) -> Squares:
         """Return the squares of each weight's update, [] each; weights and states are as before."""

@@ -183,6 +183,23 @@ def test_a_trial_that_runs_out_of_memory_scores_infinity(
     assert len(found.decisions) == 3, "the run went on"
 
 
+def test_a_trial_is_by_the_strategys_own_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, float]] = []
+    train_ = Trials._train
+
+    def recorded(self: Trials, *arguments: Any) -> None:
+        train_(self, *arguments)
+        group = self.portfolio.param_groups[0]
+        seen.append((self.portfolio.active, group["ramp"], self.portfolio._factor(group)))
+
+    monkeypatch.setattr(Trials, "_train", recorded)
+    strategies = {"conservative_adamw": None, "fast": {"optimizer": "lion", "rate": 3.0}}
+    found = train(orchestrated(orchestrator_strategies=strategies, steps=20, save_every=None), tmp_path)
+    assert {(ramp, factor) for name, ramp, factor in seen if name == "fast"} == {(1, 3.0)}
+    assert found.callback is not None
+    assert found.callback.portfolio.ramp_steps == 5, "a switch takes the phase's"
+
+
 def test_windows_that_score_are_read_by_no_step(tmp_path: Path) -> None:
     found = train(orchestrated(steps=20, save_every=None), tmp_path)
     assert found.callback is not None

@@ -332,7 +332,7 @@ class Flat:
     """Weights in one tensor, [n], that all are read into and written from by one launch."""
 
     def __init__(self, parameters: list[nn.Parameter], values: Tensor | None = None) -> None:
-        self.parameters = parameters
+        self.parameters: list[Tensor] = list(parameters)
         dtypes = {p.dtype for p in parameters}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         sizes = [p.numel() for p in parameters]

@@ -110,7 +110,10 @@ class Fork:
 
 
 class Trials:
-    """Runs trials from a fork, and counts what they cost: `steps`, and `seconds` with their scoring."""
+    """Runs trials from a fork, and counts what they cost: `steps`, and `seconds` with their scoring.
+
+    A strategy has its own rate after an eighth of a trial: with the phase's ramp it would be judged by that of another.
+    """
 
     def __init__(self, module: Any, portfolio: Portfolio, data: TrialData, device: torch.device) -> None:
         self.module, self.portfolio, self.data, self.device = module, portfolio, data, device
@@ -133,12 +136,13 @@ class Trials:
         A trial that diverges or runs out of memory scores infinity. Weights and states are as before.
         """
         began = time.perf_counter()
-        was_training = self.module.model.training
+        was_training, ramp = self.module.model.training, self.portfolio.ramp_steps
         try:
             fork.restore()
             torch.manual_seed(hash_of(self.phase.seed or 0, step, repeat))
             if before is not None:
                 before()
+            self.portfolio.ramp_steps = min(ramp, max(1, horizon // 8))
             self.portfolio.switch(name)
             self._train(step, horizon, repeat)
             loss = self._held_out(half)
@@ -148,6 +152,7 @@ class Trials:
             loss = math.inf
         finally:
             self.module.model.train(was_training)
+            self.portfolio.ramp_steps = ramp
             fork.restore()
         self.steps += horizon
         self.seconds += time.perf_counter() - began
@@ -195,7 +200,7 @@ def mean_loss(objective: Objective, batches: Iterable[Any], device: torch.device
     """Return an objective's mean loss over the targets of batches."""
     total, counted = 0.0, 0
     for windows in batches:
-        batch = [x.to(device) for x in windows]
+        batch = tuple(x.to(device) for x in windows)
         n = int((batch[1] != IGNORED).sum())
         total, counted = total + float(objective.evaluate(batch)["loss"]) * n, counted + n
     return total / max(1, counted)
