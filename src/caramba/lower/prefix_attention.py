@@ -30,7 +30,8 @@ class PrefixAttention(FirstTokens):
             return super().join(score, q, k, v, kept, total, first)
         n, late = self.n_tokens, slice(self.n_tokens, None)
         given = (q, k.to(q.dtype), v.to(q.dtype), kept.float(), total.float())
-        out = prefix_attention(*(x[:, :, late] for x in given))
+        queries, keys, values, out, lse = (x[:, :, late] for x in given)
+        out = prefix_attention(queries, keys, values, out, lse)
         return torch.cat((kept[:, :, :n].to(q.dtype), out), dim=2)
 
 
