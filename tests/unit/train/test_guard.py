@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from caramba.train.orchestration.guard import MOST, RobustScore
+from caramba.errors import CheckpointError
+from caramba.train.orchestration.guard import MOST, Guard, RobustScore
 from tests.unit.train.orchestrated import KillAt, KilledError, orchestrated, phase_of, train
 
 STEPS = 80
@@ -132,3 +133,9 @@ def test_a_robust_score_knows_a_spike_from_noise() -> None:
     assert score(1.5) > 10
     assert score(float("nan")) == float("inf")
     assert score(0.9) < 0
+
+
+def test_a_state_of_an_earlier_version_is_refused() -> None:
+    guard = Guard.__new__(Guard)
+    with pytest.raises(CheckpointError, match="of an earlier version"):
+        guard.load_state_dict({"loss": [], "norm": [], "update": [], "counts": {}, "high": 0})

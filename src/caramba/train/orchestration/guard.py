@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.train import PhaseConfig
+from caramba.errors import CheckpointError
 from caramba.optim import learning_rate
 from caramba.optim.clip import Deferred, scale_gradients
 from caramba.optim.portfolio import Portfolio
@@ -298,6 +299,16 @@ class Guard:
         return {**captured, "kept": [{places[p]: state for p, state in states.items()}, groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            CheckpointError: it is of a version that answered a step before the next began.
+        """
+        if "seen" not in state:
+            raise CheckpointError(
+                "orchestrator: the saved state is of an earlier version, whose answers came within their step; start "
+                "the phase again, or resume with that version"
+            )
         for name in ("loss", "norm", "update"):
             score = RobustScore()
             score.values.extend(state[name])
