@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from caramba.console import logger
+from caramba.data import spread_windows
 from caramba.data.checkpoint import load_tensors, read_metadata, save_tensors
 from caramba.errors import CheckpointError, ConfigError
 from caramba.layer import AttentionLayer
@@ -24,7 +25,7 @@ CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048
 HELD_OUT_TOKENS = 32_768
 OUTPUT_TOKENS = 4096
-"""Held-out tokens whose activations are kept, in every layer."""
+"""Of those the first, whose activations are kept in every layer."""
 ROTATION_WINDOWS = 32
 _VERSION = "4"  # raise when the same inputs start to give other statistics
 _CHECKSUM = "crc32"
@@ -45,7 +46,7 @@ class CalibrationText:
 class Calibration:
     """What the teacher's attention layers gave, in execution order, by the layers themselves.
 
-    `tokens` are all held-out windows [n, T], with their `documents`; `held_out` are activations on every `stride`-th.
+    `tokens` are all held-out windows [n, T], with their `documents`; `held_out` are activations on the first of them.
     `path` is the file of the statistics, if they are kept.
     """
 
@@ -55,7 +56,6 @@ class Calibration:
     n_tokens: int
     tokens: Tensor | None = None
     documents: Tensor | None = None
-    stride: int = 1
     path: Path | None = None
 
     def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, EvalWindows]:
@@ -68,7 +68,8 @@ class Calibration:
 def choose_windows(n_windows: int, block_size: int, tokens: int | None) -> tuple[list[int], list[int]]:
     """Return the indices of calibration and held-out windows, spread evenly over the `n_windows` there are.
 
-    About HELD_OUT_TOKENS are held out, at most a fifth of what there is; no window is in both.
+    About OUTPUT_TOKENS are held out, at most a fifth of what there is, and after them up to HELD_OUT_TOKENS of windows
+    that are in neither; no window is in both.
 
     Raises:
         ConfigError: there are fewer than two windows.
@@ -78,14 +79,17 @@ def choose_windows(n_windows: int, block_size: int, tokens: int | None) -> tuple
             f"surgery: the train split has {n_windows} window of {block_size} tokens, and calibration needs one to "
             "measure on and one to choose by; use more data or a smaller block_size"
         )
-    held = max(1, min(HELD_OUT_TOKENS // block_size, n_windows // 5))
+    held = max(1, min(OUTPUT_TOKENS // block_size, n_windows // 5))
     wanted = max(1, -(-(tokens or CALIBRATION_TOKENS) // block_size))
     total = min(n_windows, held + wanted)
     spread = [index * n_windows // total for index in range(total)]
     chosen = {index * total // held for index in range(held)}
+    unused = sorted(set(range(n_windows)) - set(spread))
+    more = spread_windows(len(unused), max(0, HELD_OUT_TOKENS // block_size - held))
     return (
         [window for index, window in enumerate(spread) if index not in chosen],
-        [window for index, window in enumerate(spread) if index in chosen],
+        [window for index, window in enumerate(spread) if index in chosen]
+        + [unused[place] for place in more],
     )
 
 
@@ -122,12 +126,10 @@ def calibrate(
         if path is not None:
             tensors = {name: tensor.cpu() for name, tensor in pack(statistics).items()}
             save_tensors(path, tensors, {_CHECKSUM: _checksum(tensors)})
-    n_windows, length = text.held_out.shape
-    stride = -(-n_windows // max(1, OUTPUT_TOKENS // length))
-    ids = text.held_out_documents
-    held_out = capture(teacher, layers, text.held_out[::stride], None if ids is None else ids[::stride])
+    first, ids = slice(max(1, OUTPUT_TOKENS // text.held_out.shape[1])), text.held_out_documents
+    held_out = capture(teacher, layers, text.held_out[first], None if ids is None else ids[first])
     counted = text.windows.numel() if text.documents is None else int((text.documents >= 0).sum())
-    return Calibration(layers, tuple(statistics), tuple(held_out), counted, text.held_out, ids, stride, path)
+    return Calibration(layers, tuple(statistics), tuple(held_out), counted, text.held_out, ids, path)
 
 
 def _read(path: Path) -> list[LayerStatistics] | None:

@@ -59,14 +59,14 @@ class HeldOutKL:
         return batches(self.tokens, self.documents, self.device)
 
     @classmethod
-    def on(cls, teacher: Model, calibration: Calibration, stride: int = 1) -> HeldOutKL:
-        """Measure on every `stride`-th held-out window of a calibration."""
+    def on(cls, teacher: Model, calibration: Calibration, first: int | None = None) -> HeldOutKL:
+        """Measure on the held-out windows of a calibration, or on the first of them."""
         tokens, ids = calibration.tokens, calibration.documents
         if tokens is None:
             raise ConfigError(
                 "surgery.kv_budget_formats: the calibration has no held-out tokens; calibrate again"
             )
-        return cls(teacher, tokens[::stride], None if ids is None else ids[::stride])
+        return cls(teacher, tokens[:first], None if ids is None else ids[:first])
 
     @torch.no_grad()
     def of(self, model: Model) -> float:
@@ -200,7 +200,7 @@ def curves_of(teacher: Model, spec: ModelSpec, calibration: Calibration, formats
 def _measure_curves(
     teacher: Model, spec: ModelSpec, calibration: Calibration, formats: Sequence[str]
 ) -> Curves:
-    measure = HeldOutKL.on(teacher, calibration, calibration.stride)
+    measure = HeldOutKL.on(teacher, calibration, len(calibration.held_out[0].output))
     layers, kinds = teacher.attention_layers(), kinds_of(formats)
     curves: Curves = {name: [] for name in formats}
     for number, ((_, layer), config) in enumerate(

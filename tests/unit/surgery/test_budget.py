@@ -105,7 +105,7 @@ def test_copy_pools_key_value_heads() -> None:
 
 def test_calibration_and_held_out_windows_are_disjoint_and_spread() -> None:
     chosen, held = choose_windows(1000, 128, 32768)
-    assert (len(chosen), len(held)) == (256, 200)
+    assert (len(chosen), len(held)) == (256, 256)
     assert not set(chosen) & set(held)
     assert max(chosen + held) > 900
     few, kept = choose_windows(5, 128, None)
