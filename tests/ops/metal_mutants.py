@@ -129,7 +129,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant("key < n_keys; ++key", "key < KEYS; ++key"),
         Mutant("(first_row + row) % queries", "(first_row + row) / queries"),
         Mutant("length - queries + 1 - window", "length - window"),
-        Mutant("min(long(seqlens[batch]), long(n_entries))", "long(n_entries)"),
+        Mutant("min(long(seqlens[batch]), long(n_stored))", "long(n_stored)"),
     ),
     "dba_decode_merge": (
         Mutant("i < n_splits", "i + 1 < n_splits", 1),

@@ -51,13 +51,13 @@ class MemoryLayerKVCache(WindowLayerKVCache):
         return MemoryState(*(self._buffers[name] for name in MemoryState._fields))
 
     def read_stored(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the last tokens, [B, K, n_entries, ·] in the storage dtype."""
+        """Return keys and values of the last tokens, [B, K, n_stored, ·] in the storage dtype."""
         k, v = self.read().values()
         return k, v
 
     def excess(self, n_tokens: int) -> int:
         """Return how many of the stored tokens and `n_tokens` new ones go to the slots."""
-        return max(self.n_entries + n_tokens - self.capacity, 0)
+        return max(self.n_stored + n_tokens - self.capacity, 0)
 
     def put(self, k: Tensor, v: Tensor, state: MemoryState, n_tokens: int) -> None:
         """Replace what is stored, after `n_tokens` new tokens.
@@ -69,9 +69,9 @@ class MemoryLayerKVCache(WindowLayerKVCache):
             self.keep_before()
         else:
             self._before = None
-        self.n_entries = k.shape[2]
-        self._buffers["k"][:, :, : self.n_entries] = k
-        self._buffers["v"][:, :, : self.n_entries] = v
+        self.n_stored = k.shape[2]
+        self._buffers["k"][:, :, : self.n_stored] = k
+        self._buffers["v"][:, :, : self.n_stored] = v
         for into, x in zip(self.state, state, strict=True):
             into.copy_(x)
         self._n_tokens += n_tokens

@@ -24,7 +24,7 @@ class WindowLayerKVCache(LayerCache):
     the last forward.
 
     Attributes:
-        n_entries: tokens stored, the last of `n_tokens`.
+        n_stored: tokens stored, the last of `n_tokens`.
     """
 
     is_for_host = True
@@ -43,7 +43,7 @@ class WindowLayerKVCache(LayerCache):
         self.names = tuple(name for name, _, _ in streams)
         self.streams, self.kind, self.window = streams, kind, window
         self._names, self._tensors = set(self.names), {}
-        self._n_tokens, self.n_entries = 0, 0
+        self._n_tokens, self.n_stored = 0, 0
         self._before: tuple[int, int, dict[str, Tensor]] | None = None
         with torch.inference_mode(False):
             self._buffers = {
@@ -55,7 +55,7 @@ class WindowLayerKVCache(LayerCache):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens seen; the last `n_entries` of them are stored."""
+        """Tokens seen; the last `n_stored` of them are stored."""
         return self._n_tokens
 
     @property
@@ -68,8 +68,8 @@ class WindowLayerKVCache(LayerCache):
         return self._buffers[self.names[0]].shape[0]
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the tokens that are stored, [B, K, n_entries, D] per stream, in the storage dtype."""
-        return {name: self._buffers[name][:, :, : self.n_entries] for name in self.names}
+        """Return the tokens that are stored, [B, K, n_stored, D] per stream, in the storage dtype."""
+        return {name: self._buffers[name][:, :, : self.n_stored] for name in self.names}
 
     def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store the next tokens of every stream; return those stored before and these, the last ones being the new.
@@ -87,28 +87,28 @@ class WindowLayerKVCache(LayerCache):
             joined = {
                 name: torch.cat((old, streams[name].to(dtype)), dim=2) for name, old in self.read().items()
             }
-            self.n_entries = min(self.n_entries + n_new, self.window + SPARE_TOKENS)
+            self.n_stored = min(self.n_stored + n_new, self.window + SPARE_TOKENS)
             for name, x in joined.items():
-                self._buffers[name][:, :, : self.n_entries] = x[:, :, -self.n_entries :]
+                self._buffers[name][:, :, : self.n_stored] = x[:, :, -self.n_stored :]
             self._n_tokens += n_new
             return joined
         self._before = None
-        if self.n_entries + n_new > self.capacity:
+        if self.n_stored + n_new > self.capacity:
             kept = self.window + SPARE_TOKENS
             for name in self.names:
                 x = self._buffers[name]
-                x[:, :, :kept] = x[:, :, self.n_entries - kept : self.n_entries].clone()
-            self.n_entries = kept
+                x[:, :, :kept] = x[:, :, self.n_stored - kept : self.n_stored].clone()
+            self.n_stored = kept
         for name in self.names:
-            self._buffers[name][:, :, self.n_entries : self.n_entries + n_new] = streams[name]
-        self.n_entries += n_new
+            self._buffers[name][:, :, self.n_stored : self.n_stored + n_new] = streams[name]
+        self.n_stored += n_new
         self._n_tokens += n_new
         return self.read()
 
     def keep_before(self) -> None:
         """Copy what is stored: a forward that fails is rolled back, further than the spare tokens reach."""
         copies = {name: x.clone() for name, x in self._buffers.items()}
-        self._before = self._n_tokens, self.n_entries, copies
+        self._before = self._n_tokens, self.n_stored, copies
 
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on.
@@ -117,15 +117,15 @@ class WindowLayerKVCache(LayerCache):
             ConfigError: further back than SPARE_TOKENS, and than the last forward.
         """
         if self._before is not None and n_tokens <= self._before[0]:
-            self._n_tokens, self.n_entries, copies = self._before
+            self._n_tokens, self.n_stored, copies = self._before
             self._before = None
             for name, x in copies.items():
                 self._buffers[name].copy_(x)
         n_removed = self._n_tokens - n_tokens
         if n_tokens == 0:
-            self._n_tokens = self.n_entries = 0
-        elif self.n_entries == self._n_tokens or n_removed <= self.n_entries - self.window:
-            self.n_entries -= n_removed
+            self._n_tokens = self.n_stored = 0
+        elif self.n_stored == self._n_tokens or n_removed <= self.n_stored - self.window:
+            self.n_stored -= n_removed
             self._n_tokens = n_tokens
         else:
             raise ConfigError(
@@ -170,12 +170,12 @@ class WindowLayerKVCache(LayerCache):
         return copied
 
     def state_dict(self) -> dict[str, Tensor]:
-        counts = torch.tensor([self._n_tokens, self.n_entries])
+        counts = torch.tensor([self._n_tokens, self.n_stored])
         return {"counts": counts, **{name: x.clone() for name, x in self._buffers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        n_tokens, n_entries = self._counts(state)
-        self._n_tokens, self.n_entries, self._before = n_tokens, n_entries, None
+        n_tokens, n_stored = self._counts(state)
+        self._n_tokens, self.n_stored, self._before = n_tokens, n_stored, None
         for name, x in self._buffers.items():
             x.copy_(state[name])
 
@@ -192,10 +192,10 @@ class WindowLayerKVCache(LayerCache):
                     f"{type(self).__name__}: the state has {name} as {got.get(name)}, expected {expected.get(name)}; "
                     "load it into a cache of the model, slots, format and batch that it was saved from"
                 )
-        n_tokens, n_entries = (int(n) for n in state["counts"])
-        if not 0 <= n_entries <= min(n_tokens, self.capacity):
+        n_tokens, n_stored = (int(n) for n in state["counts"])
+        if not 0 <= n_stored <= min(n_tokens, self.capacity):
             raise ConfigError(
-                f"{type(self).__name__}: the state stores {n_entries} of {n_tokens} tokens, expected at most "
+                f"{type(self).__name__}: the state stores {n_stored} of {n_tokens} tokens, expected at most "
                 f"{self.capacity}; the state is damaged, make it again"
             )
-        return n_tokens, n_entries
+        return n_tokens, n_stored

@@ -151,12 +151,12 @@ class MemoryBankLayer(AttentionLayer):
         n_tokens, earlier = x.shape[1], cache.read_stored()
         k, v = (torch.cat((old.to(new.dtype), new), dim=2) for old, new in zip(earlier, (k, v), strict=True))
         state = cache.state
-        heads, gates = self._attend(q, k, v, ctx.position, ctx.position - cache.n_entries, state, None)
+        heads, gates = self._attend(q, k, v, ctx.position, ctx.position - cache.n_stored, state, None)
         n = cache.excess(n_tokens)
         if n:
             state = write_slots(
                 state,
-                self._slot_keys(k[:, :, :n], ctx.position - cache.n_entries),
+                self._slot_keys(k[:, :, :n], ctx.position - cache.n_stored),
                 v[:, :, :n],
                 *(g[:, :, :n] for g in gates),
             )

@@ -308,8 +308,8 @@ def host_dba_decode(
         streams = list(zip(kinds, [k_sem, k_geo, *([v] if v else [])], strict=True))
         return _sequence_by_sequence(q_sem, q_geo, streams, seqlens, n_packed, null, window)
     stored = [k_sem[0], k_geo[0], *v[:1]]
-    n_entries = min(stream.shape[2] for stream in stored)
-    counts = [min(count, n_entries) for count in seqlens.tolist()]
+    n_stored = min(stream.shape[2] for stream in stored)
+    counts = [min(count, n_stored) for count in seqlens.tolist()]
     (batch, heads, n_queries, _), kv_heads, n_keys = q_sem.shape, stored[0].shape[1], max(counts, default=0)
     shape = (batch, heads, n_queries)
     if n_keys < 1:
