@@ -7,8 +7,7 @@ held-out calibration text is what is predicted for other text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +34,6 @@ from caramba.surgery.statistics import LayerStatistics
 Curves = dict[str, list[list[Choice]]]
 """Choices of every layer, by format."""
 CHUNK = 1024
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A student's spec, the cache format of all its layers (None: 16 bits), and its KL without training."""
-
-    spec: ModelSpec
-    format: KVCacheKind | None
-    kl: float
 
 
 class HeldOutKL:
@@ -111,16 +101,14 @@ def fit_budget(
     calibration: Calibration,
     budget_bytes: int,
     formats: Sequence[str],
-    make: Callable[[ModelSpec], Model],
-) -> Predicted:
+) -> ModelSpec:
     """Choose latent and rotary width of every layer and one cache format under `budget_bytes` a token of all layers.
 
     Each layer's choices that no other dominates in block error are measured by the KL that they alone cost. For each
-    format the widths of least total are found, and the format of least total is taken. Its student is measured.
+    format the widths of least total are found, and the format of least total is taken.
 
     Args:
         formats: `fp16` or quantised formats.
-        make: builds the untrained student of a spec.
 
     Raises:
         ConfigError: no format fits the budget, or a layer is not of the latent layout.
@@ -151,15 +139,13 @@ def fit_budget(
         {**dict(choice.widths), "cache_format": None if kind is None else str(kind)}
         for choice in chosen[best]
     ]
-    student = spec.model_copy(update={"topology": unroll(spec.topology, iter(found))})
-    kl = HeldOutKL.on(teacher, calibration).of(make(student))
     others = ", ".join(f"{name} {value:.4g}" for name, value in sums.items())
     size = sum(choice.elements for choice in chosen[best])
     logger.info(
-        f"kv_budget: {best}, widths by layer in {size:,} of {budget_bytes:,} bytes a token, predicted KL {kl:.4g} nats "
-        f"(sums of single layers: {others})"
+        f"kv_budget: {best}, widths by layer in {size:,} of {budget_bytes:,} bytes a token "
+        f"(KL in nats, sums of single layers: {others})"
     )
-    return Predicted(student, kind, kl)
+    return spec.model_copy(update={"topology": unroll(spec.topology, iter(found))})
 
 
 def kinds_of(formats: Sequence[str]) -> dict[str, KVCacheKind | None]:

@@ -8,6 +8,7 @@ import torch
 
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import check_pair
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model, build_model, pair_attention
@@ -16,7 +17,7 @@ from caramba.surgery.budget import fit_widths
 from caramba.surgery.calibration import Calibration
 from caramba.surgery.copy_heads import copy_heads
 from caramba.surgery.dba import convert, describe
-from caramba.surgery.sensitivity import fit_budget
+from caramba.surgery.sensitivity import HeldOutKL, fit_budget
 from caramba.surgery.statistics import weight_statistics
 from caramba.surgery.weight_svd import weight_svd
 
@@ -143,22 +144,20 @@ def build_student(
     teacher: Model, config: ModelSpec, surgery: SurgeryConfig, calibration: Calibration | None, seed: int
 ) -> tuple[Model, TransplantReport]:
     """Build a student on the device of its teacher, with weights from it; widths follow `surgery.kv_budget_bytes`."""
-    predicted = None
+    is_predicted = False
     if surgery.kv_budget_bytes is not None and calibration is not None:
-        if surgery.kv_budget_formats:
-            predicted = fit_budget(
-                teacher,
-                config,
-                calibration,
-                surgery.kv_budget_bytes,
-                surgery.kv_budget_formats,
-                lambda spec: _build(teacher, spec, surgery, calibration, seed)[0],
-            )
-            config = predicted.spec
+        budget, formats = surgery.kv_budget_bytes, surgery.kv_budget_formats
+        is_predicted = bool(formats)
+        if formats:
+            config = fit_budget(teacher, config, calibration, budget, formats)
         else:
-            config = fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
+            config = fit_widths(teacher, config, calibration, budget)
     student, report = _build(teacher, config, surgery, calibration, seed)
-    return student, report if predicted is None else dataclasses.replace(report, predicted_kl=predicted.kl)
+    if not is_predicted or calibration is None:
+        return student, report
+    kl = HeldOutKL.on(teacher, calibration).of(student)
+    logger.info(f"kv_budget: predicted KL {kl:.4g} nats without training, on held-out calibration text")
+    return student, dataclasses.replace(report, predicted_kl=kl)
 
 
 def _build(
