@@ -117,7 +117,9 @@ class MemoryBankLayer(AttentionLayer):
             kv = torch.cat((upcast(k), upcast(v)), dim=-1)
             kv = F.rms_norm(kv, kv.shape[-1:])  # gates that do not depend on the scale of the projections
             bias = upcast(self.slot_gate_bias).view(self.dims.n_kv_heads, 1, -1)
-            gate = kv @ upcast(self.slot_gate).mT + bias
+            # The product of bfloat16 stays in it, as those of the op do.
+            dtype = k.dtype if k.dtype == torch.bfloat16 else kv.dtype
+            gate = upcast(kv.to(dtype) @ self.slot_gate.to(dtype).mT) + bias
             decay = (F.logsigmoid(gate) / self.config.memory_tau).clamp_min(LOWEST)
             write = -torch.expm1(decay)
             if not self.config.use_adaptive_compression:

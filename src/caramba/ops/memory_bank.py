@@ -183,7 +183,10 @@ def read_slots(
 
     Reference: Yang et al., 2023, arXiv:2312.06635 (chunks of gated linear attention).
     """
-    q, k, v, decay, write = (upcast(x) for x in (q, k, v, decay, write))
+    # Products of bfloat16 stay in it; float16 ends before exp(64).
+    if q.dtype != torch.bfloat16:
+        q, k, v = (upcast(x) for x in (q, k, v))
+    decay, write = upcast(decay), upcast(write)
     q = q.unflatten(1, (k.shape[1], -1))
     state = MemoryState.empty(k, v, decay.shape[-1]) if state is None else state
     n_queries = q.shape[3]
@@ -192,7 +195,7 @@ def read_slots(
     if n_before:
         state = write_slots(state, *(x[:, :, :n_before] for x in (k, v, decay, write)))
     if n_queries == 1:
-        scores = (q[:, :, :, 0] @ state.keys.mT).masked_fill((state.mass <= 0)[:, :, None], NOTHING)
+        scores = (upcast(q[:, :, :, 0]) @ state.keys.mT).masked_fill((state.mass <= 0)[:, :, None], NOTHING)
         p = scores.softmax(-1)
         found = (p @ state.values, scores.logsumexp(-1, keepdim=True), p)
         out, lse, p = (x.flatten(1, 2)[:, :, None] for x in found)
@@ -228,31 +231,32 @@ def _read_chunks(
         hidden = hidden | (runs != runs.mT)
         kept, ends = kept.masked_fill(runs > 0, 0), ends.masked_fill(runs < runs[:, :, :, -1:], 0)
         last = last.masked_fill(runs[:, :, :, -1] > 0, -torch.inf)
-    # The states before each chunk, and the one after all.
-    start = torch.cat((state.keys, state.values, state.mass[..., None]), dim=-1)
-    added = ends.mT @ torch.cat((k, v, torch.ones_like(v[..., :1])), dim=-1)
-    before = _states(last, added, start, bptt_chunks if bptt_chunks < added.shape[2] else 0)
-    after = last[:, :, -1, :, None].exp() * before[:, :, -1] + added[:, :, -1]
-    widths = (k.shape[-1], v.shape[-1], 1)
-    keys, values, mass = before.split(widths, dim=-1)
+    # The states before each chunk, and the one after all; their mass has no gradient.
+    cut, dtype = bptt_chunks if bptt_chunks < last.shape[2] else 0, q.dtype
+    start = torch.cat((state.keys, state.values), dim=-1)
+    before, after = _states_and_end(last, ends.to(dtype).mT @ torch.cat((k, v), dim=-1), start, cut)
+    keys, values = (x.to(dtype) for x in before.split((k.shape[-1], v.shape[-1]), dim=-1))
     with torch.no_grad():
+        mass, mass_after = _states_and_end(last, ends.sum(3)[..., None], state.mass[..., None], cut)
         seen = weights.new_ones(()).masked_fill(hidden, 0)
         is_empty = kept * mass.mT + up * (seen @ weights) <= 0
     # Masked by selection, not by products: what is hidden may have overflowed.
     hidden = hidden[..., None, :, :]
     is_empty, kept, up = (x[:, :, :, None] for x in (is_empty, kept, up))
+    weights = weights.to(dtype)
     products = (q @ k.mT).unflatten(3, groups).masked_fill(hidden, 0).flatten(3, 4)
     scores = kept * (q @ keys.mT).unflatten(3, groups)
-    scores = torch.addcmul(scores, up, (products @ weights).unflatten(3, groups)).masked_fill(
+    scores = torch.addcmul(scores, up, upcast(products @ weights).unflatten(3, groups)).masked_fill(
         is_empty, NOTHING
     )
     p = scores.softmax(-1)
-    by_token = ((p * up).flatten(3, 4) @ weights.mT).unflatten(3, groups).masked_fill(hidden, 0).flatten(3, 4)
-    out = ((p * kept).flatten(3, 4) @ values + by_token @ v).unflatten(3, groups)
-    found = (out, scores.logsumexp(-1, keepdim=True), p)
+    by_token = ((p * up).to(dtype).flatten(3, 4) @ weights.mT).unflatten(3, groups)
+    by_token = by_token.masked_fill(hidden, 0).flatten(3, 4)
+    out = upcast((p * kept).to(dtype).flatten(3, 4) @ values) + by_token @ v
+    found = (out.unflatten(3, groups), scores.logsumexp(-1, keepdim=True), p)
     out, lse, p = (x.transpose(2, 3).flatten(3, 4)[:, :, :, : layout.n_queries].flatten(1, 2) for x in found)
-    keys, values, mass = after.split(widths, dim=-1)
-    return SlotRead(out, lse, p, MemoryState(keys, values, mass[..., 0].detach()))
+    keys, values = after.split((k.shape[-1], v.shape[-1]), dim=-1)
+    return SlotRead(out, lse, p, MemoryState(keys, values, mass_after[..., 0]))
 
 
 def _check(
@@ -327,6 +331,12 @@ class _Layout:
         return self.chunks(is_earlier[:, None, :, None])
 
 
+def _states_and_end(log_kept: Tensor, added: Tensor, start: Tensor, cut: int) -> tuple[Tensor, Tensor]:
+    """Return the states before each update, and the one after all."""
+    before = _states(log_kept, added, start, cut)
+    return before, log_kept[:, :, -1, :, None].exp() * before[:, :, -1] + added[:, :, -1]
+
+
 def _states(log_kept: Tensor, added: Tensor, start: Tensor | None, cut: int = 0) -> Tensor:
     """Return the states before each of N updates, state = exp(log_kept) state + added.
 
@@ -343,7 +353,8 @@ def _states(log_kept: Tensor, added: Tensor, start: Tensor | None, cut: int = 0)
         is_after = places[:, None] > places
         sums = log_kept[:, :, :, None].masked_fill(~is_after[..., None], 0).cumsum(2)
         steps = sums.masked_fill((places[:, None] < places)[..., None], -torch.inf).exp()
-        found = torch.einsum("bkjim,bkime->bkjme", F.pad(steps, (0, 0, 0, 0, 1, -1)), added)
+        steps = F.pad(steps, (0, 0, 0, 0, 1, -1)).to(added.dtype)
+        found = torch.einsum("bkjim,bkime->bkjme", steps, added)
         return found if start is None else found + _passed(log_kept) * start[:, :, None]
     size = cut or GROUP
     padding = -n % size
