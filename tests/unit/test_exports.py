@@ -9,7 +9,18 @@ import pytest
 
 import caramba
 
-LAZY = ("cache", "config", "data", "infer", "layer", "model", "model.topology", "runs", "runtime")
+LAZY = (
+    "cache",
+    "config",
+    "data",
+    "data.checkpoint",
+    "infer",
+    "layer",
+    "model",
+    "model.topology",
+    "runs",
+    "runtime",
+)
 
 
 @pytest.mark.parametrize("package", LAZY)

@@ -1,72 +1,38 @@
 """Corpora, tokenizers and datasets of token windows. Opening a corpus does not load torch; datasets do."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from caramba.data.benchmark_text import BenchmarkText, open_benchmark_text
-    from caramba.data.contamination import refuse_overlap
-    from caramba.data.corpus import Corpus, open_corpus
-    from caramba.data.dataset import (
-        IGNORED,
-        DocumentDataset,
-        NpyDataset,
-        PackedDataset,
-        TokenDataset,
-        TokensDataset,
-        Windows,
-        WindowSampler,
-        batches,
-        build_token_dataset,
-        count_targets,
-        documents_of,
-        epoch_permutation,
-        open_windows,
-        pack_best_fit,
-        samples_of,
-        spread_windows,
-    )
-    from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
-    from caramba.data.stream import TokenStream
-    from caramba.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, count_bytes, train_bpe
-    from caramba.data.tokenizer_files import load_tokenizer
-
-__all__ = [
-    "IGNORED",
-    "BenchmarkText",
-    "ByteTokenizer",
-    "Corpus",
-    "DocumentDataset",
-    "LibraryTokenizer",
-    "NpyDataset",
-    "PackedDataset",
-    "TokenDataset",
-    "TokenFolder",
-    "TokenStream",
-    "Tokenizer",
-    "TokensDataset",
-    "WindowSampler",
-    "Windows",
-    "batches",
-    "build_token_dataset",
-    "count_bytes",
-    "count_targets",
-    "documents_of",
-    "epoch_permutation",
-    "load_tokenizer",
-    "open_benchmark_text",
-    "open_corpus",
-    "open_token_folder",
-    "open_windows",
-    "pack_best_fit",
-    "refuse_overlap",
-    "samples_of",
-    "spread_windows",
-    "train_bpe",
-    "write_token_folder",
-]
+    from caramba.data.benchmark_text import open_benchmark_text as open_benchmark_text
+    from caramba.data.contamination import refuse_overlap as refuse_overlap
+    from caramba.data.corpus import Corpus as Corpus
+    from caramba.data.corpus import open_corpus as open_corpus
+    from caramba.data.dataset import IGNORED as IGNORED
+    from caramba.data.dataset import DocumentDataset as DocumentDataset
+    from caramba.data.dataset import NpyDataset as NpyDataset
+    from caramba.data.dataset import PackedDataset as PackedDataset
+    from caramba.data.dataset import TokenDataset as TokenDataset
+    from caramba.data.dataset import TokensDataset as TokensDataset
+    from caramba.data.dataset import Windows as Windows
+    from caramba.data.dataset import WindowSampler as WindowSampler
+    from caramba.data.dataset import batches as batches
+    from caramba.data.dataset import build_token_dataset as build_token_dataset
+    from caramba.data.dataset import count_targets as count_targets
+    from caramba.data.dataset import documents_of as documents_of
+    from caramba.data.dataset import epoch_permutation as epoch_permutation
+    from caramba.data.dataset import open_windows as open_windows
+    from caramba.data.dataset import pack_best_fit as pack_best_fit
+    from caramba.data.dataset import samples_of as samples_of
+    from caramba.data.dataset import spread_windows as spread_windows
+    from caramba.data.folder import open_token_folder as open_token_folder
+    from caramba.data.folder import write_token_folder as write_token_folder
+    from caramba.data.stream import TokenStream as TokenStream
+    from caramba.data.tokenizer import ByteTokenizer as ByteTokenizer
+    from caramba.data.tokenizer import Tokenizer as Tokenizer
+    from caramba.data.tokenizer import count_bytes as count_bytes
+    from caramba.data.tokenizer import train_bpe as train_bpe
+    from caramba.data.tokenizer_files import load_tokenizer as load_tokenizer
 
 __getattr__ = lazy_exports(__name__, __file__)

@@ -3,50 +3,29 @@
 import sys
 
 from caramba import CallablePackage
-from caramba.distill.block_loss import attention_kl, relative_l1, sample_queries
-from caramba.distill.blockwise import BlockShard, BlockTargets, BlockwiseObjective, block_errors
-from caramba.distill.capture import capture_attention_io, replace_attention
-from caramba.distill.lora import Lora
-from caramba.distill.objective import (
-    Backward,
-    Batch,
-    LanguageModelObjective,
-    Objective,
-    TeacherLogitsObjective,
-)
-from caramba.distill.pipelined import PipelinedObjective
-from caramba.distill.schedule import BlockSchedule
-from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap
-from caramba.distill.teacher_rows import TAIL_SAMPLES, TeacherRows, bytes_per_token, n_entries
-from caramba.distill.vocabulary import cross_entropy, teacher_kl, vocabulary_losses
-
-__all__ = [
-    "TAIL_SAMPLES",
-    "Backward",
-    "Batch",
-    "BlockSchedule",
-    "BlockShard",
-    "BlockTargets",
-    "BlockwiseObjective",
-    "LanguageModelObjective",
-    "Lora",
-    "Objective",
-    "PipelinedObjective",
-    "TeacherCache",
-    "TeacherLogitsObjective",
-    "TeacherRows",
-    "attention_kl",
-    "block_errors",
-    "bytes_per_token",
-    "capture_attention_io",
-    "cross_entropy",
-    "n_entries",
-    "refuse_over_cap",
-    "relative_l1",
-    "replace_attention",
-    "sample_queries",
-    "teacher_kl",
-    "vocabulary_losses",
-]
+from caramba.distill.block_loss import attention_kl as attention_kl
+from caramba.distill.block_loss import relative_l1 as relative_l1
+from caramba.distill.block_loss import sample_queries as sample_queries
+from caramba.distill.blockwise import BlockShard as BlockShard
+from caramba.distill.blockwise import BlockwiseObjective as BlockwiseObjective
+from caramba.distill.blockwise import block_errors as block_errors
+from caramba.distill.capture import capture_attention_io as capture_attention_io
+from caramba.distill.lora import Lora as Lora
+from caramba.distill.objective import Backward as Backward
+from caramba.distill.objective import Batch as Batch
+from caramba.distill.objective import LanguageModelObjective as LanguageModelObjective
+from caramba.distill.objective import Objective as Objective
+from caramba.distill.objective import TeacherLogitsObjective as TeacherLogitsObjective
+from caramba.distill.pipelined import PipelinedObjective as PipelinedObjective
+from caramba.distill.schedule import BlockSchedule as BlockSchedule
+from caramba.distill.teacher_cache import TeacherCache as TeacherCache
+from caramba.distill.teacher_cache import refuse_over_cap as refuse_over_cap
+from caramba.distill.teacher_rows import TAIL_SAMPLES as TAIL_SAMPLES
+from caramba.distill.teacher_rows import TeacherRows as TeacherRows
+from caramba.distill.teacher_rows import bytes_per_token as bytes_per_token
+from caramba.distill.teacher_rows import n_entries as n_entries
+from caramba.distill.vocabulary import cross_entropy as cross_entropy
+from caramba.distill.vocabulary import teacher_kl as teacher_kl
+from caramba.distill.vocabulary import vocabulary_losses as vocabulary_losses
 
 sys.modules[__name__].__class__ = CallablePackage

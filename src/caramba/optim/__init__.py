@@ -1,28 +1,15 @@
 """Optimisers, clipping, learning-rate schedules and averages of weights."""
 
-from caramba.optim.adagc import AdaGC
-from caramba.optim.adamw import AdamW
-from caramba.optim.average import WeightAverage
-from caramba.optim.build import build_optimizer, learning_rate
-from caramba.optim.clip import NONFINITE, NonFiniteWatch, clip_gradients, clip_values, clipping_step
-from caramba.optim.groups import local
-from caramba.optim.lion import Lion
-from caramba.optim.master_weights import MasterWeights
-from caramba.optim.muon import MuonAdamW
-
-__all__ = [
-    "NONFINITE",
-    "AdaGC",
-    "AdamW",
-    "Lion",
-    "MasterWeights",
-    "MuonAdamW",
-    "NonFiniteWatch",
-    "WeightAverage",
-    "build_optimizer",
-    "clip_gradients",
-    "clip_values",
-    "clipping_step",
-    "learning_rate",
-    "local",
-]
+from caramba.optim.adagc import AdaGC as AdaGC
+from caramba.optim.adamw import AdamW as AdamW
+from caramba.optim.average import WeightAverage as WeightAverage
+from caramba.optim.build import build_optimizer as build_optimizer
+from caramba.optim.build import learning_rate as learning_rate
+from caramba.optim.clip import NONFINITE as NONFINITE
+from caramba.optim.clip import NonFiniteWatch as NonFiniteWatch
+from caramba.optim.clip import clip_gradients as clip_gradients
+from caramba.optim.clip import clip_values as clip_values
+from caramba.optim.clip import clipping_step as clipping_step
+from caramba.optim.groups import local as local
+from caramba.optim.lion import Lion as Lion
+from caramba.optim.master_weights import MasterWeights as MasterWeights
