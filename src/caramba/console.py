@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from caramba.errors import visible
+
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.live import Live
     from rich.progress import Progress
 
-from caramba.errors import visible
 
 T = TypeVar("T")
 
@@ -310,3 +311,9 @@ def _rate_text(fields: Mapping[str, Any]) -> str:
 
 
 logger = Console()
+
+
+def align_columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Return rows of equal length as lines of left-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(indent + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

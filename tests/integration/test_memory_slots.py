@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import caramba
-from caramba.artifacts.memory_slots import read_statistics
+from caramba.artifacts.training_curves import read_statistics
 from caramba.data.checkpoint import load_tensors
 from caramba.errors import ConfigError
 from caramba.model import load_pretrained

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from caramba.artifacts.report import Omission
+from caramba.artifacts.rows import collect_measured_rows
 from caramba.artifacts.style import (
     COLOURS,
     OTHER_COLOUR,
@@ -19,15 +20,9 @@ from caramba.artifacts.style import (
 )
 from caramba.result import RunResult
 
-KIND, PLOT_FILE = "controls", "controls.png"
+KIND, CONTROLS_FILE = "controls", "controls.png"
 _LINE = 12.0  # points between two names
 _WIDE = 3.0  # above this spread a linear axis hides the good rows
-
-
-def control_rows(result: RunResult) -> list[dict[str, Any]]:
-    """Return the measured rows of the benchmarks of controls, each once, in order."""
-    listed = [row for bench in result.benchmarks if bench.type == KIND for row in bench.rows]
-    return [row for row in listed if row.get("skipped") is None]
 
 
 def collect_skipped_controls(result: RunResult) -> list[Omission]:
@@ -43,7 +38,7 @@ def collect_skipped_controls(result: RunResult) -> list[Omission]:
 
 def draw_controls(result: RunResult) -> Picture | None:
     """Return one point per row with its 95% interval, or None when there is none."""
-    rows = control_rows(result)
+    rows = collect_measured_rows(result, KIND)
     if not rows:
         return None
     with styled():

@@ -11,7 +11,7 @@ from typing import Any, cast
 from caramba.artifacts.statistics import PairedTest, holm, run_paired_test
 from caramba.result import ITEMS, RunResult
 
-FILE = "items.csv"
+ITEMS_FILE = "items.csv"
 COLUMNS = ("benchmark", "model", "task", "metric", "is_main", "item", "text_sha256", "cluster", "score")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from caramba.artifacts.key import MetricKey
 from caramba.artifacts.report import Omission
-from caramba.artifacts.rows import missing_reason
+from caramba.artifacts.rows import collect_measured_rows, omit_if_asked
 from caramba.artifacts.style import (
     Picture,
+    byte_text,
     colour_of,
     label_ticks,
     name_of,
@@ -18,39 +20,14 @@ from caramba.artifacts.style import (
 )
 from caramba.result import RunResult
 
-KIND, PLOT_FILE = "inference_ladder", "inference_ladder.png"
-SKIPPING = {KIND: "rung", "weights": "weights", "ladder": "row"}
-"""Benchmarks whose rows may have a reason for no measurement, with the column that separates a model's rows."""
-
-
-def collect_measured_rows(result: RunResult, kind: str) -> list[dict[str, Any]]:
-    """Return the measured rows of the benchmarks of a type, in order."""
-    return [
-        row
-        for bench in result.benchmarks
-        if bench.type == kind
-        for row in bench.rows
-        if row.get("skipped") is None
-    ]
-
-
-def collect_skipped_rows(result: RunResult) -> list[Omission]:
-    """Return the rungs and formats that could not be measured, with the reason."""
-    return [
-        Omission(f"{bench.id}: {row['model']}, {row[SKIPPING[bench.type]]}", str(row["skipped"]))
-        for bench in result.benchmarks
-        if bench.type in SKIPPING
-        for row in bench.rows
-        if row.get("skipped") is not None
-    ]
+INFERENCE, LADDER_FILE = "inference_ladder", "inference_ladder.png"
 
 
 def draw_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return a bar per model and rung with its middle 60%; nothing where no ladder was asked for."""
-    rows = collect_measured_rows(result, KIND)
+    rows = collect_measured_rows(result, INFERENCE)
     if not rows:
-        asked = any(bench.type == KIND for bench in result.benchmarks)
-        return None, [Omission(PLOT_FILE, missing_reason(result, KIND))] if asked else []
+        return None, omit_if_asked(result, INFERENCE, LADDER_FILE)
     rungs = list(dict.fromkeys(str(row["what"]) for row in rows))
     models = list(dict.fromkeys(str(row["model"]) for row in rows))
     height = 0.8 / len(models)
@@ -81,3 +58,107 @@ def draw_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
         if len(models) > 1:
             axes.legend(loc="lower right")
         return to_picture(figure, result.labels), []
+
+
+TRAINING, TRAINING_LADDER_FILE = "ladder", "ladder.png"
+TRAINING_HEAD = (
+    "Row",
+    "Batch",
+    "Tokens/s",
+    "Speed-up",
+    "Peak memory",
+    "Loss change (nats)",
+    "Loss noise (nats)",
+    "Largest",
+    "Fastest",
+    "Ended by",
+)
+FIELDS = ("tok_s", "speed_up", "peak_bytes", "val_loss_delta", "loss_noise", "largest_batch", "largest_tok_s")
+FIXED, LARGEST, TWIN, LEFT_OUT = "#0072B2", "#E69F00", "#009E73", "#999999"
+
+
+def ladder_keys(result: RunResult) -> list[tuple[tuple[str, str], list[str], str]]:
+    """Return each measured row's name, the keys of its `FIELDS`, and what ended the search of a larger batch."""
+    found: list[tuple[tuple[str, str], list[str], str]] = []
+    for row in collect_measured_rows(result, TRAINING):
+        times = f" \u00d7 {row['accumulation']}" if row["accumulation"] > 1 else ""
+        given = {"row": row["row"], "batch": row["batch_size"], "accumulate": row["accumulation"]}
+        given |= {"block": row["block_size"]}
+        keys = [MetricKey(TRAINING, row["model"], field, given).format() for field in FIELDS]
+        ended = str(row.get("largest_ended") or "")
+        found.append(((str(row["what"]), f"{row['batch_size']}{times}"), keys, ended))
+    return found
+
+
+def draw_training_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
+    """Return bars of speed and memory for every row; nothing where no ladder was asked for."""
+    rows = collect_measured_rows(result, TRAINING)
+    if not rows:
+        return None, omit_if_asked(result, TRAINING, TRAINING_LADDER_FILE)
+    with styled():
+        figure = new_figure(10.0, 1.8 + 0.48 * len(rows))
+        speed, memory = figure.subplots(1, 2, sharey=True)
+        _bars(speed, rows, "tok_s", "largest_tok_s", short_number)
+        _bars(memory, rows, "peak_bytes", "largest_peak_bytes", byte_text)
+        speed.set_yticks(range(len(rows)), [_label(row) for row in rows])
+        speed.invert_yaxis()
+        speed.set_xlabel("tokens/s (right is faster)")
+        speed.set_title(f"Training ladder{_noise(rows)}", loc="left")
+        memory.set_xlabel("peak memory (left is less)")
+        handles, labels = speed.get_legend_handles_labels()
+        if len(set(labels)) > 1:
+            figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+        return to_picture(figure, result.labels), []
+
+
+def _bars(axes: Any, rows: list[dict[str, Any]], fixed: str, largest: str, text: Any) -> None:
+    """Draw a row's figure at the ladder's batch, and above it the one at its largest batch."""
+    named: set[str] = set()
+    for place, row in enumerate(rows):
+        pairs = [(row[fixed], _colour(row), _legend(row))]
+        if row.get(largest) is not None:
+            pairs.append((row[largest], LARGEST, "at the largest batch"))
+        height = 0.8 / len(pairs)
+        for index, (value, colour, legend) in enumerate(pairs):
+            at = place + (index - (len(pairs) - 1) / 2) * height
+            label = None if legend in named else legend
+            named.add(legend)
+            axes.barh(at, value, height=0.92 * height, color=colour, label=label)
+            axes.annotate(text(value), (value, at), xytext=(4, -3), textcoords="offset points", fontsize=10)
+    most = max(float(row[key]) for row in rows for key in (fixed, largest) if row.get(key) is not None)
+    axes.set_xlim(0, 1.22 * most)
+    axes.grid(visible=False, axis="y")
+    axes.locator_params(axis="x", nbins=4)
+    label_ticks(axes.xaxis, text)
+
+
+def _colour(row: dict[str, Any]) -> str:
+    if row["row"] == "largest_batch":
+        return LARGEST
+    if row["row"].startswith("twin_"):
+        return TWIN
+    return LEFT_OUT if row["row"].startswith("without_") else FIXED
+
+
+def _legend(row: dict[str, Any]) -> str:
+    return {
+        FIXED: "at the ladder's batch",
+        LARGEST: "at the largest batch",
+        TWIN: "top again",
+        LEFT_OUT: "one left out of the top",
+    }[_colour(row)]
+
+
+def _noise(rows: list[dict[str, Any]]) -> str:
+    """Say how the held-out losses of the runs of the top spread, where it ran again."""
+    row = next((row for row in reversed(rows) if row.get("loss_noise") is not None), None)
+    return (
+        ""
+        if row is None
+        else f": noise of loss {row['loss_noise']:.4f} nats, {row['loss_runs']} runs of the top"
+    )
+
+
+def _label(row: dict[str, Any]) -> str:
+    delta = row.get("val_loss_delta")
+    return row["what"] if delta is None else f"{row['what']}  ({delta:+.4f} nats)"

@@ -239,3 +239,45 @@ def describe(conditions: dict[str, int | str]) -> str:
     """Return conditions in words: "prompt 1,024, gen 32, batch 1"; a cache format speaks for itself."""
     texts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in conditions.items()}
     return ", ".join(text if name == "kind" else f"{name} {text}" for name, text in texts.items())
+
+
+# Fields whose `std` is a standard error in results of before, which had no `standard_error`.
+_OF_MEANS = frozenset(
+    {"nll", "perplexity", "bits_per_byte", "delta_nll", "ppl_ratio", "mean", "acc", "acc_norm", "exact_match"}
+)
+ERROR, DEVIATION = "standard error of the mean over n items", "standard deviation of n samples"
+
+
+def is_standard_error(key: str) -> bool:
+    """Whether the `std` of a metric of before is the standard error of its value: of losses, accuracies, ratios.
+
+    `key` may begin with the name of a group, as in runs of several.
+    """
+    name = key.partition("@")[0].rpartition("/")[2]
+    return name.startswith("accuracy.") or name.rpartition(".")[2] in _OF_MEANS
+
+
+def has_standard_error(metric: Metric) -> bool:
+    """Whether the number after a metric's plus-minus is a standard error."""
+    return metric.standard_error is not None or (metric.std is not None and is_standard_error(metric.key))
+
+
+def standard_error(key: str, std: float | None, n: int | None, recorded: float | None = None) -> float | None:
+    """Return the standard error of a metric's value, `recorded` where it is, or None where nothing gives it."""
+    if recorded is not None:
+        return recorded
+    if std is None or is_standard_error(key):
+        return std
+    return std / math.sqrt(n) if n else None
+
+
+def describe_dispersion(metrics: Iterable[Metric]) -> str:
+    """Return a sentence that defines ± for these metrics; empty where none has a dispersion."""
+    measured = [metric for metric in metrics if metric.spread]
+    kinds = {has_standard_error(metric): metric for metric in measured}
+    if not kinds:
+        return ""
+    if len(kinds) == 1:
+        return f" ± is the {ERROR if True in kinds else DEVIATION}."
+    names = sorted({parse_key(metric.key).field for metric in measured if not has_standard_error(metric)})
+    return f" ± is the {ERROR}; of {', '.join(names)} the {DEVIATION}."

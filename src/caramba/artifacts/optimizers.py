@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from caramba.artifacts.key import MetricKey
-from caramba.artifacts.ladder import collect_measured_rows
 from caramba.artifacts.report import Omission
-from caramba.artifacts.rows import missing_reason
+from caramba.artifacts.rows import collect_measured_rows, omit_if_asked
 from caramba.artifacts.style import Picture, label_ticks, new_figure, short_number, styled, to_picture
 from caramba.result import RunResult
 
-KIND, PLOT_FILE = "optimizers", "optimizers.png"
+KIND, OPTIMIZERS_FILE = "optimizers", "optimizers.png"
 OPTIMIZERS_HEAD = (
     "Optimiser",
     "lr",
@@ -46,8 +45,7 @@ def draw_optimizers(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return the curves of every row's first seed; nothing where no table was asked for."""
     rows = collect_measured_rows(result, KIND)
     if not rows:
-        asked = any(bench.type == KIND for bench in result.benchmarks)
-        return None, [Omission(PLOT_FILE, missing_reason(result, KIND))] if asked else []
+        return None, omit_if_asked(result, KIND, OPTIMIZERS_FILE)
     with styled():
         figure = new_figure(10.0, 4.2)
         panels = figure.subplots(1, 2, sharey=True)

@@ -7,8 +7,9 @@ import io
 import json
 from typing import Any
 
+from caramba.artifacts.report import Omission
 from caramba.errors import CarambaError
-from caramba.result import HIDDEN_COLUMNS, BenchmarkResult, RunResult
+from caramba.result import HIDDEN_COLUMNS, Answer, BenchmarkResult, Case, RunResult, Verdict
 
 ID_COLUMN = "benchmark"
 
@@ -32,6 +33,29 @@ def to_csv(result: RunResult, kind: str) -> str | None:
     writer.writerow([ID_COLUMN, *columns])
     writer.writerows([[bench.id, *(_cell(row.get(name)) for name in columns)] for bench, row in listed])
     return text.getvalue()
+
+
+def collect_measured_rows(result: RunResult, kind: str) -> list[dict[str, Any]]:
+    """Return the measured rows of the benchmarks of a type, in order."""
+    listed = [row for bench in result.benchmarks if bench.type == kind for row in bench.rows]
+    return [row for row in listed if row.get("skipped") is None]
+
+
+def collect_skipped_rows(result: RunResult) -> list[Omission]:
+    """Return the rungs and formats that could not be measured, with the reason."""
+    return [
+        Omission(f"{bench.id}: {row['model']}, {row[SKIPPING[bench.type]]}", str(row["skipped"]))
+        for bench in result.benchmarks
+        if bench.type in SKIPPING
+        for row in bench.rows
+        if row.get("skipped") is not None
+    ]
+
+
+def omit_if_asked(result: RunResult, kind: str, file: str) -> list[Omission]:
+    """Return the omission of a file without rows where its benchmark was asked for, else nothing."""
+    is_asked = any(bench.type == kind for bench in result.benchmarks)
+    return [Omission(file, missing_reason(result, kind))] if is_asked else []
 
 
 def missing_reason(result: RunResult, kind: str) -> str:
@@ -58,3 +82,41 @@ def _cell(value: Any) -> Any:
     if value is None:
         return ""
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value
+
+
+SKIPPING = {"inference_ladder": "rung", "weights": "weights", "ladder": "row"}
+"""Benchmarks whose rows may have a reason for no measurement, with the column that separates a model's rows."""
+CASES_FILE = "eval_cases.csv"
+COLUMNS = (
+    *("run_id", "case", "kind", "model", "is_correct", "expected", "answer", "text", "prompt"),
+    *("choices", "logprobs", "logprobs_per_token", "length_normalized", "dropped_tokens"),
+)
+
+
+def collect_verdicts(result: RunResult) -> list[tuple[Verdict, Case]]:
+    """Return every case with the verdict that it belongs to, in the order in which they were asked."""
+    return [(verdict, case) for verdict in result.verdicts for case in verdict.cases]
+
+
+def cases_csv(result: RunResult) -> str | None:
+    """Return one row per case and model, or None without cases; lists are JSON, None is an empty cell."""
+    rows = [
+        _row(verdict, case, answer) for verdict, case in collect_verdicts(result) for answer in case.answers
+    ]
+    if not rows:
+        return None
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _row(verdict: Verdict, case: Case, answer: Answer) -> list[object]:
+    def format_list(values: tuple[object, ...]) -> str:
+        return json.dumps(values, ensure_ascii=False) if values else ""
+
+    row: list[object] = [verdict.run_id, case.id, case.kind, answer.model, answer.is_correct, case.expected]
+    row += [answer.answer, answer.text, case.prompt, format_list(case.choices)]
+    row += [format_list(answer.logprobs), format_list(answer.logprobs_per_token), case.length_normalized]
+    return ["" if value is None else value for value in [*row, case.dropped_tokens]]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from caramba.artifacts.dispersion import has_standard_error
 from caramba.artifacts.key import parse_key
-from caramba.artifacts.metrics import STAGES, STUDENT, TEACHER, describe, headline
+from caramba.artifacts.metrics import STAGES, STUDENT, TEACHER, describe, has_standard_error, headline
 from caramba.artifacts.report import Omission
 from caramba.artifacts.rows import missing_reason
 from caramba.artifacts.style import (
@@ -29,7 +28,7 @@ Bars = list[tuple[str, Metric]]
 # Above this spread the small bars of a linear scale say nothing.
 LOG_SPREAD = 10.0
 WIDTH = 10.0  # inches: 960 px, the width of a page
-FILE = "summary.png"
+SUMMARY_FILE = "summary.png"
 
 
 def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture | None, list[Omission]]:
@@ -50,10 +49,12 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture
         )
     drawn = [panel for panel in panels if panel[3]]
     omitted = [
-        Omission(f"{FILE}: {name}", _reason(result, kind)) for name, kind, _, bars in panels if not bars
+        Omission(f"{SUMMARY_FILE}: {name}", _reason(result, kind))
+        for name, kind, _, bars in panels
+        if not bars
     ]
     if not drawn:
-        return None, [Omission(FILE, "; ".join(item.reason for item in omitted))]
+        return None, [Omission(SUMMARY_FILE, "; ".join(item.reason for item in omitted))]
     widths = [max(3.3, 1.2 * len(bars) + 0.8) for *_, bars in drawn]
     with styled():
         grid = _panels(widths)

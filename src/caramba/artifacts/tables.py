@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from caramba.artifacts.cases import collect_verdicts
-from caramba.artifacts.controls import control_rows
-from caramba.artifacts.dispersion import describe_dispersion
 from caramba.artifacts.key import Condition, MetricKey, parse_key
-from caramba.artifacts.ladder import collect_measured_rows
-from caramba.artifacts.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
+from caramba.artifacts.ladder import TRAINING_HEAD, ladder_keys
+from caramba.artifacts.metrics import STUDENT, TEACHER, describe, describe_dispersion, headline, verdict_keys
 from caramba.artifacts.optimizers import OPTIMIZERS_HEAD, interval_text, optimizer_rows
 from caramba.artifacts.recall import list_recall
+from caramba.artifacts.rows import collect_measured_rows, collect_verdicts
 from caramba.artifacts.style import byte_text, name_of
 from caramba.artifacts.summary import ratio_key, stage_bars
-from caramba.artifacts.training_ladder import TRAINING_HEAD, ladder_keys
 from caramba.result import Metric, RunResult
 
 NOTHING, TIMES = "\u2013", "\u00d7"
@@ -67,7 +65,7 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
     note = f" Proxy teacher: {result.labels['proxy']}." if "proxy" in result.labels else ""
     where, windows = _conditions(metrics), _windows(result)
     same = " on the same held-out windows."
-    held_out = " from the same teacher" + same
+    held_out, against = " from the same teacher" + same, " against 16 bits" + same
     listed = [
         (
             "comparison",
@@ -78,13 +76,7 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
         ),
         ("stages", "Held-out perplexity of ", f" by stage.{windows}", STAGE_HEAD, _stages(metrics)),
         ("controls", "Controls of ", held_out, CONTROL_HEAD, _controls(result, metrics)),
-        (
-            "weights",
-            "Quantised weights of ",
-            " against 16 bits" + same,
-            WEIGHTS_HEAD,
-            _weights(result, metrics),
-        ),
+        ("weights", "Quantised weights of ", against, WEIGHTS_HEAD, _weights(result, metrics)),
         ("ladder", "Inference ladder of ", ", decode alone.", LADDER_HEAD, _ladder(result, metrics)),
         ("training_ladder", "Training ladder of ", ".", TRAINING_HEAD, _training_ladder(result, metrics)),
         ("optimizers", "Optimisers of ", ", from scratch.", OPTIMIZERS_HEAD, _optimizers(result, metrics)),
@@ -237,24 +229,13 @@ def _transplant(result: RunResult) -> list[list[Cell]]:
     """List what surgery kept of each converted layer; the error is the block output's, held out, relative RMS."""
     rows: list[list[Cell]] = []
     for index, layer in enumerate(result.transplant.layers if result.transplant is not None else ()):
-
-        def cell(field: str, value: float | None, index: int = index) -> Cell:
-            return (
-                Cell(NOTHING) if value is None else _number_cell(value, f"transplant.layers[{index}].{field}")
-            )
-
-        times = f"{layer.teacher_cached / layer.cached:.2f}{TIMES}"
-        ratio = Cell(times, f"transplant.layers[{index}].cached", is_number=True)
-        rows.append(
-            [
-                Cell(str(index)),
-                cell("cached", layer.cached),
-                ratio,
-                cell("energy_kept", layer.energy_kept),
-                cell("error", layer.error),
-                cell("frequencies", layer.frequencies),
-            ]
+        path = f"transplant.layers[{index}]"
+        ratio = Cell(f"{layer.teacher_cached / layer.cached:.2f}{TIMES}", f"{path}.cached", is_number=True)
+        cached, *others = (
+            number_cell(getattr(layer, name), f"{path}.{name}")
+            for name in ("cached", "energy_kept", "error", "frequencies")
         )
+        rows.append([Cell(str(index)), cached, ratio, *others])
     return rows
 
 
@@ -266,62 +247,40 @@ def _verification(result: RunResult) -> list[list[Cell]]:
             if check.bound is None and re.search(r"_layer\d+$", check.name):
                 continue
             name = check.name + (f" ({check.unit})" if check.unit not in ("", "ratio") else "")
-            bound = (
-                Cell(NOTHING)
-                if check.bound is None
-                else Cell(
-                    f"{LEAST if check.is_minimum else MOST} {number(check.bound)}",
-                    f"{key}#bound",
-                    is_number=True,
-                )
+            sign = LEAST if check.is_minimum else MOST
+            bound = number_cell(
+                check.bound, f"{key}#bound", lambda value, sign=sign: f"{sign} {number(value)}"
             )
             outcome = "recorded" if check.bound is None else "passed" if check.passed else "failed"
-            rows.append(
-                [
-                    Cell(verdict.type),
-                    Cell(name),
-                    _number_cell(check.value, key),
-                    bound,
-                    Cell(outcome, is_bold=not check.passed),
-                ]
-            )
+            last = Cell(outcome, is_bold=not check.passed)
+            rows.append([Cell(verdict.type), Cell(name), number_cell(check.value, key), bound, last])
     return rows
 
 
 def _controls(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
     """List what was compared, with the tokens that each trained on after the teacher."""
-    rows: list[list[Cell]] = []
-    for row in control_rows(result):
-        found = {
-            field: metrics.get(MetricKey("controls", row["model"], field).format())
-            for field in ("tokens", "kv_bytes_per_token", "kv_ratio", "ppl_ratio", "kl", "top1")
-        }
-        cells = {name: _measured_cell(metric) for name, metric in found.items()}
-        cells["kv_ratio"], cells["ppl_ratio"] = (
-            _ratio_cell(found["kv_ratio"]),
-            _ratio_cell(found["ppl_ratio"]),
-        )
-        rows.append([Cell(name_of(row["model"])), *cells.values()])
-    return rows
+    shows = {"tokens": _measured_cell, "kv_bytes_per_token": _measured_cell, "kv_ratio": _ratio_cell}
+    shows |= {"ppl_ratio": _ratio_cell, "kl": _measured_cell, "top1": _measured_cell}
+    return [
+        [Cell(name_of(row["model"])), *_fields(metrics, MetricKey("controls", row["model"], "tokens"), shows)]
+        for row in collect_measured_rows(result, "controls")
+    ]
+
+
+def _fields(metrics: dict[str, Metric], key: MetricKey, shows: dict[str, ShowMetric]) -> list[Cell]:
+    """Return the cells of several fields of the family, model and conditions of a key."""
+    return [show(metrics.get(replace(key, field=field).format())) for field, show in shows.items()]
 
 
 def _weights(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
     """List what every format of weights costs and saves; the first row of a model is its 16 bits."""
+    shows = {"perplexity": _measured_cell, "delta_nll": _measured_cell, "ppl_ratio": _ratio_cell}
+    shows |= {"weight_bytes": _bytes_cell, "bytes_ratio": _ratio_cell}
     rows: list[list[Cell]] = []
     for row in collect_measured_rows(result, "weights"):
-        given = {"weights": str(row["weights"])}
-        found = {
-            field: metrics.get(MetricKey("weights", row["model"], field, given).format())
-            for field in ("perplexity", "delta_nll", "ppl_ratio", "weight_bytes", "bytes_ratio")
-        }
-        cells = [
-            _measured_cell(found["perplexity"]),
-            _measured_cell(found["delta_nll"]),
-            _ratio_cell(found["ppl_ratio"]),
-            _bytes_cell(found["weight_bytes"]),
-            _ratio_cell(found["bytes_ratio"]),
-        ]
-        rows.append([Cell(name_of(row["model"])), Cell(str(row["weights"])), *cells])
+        model, weights = row["model"], str(row["weights"])
+        key = MetricKey("weights", model, "perplexity", {"weights": weights})
+        rows.append([Cell(name_of(model)), Cell(weights), *_fields(metrics, key, shows)])
     return rows
 
 
@@ -437,7 +396,7 @@ def _variants(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]
     for index, phase in enumerate(result.phases):
         if phase.trains == "variant":
             name = phase.details["row"]
-            params = _number_cell(phase.details["params"], f"phases[{index}].details.params")
+            params = number_cell(phase.details["params"], f"phases[{index}].details.params")
             measured = [_measured_cell(found.get(name)) for found in columns]
             rows.append([Cell(phase.id), params, *measured])
     return rows
@@ -450,55 +409,53 @@ def _speed(result: RunResult) -> list[list[Cell]]:
         measured: dict[str, float] = phase.details.get("measured", {})
         if "tokens_per_s" not in measured:
             continue
-
-        def cell(field: str, seen: dict[str, float] = measured, index: int = index) -> Cell:
-            key = f"phases[{index}].details.measured.{field}"
-            return _number_cell(seen[field], key) if field in seen else Cell(NOTHING)
-
-        def memory(field: str, seen: dict[str, float] = measured, index: int = index) -> Cell:
-            key = f"phases[{index}].details.measured.{field}"
-            return (
-                Cell(byte_text(seen[field]).replace(" ", "\u00a0"), key, is_number=True)
-                if field in seen
-                else Cell(NOTHING)
-            )
-
+        path = f"phases[{index}].details.measured"
         peak = "peak_allocated_bytes" if "peak_allocated_bytes" in measured else "peak_resident_bytes"
-        rates = [cell("tokens_per_s"), cell("mfu"), cell("data_wait_share")]
-        rows.append([Cell(phase.id), *rates, memory(peak), memory("peak_reserved_bytes")])
+        rates = [
+            number_cell(measured.get(name), f"{path}.{name}")
+            for name in ("tokens_per_s", "mfu", "data_wait_share")
+        ]
+        sizes = [
+            number_cell(measured.get(name), f"{path}.{name}", _byte_words)
+            for name in (peak, "peak_reserved_bytes")
+        ]
+        rows.append([Cell(phase.id), *rates, *sizes])
     return rows
 
 
 def _accuracy(metrics: dict[str, Metric]) -> list[list[Cell]]:
     """List every score of every task that teacher or student has."""
+    rows: list[list[Cell]] = []
+    for key, pair in _pairs(metrics, "accuracy"):
+        if "task" in key.conditions:
+            conditions = dict(key.conditions)
+            task = str(conditions.pop("task"))
+            words = key.field + (f" ({describe(conditions)})" if conditions else "")
+            ratio = metrics.get(MetricKey("ratio", None, key.field, key.conditions).format())
+            rows.append([Cell(task), Cell(words), *pair, _ratio_cell(ratio)])
+    return rows
+
+
+def _pairs(metrics: dict[str, Metric], family: str) -> list[tuple[MetricKey, list[Cell]]]:
+    """Return the student's keys of a family, each with the cells of teacher and student."""
     found: dict[MetricKey, dict[str, Metric]] = {}
     for metric in metrics.values():
         key = parse_key(metric.key)
-        if key.family == "accuracy" and "task" in key.conditions and key.model in (TEACHER, STUDENT):
+        if key.family == family and key.model in (TEACHER, STUDENT):
             found.setdefault(replace(key, model=STUDENT), {})[key.model] = metric
-    rows: list[list[Cell]] = []
-    for key, models in found.items():
-        conditions = dict(key.conditions)
-        task = str(conditions.pop("task"))
-        words = key.field + (f" ({describe(conditions)})" if conditions else "")
-        ratio = metrics.get(MetricKey("ratio", None, key.field, key.conditions).format())
-        pair = [_measured_cell(models.get(TEACHER)), _measured_cell(models.get(STUDENT))]
-        rows.append([Cell(task), Cell(words), *pair, _ratio_cell(ratio)])
-    return rows
+    return [
+        (key, [_measured_cell(models.get(TEACHER)), _measured_cell(models.get(STUDENT))])
+        for key, models in found.items()
+    ]
 
 
 def _generation(metrics: dict[str, Metric]) -> list[list[Cell]]:
     """List what the benchmark of generated text measured; only a student wins or ties against its teacher."""
-    found: dict[MetricKey, dict[str, Metric]] = {}
-    for metric in metrics.values():
-        key = parse_key(metric.key)
-        if key.family == "generation" and key.model in (TEACHER, STUDENT):
-            found.setdefault(replace(key, model=STUDENT), {})[key.model] = metric
     rows: list[list[Cell]] = []
-    for key, models in found.items():
+    for key, pair in _pairs(metrics, "generation"):
         words = _GENERATED.get(key.field, key.field)
         label = Cell(f"{words} ({describe(dict(key.conditions))})" if key.conditions else words)
-        rows.append([label, _measured_cell(models.get(TEACHER)), _measured_cell(models.get(STUDENT))])
+        rows.append([label, *pair])
     return rows
 
 
@@ -524,18 +481,24 @@ def _quoted(text: str) -> str:
     return json.dumps(shown, ensure_ascii=False)[1:-1]
 
 
-def _number_cell(value: float, key: str) -> Cell:
-    return Cell(number(value), key, is_number=True)
+ShowMetric = Callable[[Metric | None], Cell]
 
 
-def _measured_cell(metric: Metric | None) -> Cell:
-    if metric is None:
-        return Cell(NOTHING)
-    text = number(metric.value)
-    if not metric.spread:
-        return Cell(text, metric.key, is_number=True)
-    spread = _spread(metric.spread, 0 if "e" in text else len(text.partition(".")[2]))
-    return Cell(f"{text} ± {spread}", metric.key, is_number=True)
+def number_cell(value: float | None, key: str, show: Callable[[float], str] = number) -> Cell:
+    """Return the cell of a number of the report, a dash where there is none."""
+    return Cell(NOTHING) if value is None else Cell(show(value), key, is_number=True)
+
+
+def _byte_words(value: float) -> str:
+    return byte_text(value).replace(" ", "\u00a0")
+
+
+def mean_text(value: float, spread: float | None) -> str:
+    """Return `value ± spread`, the spread to the last digit of the value; without a spread the value alone."""
+    text = number(value)
+    if spread is None:
+        return text
+    return f"{text} ± {_spread(spread, 0 if 'e' in text else len(text.partition('.')[2]))}"
 
 
 def _spread(std: float, digits: int) -> str:
@@ -543,10 +506,14 @@ def _spread(std: float, digits: int) -> str:
     return f"{std:.{digits}f}" if round(std, digits) else number(std)
 
 
-def _bytes_cell(metric: Metric | None) -> Cell:
+def _measured_cell(metric: Metric | None) -> Cell:
     if metric is None:
         return Cell(NOTHING)
-    return Cell(byte_text(metric.value).replace(" ", "\u00a0"), metric.key, is_number=True)
+    return Cell(mean_text(metric.value, metric.spread or None), metric.key, is_number=True)
+
+
+def _bytes_cell(metric: Metric | None) -> Cell:
+    return Cell(NOTHING) if metric is None else number_cell(metric.value, metric.key, _byte_words)
 
 
 def _ratio_cell(metric: Metric | None) -> Cell:

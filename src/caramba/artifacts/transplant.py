@@ -10,7 +10,7 @@ from caramba.artifacts.report import Omission
 from caramba.artifacts.style import COLOURS, OTHER_COLOUR, Picture, new_figure, styled, to_picture
 from caramba.result import RunResult, TransplantedLayer
 
-CSV_FILE, PLOT_FILE = "transplant.csv", "transplant.png"
+CSV_FILE, TRANSPLANT_FILE = "transplant.csv", "transplant.png"
 _BLOCK = "block_relative_l1"
 
 
@@ -40,7 +40,7 @@ def draw_transplant(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     layers = _layers(result)
     if not layers:
         reason = "no transplant was made" if result.transplant is None else "surgery converted no layer"
-        return None, [Omission(CSV_FILE, reason), Omission(PLOT_FILE, reason)]
+        return None, [Omission(CSV_FILE, reason), Omission(TRANSPLANT_FILE, reason)]
     held = [layer.error for layer in layers]
     kept = [layer.energy_kept for layer in layers]
     blocks = _block_errors(result)

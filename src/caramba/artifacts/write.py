@@ -4,38 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from caramba.artifacts.by_position import PLOT_FILE as POSITION_FILE
-from caramba.artifacts.by_position import draw_by_position
-from caramba.artifacts.cases import FILE as CASES_FILE
-from caramba.artifacts.cases import cases_csv
-from caramba.artifacts.controls import PLOT_FILE as CONTROLS_FILE
-from caramba.artifacts.controls import collect_skipped_controls, draw_controls
+from caramba.artifacts.controls import CONTROLS_FILE, collect_skipped_controls, draw_controls
 from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
 from caramba.artifacts.header import read_facts
-from caramba.artifacts.items import FILE as ITEMS_FILE
-from caramba.artifacts.items import items_csv
-from caramba.artifacts.ladder import PLOT_FILE as LADDER_FILE
-from caramba.artifacts.ladder import collect_skipped_rows, draw_ladder
+from caramba.artifacts.items import ITEMS_FILE, items_csv
+from caramba.artifacts.ladder import LADDER_FILE, TRAINING_LADDER_FILE, draw_ladder, draw_training_ladder
 from caramba.artifacts.latex import build_tables
-from caramba.artifacts.memory_slots import PLOT_FILE as SLOTS_FILE
-from caramba.artifacts.memory_slots import draw_memory_slots
 from caramba.artifacts.metrics import collect, find_undefined_ratios
-from caramba.artifacts.optimizers import PLOT_FILE as OPTIMIZERS_FILE
-from caramba.artifacts.optimizers import draw_optimizers
+from caramba.artifacts.optimizers import OPTIMIZERS_FILE, draw_optimizers
 from caramba.artifacts.page import build_page
-from caramba.artifacts.recall import FAR_BACK_FILE, draw_far_back, draw_recall
-from caramba.artifacts.recall import PLOT_FILE as RECALL_FILE
+from caramba.artifacts.recall import (
+    FAR_BACK_FILE,
+    POSITION_FILE,
+    RECALL_FILE,
+    draw_by_position,
+    draw_far_back,
+    draw_recall,
+)
 from caramba.artifacts.report import Omission, build_report
-from caramba.artifacts.rows import missing_reason, to_csv
+from caramba.artifacts.rows import (
+    CASES_FILE,
+    cases_csv,
+    collect_skipped_rows,
+    missing_reason,
+    omit_if_asked,
+    to_csv,
+)
 from caramba.artifacts.style import Picture
-from caramba.artifacts.summary import FILE as SUMMARY_FILE
-from caramba.artifacts.summary import draw_summary
+from caramba.artifacts.summary import SUMMARY_FILE, draw_summary
 from caramba.artifacts.tables import list_tables
-from caramba.artifacts.training_curves import PLOT_FILE as TRAINING_FILE
-from caramba.artifacts.training_curves import draw_training
-from caramba.artifacts.training_ladder import PLOT_FILE as TRAINING_LADDER_FILE
-from caramba.artifacts.training_ladder import draw_training_ladder
-from caramba.artifacts.transplant import CSV_FILE, PLOT_FILE, draw_transplant, transplant_csv
+from caramba.artifacts.training_curves import SLOTS_FILE, TRAINING_FILE, draw_memory_slots, draw_training
+from caramba.artifacts.transplant import CSV_FILE, TRANSPLANT_FILE, draw_transplant, transplant_csv
 from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
 from caramba.runs.files import sha256_of, write_json, write_whole
 
@@ -95,8 +94,8 @@ def _contents(
     ]
     for kind in ASKED_KINDS:
         contents[f"{kind}.csv"] = to_csv(result, kind)
-        if contents[f"{kind}.csv"] is None and any(bench.type == kind for bench in result.benchmarks):
-            omitted.append(Omission(f"{kind}.csv", missing_reason(result, kind)))
+        if contents[f"{kind}.csv"] is None:
+            omitted += omit_if_asked(result, kind, f"{kind}.csv")
     contents[CASES_FILE] = cases_csv(result)
     contents[ITEMS_FILE] = items_csv(result)
     for name, draw in (
@@ -121,7 +120,7 @@ def _contents(
     pictures[OPTIMIZERS_FILE], missing = draw_optimizers(result)
     omitted += missing
     contents[CSV_FILE] = transplant_csv(result)
-    pictures[PLOT_FILE], missing = draw_transplant(result)
+    pictures[TRANSPLANT_FILE], missing = draw_transplant(result)
     omitted += missing
     contents[TABLES_FILE] = build_tables(result, metrics)
     if contents[TABLES_FILE] is None:

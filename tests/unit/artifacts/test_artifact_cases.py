@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from caramba.artifacts.cases import cases_csv
 from caramba.artifacts.latex import build_tables
 from caramba.artifacts.metrics import collect
+from caramba.artifacts.rows import cases_csv
 from caramba.artifacts.tables import CASE_HEAD, WORDS, Cell, Table, _without_teacher
 from caramba.artifacts.write import write
 from caramba.result import Answer, BenchmarkResult, Case, Check, Metric, RunResult, Verdict, to_plain

@@ -14,10 +14,9 @@ import pytest
 from sample_run import make_result
 
 from caramba.artifacts import write
-from caramba.artifacts.by_position import list_ratios
-from caramba.artifacts.conclusion import conclude
-from caramba.artifacts.header import duration_text, read_facts, sum_sittings
+from caramba.artifacts.header import conclude, duration_text, read_facts, sum_sittings
 from caramba.artifacts.metrics import collect
+from caramba.artifacts.recall import list_ratios
 from caramba.artifacts.tables import list_tables
 from caramba.artifacts.training_curves import POINTS, read_curves
 from caramba.result import BenchmarkResult, Check, Metric, PhaseResult, RunResult, Verdict

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caramba.artifacts.dispersion import describe_dispersion, is_standard_error, standard_error
 from caramba.artifacts.items import TaskItems, compare_items
+from caramba.artifacts.metrics import describe_dispersion, is_standard_error, standard_error
 from caramba.artifacts.statistics import (
     detectable_difference,
     holm,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.across_runs.gather import ReportedMetric, RunRow, gather, read_metrics, swept_keys
 from caramba.artifacts.across_runs.summary import choose_metrics
 from caramba.config.manifest import Manifest
+from caramba.console import align_columns
 from caramba.errors import ConfigError, nearest
 from caramba.runs.events import metric_rows
 from caramba.runs.manifest import read_manifest, read_overrides

@@ -6,11 +6,11 @@ import csv
 import io
 from collections.abc import Sequence
 
-from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.across_runs.gather import Gathered
 from caramba.artifacts.across_runs.summary import Group, MeanAndDeviation, best_group
 from caramba.artifacts.latex import escape, typeset
-from caramba.artifacts.tables import NOTHING, number
+from caramba.artifacts.tables import NOTHING, mean_text
+from caramba.console import align_columns
 from caramba.runs import MANIFEST
 from caramba.runs.files import sha256_of
 
@@ -19,12 +19,7 @@ def spread_text(spread: MeanAndDeviation | None) -> str:
     """Return `mean ± std`, the deviation to the last digit of the mean; a dash where nothing was measured."""
     if spread is None:
         return NOTHING
-    text = number(spread.mean)
-    if spread.std is None:
-        return text
-    digits = 0 if "e" in text else len(text.partition(".")[2])
-    shown = f"{spread.std:.{digits}f}" if round(spread.std, digits) else number(spread.std)
-    return f"{text} ± {shown}"
+    return mean_text(spread.mean, spread.std)
 
 
 def text_table(

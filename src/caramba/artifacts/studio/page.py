@@ -16,8 +16,7 @@ from urllib.parse import quote
 
 from caramba.artifacts.across_runs.gather import RunRow, is_seed, swept_keys
 from caramba.artifacts.across_runs.summary import HEADLINES, prefers_higher
-from caramba.artifacts.studio.index import IndexedRun, index_runs
-from caramba.artifacts.studio.record import read_state
+from caramba.artifacts.studio.record import IndexedRun, index_runs, read_state
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
 from caramba.runs.annotations import Annotations, read_annotations

@@ -10,23 +10,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.across_runs.compare import (
+    column_letter,
+    compare_models,
+    compare_with_first,
     draw_curves,
+    format_comparisons,
+    format_differing,
+    format_metrics,
+    format_paired,
     interval_text,
     manifest_differences,
     metric_differences,
 )
 from caramba.artifacts.across_runs.gather import check_readable, read_labels, read_metrics
-from caramba.artifacts.across_runs.many import (
-    column_letter,
-    compare_with_first,
-    format_differing,
-    format_metrics,
-    format_paired,
-)
-from caramba.artifacts.across_runs.paired import compare_models, format_comparisons
 from caramba.artifacts.tables import number
+from caramba.console import align_columns
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, resolve_run

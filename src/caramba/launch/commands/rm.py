@@ -6,8 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
-from caramba.artifacts.across_runs.columns import align_columns
 from caramba.artifacts.style import byte_text
+from caramba.console import align_columns
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, resolve_run

@@ -7,7 +7,7 @@ import functools
 import json
 from pathlib import Path
 
-from caramba.artifacts.across_runs.columns import align_columns
+from caramba.console import align_columns
 from caramba.errors import ConfigError, visible
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs import MANIFEST, list_runs

@@ -14,9 +14,8 @@ from caramba.artifacts.across_runs import plot
 from caramba.artifacts.across_runs.compare import metric_differences
 from caramba.artifacts.across_runs.gather import ReportedMetric, RunRow, gather
 from caramba.artifacts.across_runs.summary import Group
-from caramba.artifacts.dispersion import standard_error
 from caramba.artifacts.items import to_column
-from caramba.artifacts.metrics import collect
+from caramba.artifacts.metrics import collect, standard_error
 from caramba.artifacts.report import build_report
 from caramba.artifacts.style import to_png
 from caramba.artifacts.tables import number

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from caramba.artifacts.studio import index, page
-from caramba.artifacts.studio.curve import Curve, thin
+from caramba.artifacts.studio import page, record
 from caramba.artifacts.studio.page import build_data, build_page, find
-from caramba.artifacts.studio.record import read_record
+from caramba.artifacts.studio.record import Curve, read_record, thin
 from caramba.artifacts.studio.server import folder_version, make_server
 from caramba.cli import main
 from caramba.runs.annotations import Annotations, read_annotations, write_annotations
@@ -237,7 +236,7 @@ def test_thinned_curve_keeps_ends_and_every_spike() -> None:
 
 def test_only_changed_runs_are_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(index, "read_record", lambda run: (read.append(run.name), read_record(run))[1])
+    monkeypatch.setattr(record, "read_record", lambda run: (read.append(run.name), read_record(run))[1])
     first = build_data(find(root))
     assert read == ["run-0", "run-1", "run-2"]
     assert build_data(find(root)) | {"made": ""} == first | {"made": ""}
