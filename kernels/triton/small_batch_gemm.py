@@ -78,7 +78,7 @@ FASTEST = {
     64: Kinds(GemmTile(64, 128, 1, 1, 4, 3), GemmTile(64, 128, 1, 2, 4, 6), GemmTile(64, 128, 1, 4, 4, 6)),
 }
 """Tiles by rows of x rounded up, of about 30 each that were timed on an H200 with the products of a 1B model
-(`scripts/bench/run.py row_linear --tune`)."""
+(docs/benchmarks/row_linear.json)."""
 BITS = {torch.int8: 8, torch.int16: 4}
 """Of a number of the weight, by the dtype of what holds its codes."""
 _tiles: dict[GemmShape, GemmTile] = {}

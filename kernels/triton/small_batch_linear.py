@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 TABLE = Path(__file__).with_name("small_batch_linear_table.json")
-"""Tiles that were measured, which `scripts/bench/run.py row_linear --tune` writes; others follow from `heuristic_tile`."""
+"""Tiles that were measured on an H200 (docs/benchmarks/row_linear.json); others follow from `heuristic_tile`."""
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 PROGRAMS = 512
 """Programs that share out a small product evenly: four on each multiprocessor of an H200. Of 2,048 features 3,072 rows

@@ -34,7 +34,7 @@ GROUPS = {
     ),
     "Inference": ("inference", "prefill", "batching", "speculation", "cached_steps"),
     "Kernels": (
-        *("attention_backends", "decode", "documents", "host_cost", "kernels", "linear_cross_entropy"),
+        *("attention_backends", "decode", "documents", "kernels", "linear_cross_entropy"),
         *("optimizer_steps", "row_linear", "step_kernels"),
     ),
     "Commands and data": ("launch_times", "substrate", "prepare", "collect_runs", "studio", "sweep_overhead"),

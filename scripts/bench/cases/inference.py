@@ -75,7 +75,8 @@ def ours(name: str, model: Model, batch: int, prompt: int, new: int, **values: A
     def facts() -> dict[str, Any]:
         stats = generator.stats
         known = {"ran": stats.decode, "why_not": stats.not_compiled, "cache_kind": stats.cache_kind}
-        return known | {"cache_bytes": stats.cache_bytes, "captures_when_timed": stats.captures}
+        known |= {"prefill_s": stats.prefill_s, "cache_bytes": stats.cache_bytes}
+        return known | {"captures_when_timed": stats.captures}
 
     return Side(name, run, facts)
 

@@ -33,6 +33,7 @@ from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.philox import dropout_mask
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
 from caramba.ops.rope import rope
+from caramba.ops.small_batch_linear import small_batch_linear
 from caramba.ops.swiglu import swiglu
 
 Call = Callable[..., Any]
@@ -313,6 +314,13 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
         mask = dropout_mask(SEED, P, x.shape[0], model, x.device)
         return F.gelu(F.layer_norm(x, (model,), w, b, EPS) * mask / (1 - P))
 
+    def product_of(n: int) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in (draw(n, model), draw(2 * d_ff, model), draw(model)))
+
+    def gate_up(x: Tensor, w: Tensor, norm: Tensor) -> Tensor:
+        gate, up = F.linear(F.rms_norm(x, (model,), norm, EPS), w).chunk(2, -1)
+        return F.silu(gate) * up
+
     def tensors_of(n: int) -> tuple[Tensor, ...]:
         return tuple(draw(n, 1024, 1024).detach() for _ in range(3))
 
@@ -346,6 +354,11 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
             lambda x, w, b: norm_dropout_activation(x, w, b, **norm_drop),
             *(drop, 2 * model * size, 3 * model * size),
             exact=drop_exact,
+        ),
+        Case(
+            *("norm, gate, up", "small_batch_linear", 1, f"{{rows}} x {model} by {d_ff} x 2", product_of),
+            lambda x, w, norm: small_batch_linear(x, w, norm=norm, eps=EPS, gated=True),
+            *(gate_up, 2 * d_ff * model * size),
         ),
         Case(
             *("lion", "lion_step", 64, "{rows} tensors of 1024 x 1024", tensors_of, our_lion, lion),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
-from pathlib import Path
+import random
+from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
@@ -68,14 +68,28 @@ def test_budgets_are_compared_as_shares() -> None:
     assert budget_difference(0, 0) == 0.0
 
 
-def test_simulated_loops_keep_the_level_and_find_a_true_improvement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts/bench"))
-    module = importlib.import_module("cases.research_gate")
-    rows = module.simulate(300)["rows"]
-    for name, row in rows.items():
-        if name.startswith("no effect"):
-            assert row["loops_with_a_win"] <= 0.055, name
-    assert rows["effect of 2 sd of the paired differences"]["power"] >= 0.9
+def is_accepted(draw: Callable[[], float], effect: float = 0.0) -> bool:
+    """Return whether a candidate of this effect is accepted at one of the looks."""
+    tested: list[Pair] = []
+    for seed in GATE.seeds:
+        tested.append(Pair(seed, 0.0, -(effect + draw())))
+        if (state := look(tested, GATE).state) != "continue":
+            return state == "accepted"
+    return False
+
+
+def test_simulated_loops_keep_the_level_and_find_a_true_improvement() -> None:
+    chance, loops = random.Random(20261126), 300
+    draws: dict[str, Callable[[], float]] = {
+        "normal": lambda: chance.gauss(0.0, 1.0),
+        "heavy-tailed": lambda: chance.gauss(0.0, 1.0) / (abs(chance.gauss(0.0, 1.0)) or 1.0),
+        "tied": lambda: chance.choice((0.0, 0.0, -1.0, 1.0)),
+        "two sizes": lambda: chance.gauss(0.0, chance.choice((1.0, 100.0))),
+    }
+    for name, draw in draws.items():
+        wins = sum(any(is_accepted(draw) for _ in range(GATE.candidates)) for _ in range(loops))
+        assert wins / loops <= 0.055, name
+    assert sum(is_accepted(draws["normal"], 2.0) for _ in range(loops)) / loops >= 0.9
 
 
 def test_the_first_of_the_best_trials_is_taken_and_none_that_failed() -> None:
