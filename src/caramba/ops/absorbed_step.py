@@ -30,16 +30,20 @@ def absorbed_queries(
         ConfigError: shapes, dtypes or devices that do not fit, or gradients that are wanted.
     """
     check_queries("absorbed_queries", q, geo_map, cos, sin)
-    fits = sem_map.dim() == 3 and sem_map.shape[:2] == q.shape[2:] and sem_map.is_floating_point()
-    if not fits or sem_map.device != q.device:
-        raise ConfigError(
-            f"absorbed_queries: sem_map is {sem_map.dtype} {tuple(sem_map.shape)} on {sem_map.device}, expected "
-            f"floating [{q.shape[2]}, {q.shape[3]}, R] on {q.device}"
-        )
+    _check_map("absorbed_queries", q, sem_map)
     refuse_gradients("absorbed_queries", q, sem_map, geo_map)
     if has_kernel("absorbed_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):
         return reference_absorbed_queries(q, sem_map, geo_map, cos, sin, scale)
     return call_op("absorbed_queries", q, sem_map, geo_map, cos, sin, scale)
+
+
+def _check_map(op: str, q: Tensor, sem_map: Tensor) -> None:
+    fits = sem_map.dim() == 3 and sem_map.shape[:2] == q.shape[2:] and sem_map.is_floating_point()
+    if not fits or sem_map.device != q.device:
+        raise ConfigError(
+            f"{op}: sem_map is {sem_map.dtype} {tuple(sem_map.shape)} on {sem_map.device}, expected floating "
+            f"[{q.shape[2]}, {q.shape[3]}, R] on {q.device}"
+        )
 
 
 @caramba_op(
@@ -97,29 +101,13 @@ def _has_narrow(q: Tensor, c: Tensor, k_geo: Tensor, geo_map: Tensor, buffers: S
     )
 
 
-def _check(
-    q: Tensor,
-    sem_map: Tensor,
-    geo_map: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    c: Tensor,
-    k_geo: Tensor,
-    buffers: list[Tensor],
-    lengths: Tensor,
-) -> None:
+def _check(*given: Any) -> None:
     """Refuse what the op does not take, by shapes and dtypes alone."""
+    q, sem_map, geo_map, cos, sin, _, c, k_geo, buffers, lengths = given
     check_queries("absorbed_step", q, geo_map, cos, sin)
-    heads, width, geo = geo_map.shape
-    fits = sem_map.dim() == 3 and sem_map.shape[:2] == (heads, width) and sem_map.is_floating_point()
-    if not fits or sem_map.device != q.device:
-        raise ConfigError(
-            f"absorbed_step: sem_map is {sem_map.dtype} {tuple(sem_map.shape)} on {sem_map.device}, expected "
-            f"floating [{heads}, {width}, R] on {q.device}"
-        )
+    _check_map("absorbed_step", q, sem_map)
     rows = q.shape[0], 1, q.shape[1]
-    shapes = (*rows, sem_map.shape[2]), (*rows, geo)
+    shapes = (*rows, sem_map.shape[2]), (*rows, geo_map.shape[2])
     if (tuple(c.shape), tuple(k_geo.shape)) != shapes or not c.device == k_geo.device == q.device:
         raise ConfigError(
             f"absorbed_step: c is {tuple(c.shape)} on {c.device} and k_geo {tuple(k_geo.shape)} on {k_geo.device}, "

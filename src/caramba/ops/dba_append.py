@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from caramba.ops.backend import caramba_op, describe, direct, refusal, refuse_gradients, upcast
 from caramba.ops.dba_decode import put
+from caramba.ops.rope import rotate_pairs, tables_fit
 
 
 def dba_append(
@@ -37,19 +39,21 @@ def dba_append(
     Reference: Su et al., 2021, arXiv:2104.09864 (RoPE).
     """
     given, into = list(streams), list(buffers)
-    refuse_gradients("dba_append", *given)
-    run = (
-        direct("dba_append", given[0], into[0], lengths)
-        if given and into and not torch.is_grad_enabled()
-        else None
-    )
-    if run is not None:
-        run(given, into, lengths, cos, sin, rotated, admit=check_dba_append)
-        # As the op would, so that a backward through what has changed is refused.
-        torch.autograd.graph.increment_version([x for x in into if not x.is_inference()])
+    _run("dba_append", check_dba_append, given, into, lengths, cos, sin, rotated)
+
+
+def _run(op: str, check: Callable[..., None], given: list[Tensor], into: list[Tensor], *rest: Any) -> None:
+    """Run an op that writes streams into buffers, straight away where `direct` does."""
+    refuse_gradients(op, *given)
+    is_direct = given and into and not torch.is_grad_enabled()
+    run = direct(op, given[0], into[0], rest[0]) if is_direct else None
+    if run is None:
+        check(given, into, *rest)
+        getattr(torch.ops.caramba, op).default(given, into, *rest)
         return
-    check_dba_append(given, into, lengths, cos, sin, rotated)
-    torch.ops.caramba.dba_append.default(given, into, lengths, cos, sin, rotated)
+    run(given, into, *rest, admit=check)
+    # As the op would, so that a backward through what has changed is refused.
+    torch.autograd.graph.increment_version([x for x in into if not x.is_inference()])
 
 
 def check_dba_append(
@@ -67,37 +71,37 @@ def check_dba_append(
         )
     batch, heads, n_tokens = streams[0].shape[:3] if streams[0].dim() == 4 else ("B", "K", "T")
     device, capacity = streams[0].device, buffers[0].shape[2] if buffers[0].dim() == 4 else "S"
-    for x in streams:
-        fits = x.dim() == 4 and x.shape[:3] == (batch, heads, n_tokens) and x.device == device
-        if not fits or not x.is_floating_point():
-            raise refusal(
-                "dba_append",
-                "streams",
-                describe(x),
-                f"floating [{batch}, {heads}, {n_tokens}, D] on {device}",
-            )
-    for x in buffers:
-        fits = x.dim() == 4 and x.shape[:3] == (batch, heads, capacity) and x.device == device
-        if not fits or not x.is_floating_point():
-            raise refusal(
-                "dba_append",
-                "buffers",
-                describe(x),
-                f"floating [{batch}, {heads}, {capacity}, W] on {device}",
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise refusal("dba_append", "buffers", f"stride {x.stride(-1)} along the last axis", "1")
-    if columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]) is None:
-        widths = [x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]
-        raise refusal(
-            "dba_append",
-            "buffers",
-            f"streams of width {widths[0]}",
-            f"ones that fill widths {widths[1]} in order",
-        )
+    _check_parts("dba_append", "streams", streams, (batch, heads, n_tokens, "D"), device)
+    _check_parts("dba_append", "buffers", buffers, (batch, heads, capacity, "W"), device)
+    _filled("dba_append", streams, buffers)
     if tuple(lengths.shape) != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
         raise refusal("dba_append", "lengths", describe(lengths), f"int32 [{batch}] on {device}")
     _check_tables(streams, cos, sin, rotated)
+
+
+def _check_parts(
+    op: str, name: str, parts: list[Tensor], shape: Sequence[int | str], device: torch.device
+) -> None:
+    """Refuse streams or buffers of another shape, of which letters stand for any size."""
+    for x in parts:
+        fits = x.dim() == 4 and all(
+            isinstance(n, str) or size == n for size, n in zip(x.shape, shape, strict=True)
+        )
+        if not fits or not x.is_floating_point() or x.device != device:
+            wanted = f"floating [{', '.join(map(str, shape))}] on {device}"
+            raise refusal(op, name, describe(x), wanted)
+        if name == "buffers" and x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise refusal(op, name, f"stride {x.stride(-1)} along the last axis", "1")
+
+
+def _filled(op: str, streams: list[Tensor], buffers: list[Tensor]) -> list[tuple[int, int]]:
+    """Return the buffer and first column of each stream; refuse streams that do not fill the buffers."""
+    widths = [x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]
+    found = columns(*widths)
+    if found is None:
+        wanted = f"ones that fill widths {widths[1]} in order"
+        raise refusal(op, "buffers", f"streams of width {widths[0]}", wanted)
+    return found
 
 
 def _check_tables(streams: list[Tensor], cos: Tensor | None, sin: Tensor | None, rotated: int) -> None:
@@ -107,16 +111,8 @@ def _check_tables(streams: list[Tensor], cos: Tensor | None, sin: Tensor | None,
         )
     if cos is None or sin is None:
         return
-    batch, heads, n_tokens, width = streams[rotated].shape
-    table = cos.shape
-    fits = (
-        width % 2 == 0
-        and len(table) in (3, 4)
-        and table[-2:] == (n_tokens, width // 2)
-        and table[-3] > 0
-        and heads % table[-3] == 0
-        and (len(table) == 3 or table[0] == batch)
-    )
+    (batch, heads, n_tokens, width), table = streams[rotated].shape, cos.shape
+    fits = width % 2 == 0 and tables_fit(table, batch, heads, n_tokens, width)
     places = cos.device == sin.device == streams[0].device
     if not (fits and places and cos.is_floating_point()) or sin.shape != table or sin.dtype != cos.dtype:
         raise refusal(
@@ -151,19 +147,10 @@ def reference_dba_append(
     rotated: int,
 ) -> None:
     """Compute the op in plain PyTorch, without a wait for the device."""
-    places = columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers])
-    assert places is not None  # checked before the call
-    for index, (x, (buffer, column)) in enumerate(zip(streams, places, strict=True)):
-        if index == rotated and cos is not None and sin is not None:
-            x = _turned(x, cos, sin)
-        _write(x, buffers[buffer][..., column : column + x.shape[-1]], lengths)
+    _append(streams, buffers, cos, sin, rotated, lambda x, into: _write(x, into, lengths))
 
 
-@caramba_op(
-    "dba_append",
-    fake=check_dba_append,
-    mutates=("buffers",),
-)
+@caramba_op("dba_append", fake=check_dba_append, mutates=("buffers",))
 def host_dba_append(
     streams: list[Tensor],
     buffers: list[Tensor],
@@ -176,13 +163,23 @@ def host_dba_append(
     if not lengths.is_cpu:
         reference_dba_append(streams, buffers, lengths, cos, sin, rotated)
         return
-    places = columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers])
-    assert places is not None  # checked before the call
     starts = lengths.tolist()
+    _append(streams, buffers, cos, sin, rotated, lambda x, into: put(x, into, starts))
+
+
+def _append(
+    streams: list[Tensor],
+    buffers: list[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotated: int,
+    write: Callable[[Tensor, Tensor], None],
+) -> None:
+    places = _filled("dba_append", streams, buffers)
     for index, (x, (buffer, column)) in enumerate(zip(streams, places, strict=True)):
         if index == rotated and cos is not None and sin is not None:
             x = _turned(x, cos, sin)
-        put(x, buffers[buffer][..., column : column + x.shape[-1]], starts)
+        write(x, buffers[buffer][..., column : column + x.shape[-1]])
 
 
 def _write(x: Tensor, into: Tensor, lengths: Tensor) -> None:
@@ -204,8 +201,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
     if repeats > 1:
         cos, sin = cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3)
-    first, second = wide.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotate_pairs(wide, cos, sin).to(x.dtype)
 
 
 MOST_STREAMS = 3
@@ -227,19 +223,7 @@ def store_tokens(streams: Sequence[Tensor], buffers: Sequence[Tensor], rows: Ten
             ValueError.
     """
     given, into = list(streams), list(buffers)
-    refuse_gradients("store_tokens", *given)
-    run = (
-        direct("store_tokens", given[0], into[0], rows)
-        if given and into and not torch.is_grad_enabled()
-        else None
-    )
-    if run is not None:
-        run(given, into, rows, places, admit=check_store_tokens)
-        # As the op would, so that a backward through what has changed is refused.
-        torch.autograd.graph.increment_version([x for x in into if not x.is_inference()])
-        return
-    check_store_tokens(given, into, rows, places)
-    torch.ops.caramba.store_tokens.default(given, into, rows, places)
+    _run("store_tokens", check_store_tokens, given, into, rows, places)
 
 
 def check_store_tokens(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> None:
@@ -249,54 +233,25 @@ def check_store_tokens(streams: list[Tensor], buffers: list[Tensor], rows: Tenso
     if not buffers:
         raise refusal("store_tokens", "buffers", 0, "one at least")
     device, n_tokens = streams[0].device, streams[0].shape[2] if streams[0].dim() == 4 else "T"
-    for x in streams:
-        fits = x.dim() == 4 and x.shape[0] == 1 and x.shape[2] == n_tokens
-        if not fits or not x.is_floating_point() or x.device != device:
-            raise refusal(
-                "store_tokens", "streams", describe(x), f"floating [1, K, {n_tokens}, D] on {device}"
-            )
+    _check_parts("store_tokens", "streams", streams, (1, "K", n_tokens, "D"), device)
     n_rows, capacity = (buffers[0].shape[0], buffers[0].shape[2]) if buffers[0].dim() == 4 else ("B", "S")
-    for x in buffers:
-        fits = x.dim() == 4 and (x.shape[0], x.shape[2]) == (n_rows, capacity)
-        if not fits or not x.is_floating_point() or x.device != device:
-            raise refusal(
-                "store_tokens", "buffers", describe(x), f"floating [{n_rows}, K, {capacity}, W] on {device}"
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise refusal("store_tokens", "buffers", f"stride {x.stride(-1)} along the last axis", "1")
-    widths = [x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]
-    found = columns(*widths)
-    if found is None:
-        raise refusal(
-            "store_tokens",
-            "buffers",
-            f"streams of width {widths[0]}",
-            f"ones that fill widths {widths[1]} in order",
-        )
+    _check_parts("store_tokens", "buffers", buffers, (n_rows, "K", capacity, "W"), device)
+    found = _filled("store_tokens", streams, buffers)
     for x, (buffer, _) in zip(streams, found, strict=True):
         if x.shape[1] != buffers[buffer].shape[1]:
-            raise refusal(
-                "store_tokens",
-                "streams",
-                f"{x.shape[1]} heads",
-                f"the {buffers[buffer].shape[1]} of their buffer",
-            )
+            wanted = f"the {buffers[buffer].shape[1]} of their buffer"
+            raise refusal("store_tokens", "streams", f"{x.shape[1]} heads", wanted)
     for name, x in (("rows", rows), ("places", places)):
         if tuple(x.shape) != (n_tokens,) or x.dtype != torch.int64 or x.device != device:
             raise refusal("store_tokens", name, describe(x), f"torch.int64 [{n_tokens}] on {device}")
 
 
-@caramba_op(
-    "store_tokens",
-    fake=check_store_tokens,
-    mutates=("buffers",),
-)
+@caramba_op("store_tokens", fake=check_store_tokens, mutates=("buffers",))
 def reference_store_tokens(
     streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor
 ) -> None:
     """Compute the op in plain PyTorch, without a wait for the device."""
-    found = columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers])
-    assert found is not None  # checked before the call
+    found = _filled("store_tokens", streams, buffers)
     n_rows, capacity = buffers[0].shape[0], buffers[0].shape[2]
     if not (len(rows) and n_rows and capacity):
         return

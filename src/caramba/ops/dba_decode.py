@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,86 +25,70 @@ from caramba.ops.formats import STORED, dequantize, get_block_format
 
 ZEROS = "zeros"
 """The kind of geometric keys that are all zero, see `StoredStream`."""
+EXACT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, ZEROS: torch.bfloat16}
 MAX_QUERIES = 8
 """Queries per sequence that one call takes: a token, or a few drafted ones to verify."""
 MAX_SPLITS = 512
 """Parts that the work of one sequence is cut into at most."""
 
 
-def check_dba_decode(
-    q_sem: Tensor,
-    q_geo: Tensor,
-    kinds: list[str],
-    k_sem: list[Tensor],
-    k_geo: list[Tensor],
-    v: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-    null: list[Tensor],
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-) -> tuple[int, int]:
-    """Refuse what the op does not take, by shapes and dtypes alone; return key/value heads and the value width."""
+_refuse = functools.partial(refusal, "dba_decode")
+
+
+def check_dba_decode(*given: Any) -> tuple[int, int]:
+    """Refuse what the op does not take, by shapes and dtypes alone; return key/value heads and the value width.
+
+    Takes the arguments of `reference_dba_decode`.
+    """
+    q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits = given
     batch, heads, n_queries, _ = _of_rank(q_sem, "q_sem", 4)
     if not q_sem.is_floating_point():
-        raise refusal("dba_decode", "q_sem", q_sem.dtype, "a floating dtype")
+        raise _refuse("q_sem", q_sem.dtype, "a floating dtype")
     alike = (q_geo.dtype, q_geo.device) == (q_sem.dtype, q_sem.device)
     if q_geo.dim() != 4 or tuple(q_geo.shape[:3]) != (batch, heads, n_queries) or not alike:
         wanted = f"[{batch}, {heads}, {n_queries}, Dgeo] in q_sem's {q_sem.dtype} on {q_sem.device}"
-        raise refusal("dba_decode", "q_geo", describe(q_geo), wanted)
+        raise _refuse("q_geo", describe(q_geo), wanted)
     if not 1 <= n_queries <= MAX_QUERIES:
-        raise refusal(
-            "dba_decode",
-            "q_sem",
-            f"{n_queries} queries per sequence",
-            f"1 to {MAX_QUERIES}; attend in prefill's form",
+        raise _refuse(
+            "q_sem", f"{n_queries} queries per sequence", f"1 to {MAX_QUERIES}; attend in prefill's form"
         )
     streams = [("k_sem", k_sem, q_sem.shape[-1]), ("k_geo", k_geo, q_geo.shape[-1])]
     if v:
         streams.append(("v", v, _of_rank(v[-1], "v", 4)[-1]))
     if len(kinds) != len(streams):
-        raise refusal("dba_decode", "kinds", kinds, f"one for each of {len(streams)} streams")
+        raise _refuse("kinds", kinds, f"one for each of {len(streams)} streams")
     if not k_sem:
-        raise refusal("dba_decode", "k_sem", "0 tensors", "values, or values, scales and tail")
+        raise _refuse("k_sem", "0 tensors", "values, or values, scales and tail")
     kv_heads = _of_rank(k_sem[-1], "k_sem", 4)[1]
     if kv_heads < 1 or heads % kv_heads or (not v and kv_heads != 1):
         wanted = f"a number that divides the {heads} query heads" if v else "1, as a latent has, or pass v"
-        raise refusal("dba_decode", "k_sem", f"{kv_heads} key/value heads", wanted)
+        raise _refuse("k_sem", f"{kv_heads} key/value heads", wanted)
     for (name, parts, width), kind in zip(streams, kinds, strict=True):
         _check_stream(name, kind, parts, batch, kv_heads, width, q_sem.device)
     if tuple(seqlens.shape) != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q_sem.device:
-        raise refusal("dba_decode", "seqlens", describe(seqlens), f"int32 [{batch}] on {q_sem.device}")
+        raise _refuse("seqlens", describe(seqlens), f"int32 [{batch}] on {q_sem.device}")
     if batch > 1 and seqlens.stride(0) != 1:
-        raise refusal(
-            "dba_decode",
-            "seqlens",
-            f"stride {seqlens.stride(0)}",
-            "contiguous lengths; pass seqlens.contiguous()",
+        raise _refuse(
+            "seqlens", f"stride {seqlens.stride(0)}", "contiguous lengths; pass seqlens.contiguous()"
         )
     packed = any(kind in STORED for kind in kinds)
     if packed != (n_packed is not None):
-        raise refusal(
-            "dba_decode", "n_packed", "none" if packed else "one", "one exactly where a stream is quantised"
-        )
+        raise _refuse("n_packed", "none" if packed else "one", "one exactly where a stream is quantised")
     if n_packed is not None and (
         tuple(n_packed.shape) not in ((1,), (batch,))
         or n_packed.dtype != torch.int32
         or n_packed.device != q_sem.device
     ):
-        raise refusal(
-            "dba_decode", "n_packed", describe(n_packed), f"int32 [1] or [{batch}] on {q_sem.device}"
-        )
+        raise _refuse("n_packed", describe(n_packed), f"int32 [1] or [{batch}] on {q_sem.device}")
     rows = [(kv_heads, width) for _, _, width in streams]
     like = (q_sem.dtype, q_sem.device)
     if null and (
         [tuple(row.shape) for row in null] != rows or any((row.dtype, row.device) != like for row in null)
     ):
         wanted = f"rows {rows} in {q_sem.dtype} on {q_sem.device}"
-        raise refusal("dba_decode", "null", ", ".join(describe(row) for row in null), wanted)
+        raise _refuse("null", ", ".join(describe(row) for row in null), wanted)
     if min(window, max_seqlen, n_splits) < 0 or n_splits > MAX_SPLITS:
-        raise refusal(
-            "dba_decode",
+        raise _refuse(
             "window, max_seqlen, n_splits",
             (window, max_seqlen, n_splits),
             f"0 or more each, and at most {MAX_SPLITS} splits",
@@ -139,14 +124,12 @@ def check_lengths(streams: list[list[Tensor]], seqlens: Tensor, n_packed: Tensor
         blocks = min(parts[0].shape[2] for parts in streams if len(parts) == 3)
         held = n_packed.tolist()
         if not all(0 <= count <= blocks for count in held):
-            raise refusal(
-                "dba_decode", "n_packed", held, f"0 to {blocks}, the tokens that blocks are allocated for"
-            )
+            raise _refuse("n_packed", held, f"0 to {blocks}, the tokens that blocks are allocated for")
         most = torch.minimum(most, n_packed + min(tails))
     wrong = ((seqlens < 0) | (seqlens > most)).nonzero().flatten().tolist()
     if wrong:
         got = ", ".join(f"{int(seqlens[b])} in sequence {b} of at most {int(most[b])}" for b in wrong[:4])
-        raise refusal("dba_decode", "seqlens", got, "0 to what is allocated")
+        raise _refuse("seqlens", got, "0 to what is allocated")
 
 
 def _check_stream(
@@ -154,52 +137,38 @@ def _check_stream(
 ) -> None:
     exact = kind in EXACT_KINDS or (kind == ZEROS and name == "k_geo")
     if not exact and kind not in STORED:
-        raise refusal("dba_decode", f"{name}.kind", kind, f"one of {', '.join((*EXACT_KINDS, *STORED))}")
+        raise _refuse(f"{name}.kind", kind, f"one of {', '.join((*EXACT_KINDS, *STORED))}")
     if len(parts) != (1 if exact else 3):
-        raise refusal(
-            "dba_decode", name, f"{len(parts)} tensors", "values" if exact else "values, scales and tail"
-        )
+        raise _refuse(name, f"{len(parts)} tensors", "values" if exact else "values, scales and tail")
     for part in parts:
         _of_rank(part, name, 4)
         if part.device != device or part.shape[0] != batch:
-            raise refusal("dba_decode", name, describe(part), f"{batch} sequences on {device}")
+            raise _refuse(name, describe(part), f"{batch} sequences on {device}")
         if part.stride(-1) != 1 and part.shape[-1] > 1:
-            raise refusal(
-                "dba_decode", name, f"stride {part.stride(-1)} along the last axis", "1; call .contiguous()"
-            )
+            raise _refuse(name, f"stride {part.stride(-1)} along the last axis", "1; call .contiguous()")
     if tuple(parts[-1].shape[1::2]) != (kv_heads, width):
-        raise refusal("dba_decode", name, describe(parts[-1]), f"[{batch}, {kv_heads}, tokens, {width}]")
+        raise _refuse(name, describe(parts[-1]), f"[{batch}, {kv_heads}, tokens, {width}]")
     if exact:
-        wanted = {
-            "fp32": torch.float32,
-            "fp16": torch.float16,
-            "bf16": torch.bfloat16,
-            ZEROS: torch.bfloat16,
-        }[kind]
+        wanted = EXACT_DTYPES[kind]
         if parts[0].dtype != wanted:
-            raise refusal("dba_decode", name, parts[0].dtype, f"{wanted}, the dtype of kind {kind}")
+            raise _refuse(name, parts[0].dtype, f"{wanted}, the dtype of kind {kind}")
         return
     stored = get_block_format(kind)
     codes, scales, tail = parts
     lanes = (stored.block.n_blocks(kv_heads * width), codes.shape[2])
     if tuple(codes.shape[1:]) != (*lanes, stored.code_width) or codes.dtype != stored.code_dtype:
-        raise refusal(
-            "dba_decode",
-            f"{name}.values",
-            describe(codes),
-            f"{stored.code_dtype} {[batch, *lanes, stored.code_width]}",
+        raise _refuse(
+            f"{name}.values", describe(codes), f"{stored.code_dtype} {[batch, *lanes, stored.code_width]}"
         )
     if tuple(scales.shape[1:]) != (*lanes, 1) or scales.dtype != stored.scale_dtype:
-        raise refusal(
-            "dba_decode", f"{name}.scales", describe(scales), f"{stored.scale_dtype} {[batch, *lanes, 1]}"
-        )
+        raise _refuse(f"{name}.scales", describe(scales), f"{stored.scale_dtype} {[batch, *lanes, 1]}")
     if tail.dtype != torch.bfloat16:
-        raise refusal("dba_decode", f"{name}.tail", tail.dtype, "torch.bfloat16")
+        raise _refuse(f"{name}.tail", tail.dtype, "torch.bfloat16")
 
 
 def _of_rank(x: Tensor, name: str, rank: int) -> torch.Size:
     if x.dim() != rank:
-        raise refusal("dba_decode", name, describe(x), f"{rank} axes")
+        raise _refuse(name, describe(x), f"{rank} axes")
     return x.shape
 
 
@@ -284,26 +253,12 @@ def read_stream(kind: str, parts: list[Tensor], n_packed: Tensor | None, dtype: 
     return both.gather(2, index)
 
 
-def host_dba_decode(
-    q_sem: Tensor,
-    q_geo: Tensor,
-    kinds: list[str],
-    k_sem: list[Tensor],
-    k_geo: list[Tensor],
-    v: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-    null: list[Tensor],
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-) -> tuple[Tensor, Tensor]:
+def host_dba_decode(*given: Any) -> tuple[Tensor, Tensor]:
     """Compute `dba_decode`: on a CPU numbers of all sequences at once, blocks of each by itself, up to what it stores;
     elsewhere by the reference."""
+    q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, _, _ = given
     if not q_sem.is_cpu:
-        return reference_dba_decode(
-            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
-        )
+        return reference_dba_decode(*given)
     if null or any(kind not in EXACT_KINDS for kind in kinds):
         streams = list(zip(kinds, [k_sem, k_geo, *([v] if v else [])], strict=True))
         return _sequence_by_sequence(q_sem, q_geo, streams, seqlens, n_packed, null, window)

@@ -63,7 +63,18 @@ def dba_decode_up(
     return instead(*given)
 
 
-def check_dba_decode_up(
+def check_dba_decode_up(*given: Any) -> None:
+    """Refuse what the op does not take, by shapes and dtypes alone."""
+    check_dba_decode(*_of_decode(*given))
+    q_sem, up = given[0], given[7]
+    heads, rank = q_sem.shape[1], q_sem.shape[3]
+    if up.dim() != 3 or up.shape[:2] != (heads, rank) or up.device != q_sem.device:
+        raise ConfigError(
+            f"dba_decode_up: up is {tuple(up.shape)} on {up.device}, expected [{heads}, {rank}, D] on {q_sem.device}"
+        )
+
+
+def _of_decode(
     q_sem: Tensor,
     q_geo: Tensor,
     kinds: list[str],
@@ -72,17 +83,10 @@ def check_dba_decode_up(
     seqlens: Tensor,
     n_packed: Tensor | None,
     up: Tensor,
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-) -> None:
-    """Refuse what the op does not take, by shapes and dtypes alone."""
-    check_dba_decode(q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], window, max_seqlen, n_splits)
-    heads, rank = q_sem.shape[1], q_sem.shape[3]
-    if up.dim() != 3 or up.shape[:2] != (heads, rank) or up.device != q_sem.device:
-        raise ConfigError(
-            f"dba_decode_up: up is {tuple(up.shape)} on {up.device}, expected [{heads}, {rank}, D] on {q_sem.device}"
-        )
+    *sizes: int,
+) -> tuple[Any, ...]:
+    """Return the arguments of `dba_decode` that those of this op hold."""
+    return q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], *sizes
 
 
 def _admit(*given: Any) -> Callable[..., Tensor] | None:
@@ -93,32 +97,12 @@ def _admit(*given: Any) -> Callable[..., Tensor] | None:
     return None if q_sem.dtype in HALF and kernel_takes(q_sem.dtype, widths) else _apart
 
 
-def _apart(
-    q_sem: Tensor,
-    q_geo: Tensor,
-    kinds: list[str],
-    c: list[Tensor],
-    k_geo: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-    up: Tensor,
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-) -> Tensor:
+def _apart(*given: Any) -> Tensor:
     """Compute the op by the two that it joins, each of which knows what its kernels take."""
-    read, _ = dba_decode(
-        q_sem,
-        q_geo,
-        StoredStream(kinds[0], *c),
-        StoredStream(kinds[1], *k_geo),
-        None,
-        seqlens,
-        n_packed=n_packed,
-        window=window or None,
-        max_seqlen=max_seqlen,
-        n_splits=n_splits,
-    )
+    q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits = given
+    streams = StoredStream(kinds[0], *c), StoredStream(kinds[1], *k_geo)
+    options = {"window": window or None, "max_seqlen": max_seqlen, "n_splits": n_splits}
+    read, _ = dba_decode(q_sem, q_geo, *streams, None, seqlens, n_packed=n_packed, **options)
     return per_head_linear(read.transpose(1, 2), up)
 
 
@@ -135,21 +119,7 @@ def _fake(*given: Any) -> Tensor:
     schema="(Tensor q_sem, Tensor q_geo, str[] kinds, Tensor[] c, Tensor[] k_geo, Tensor seqlens, Tensor? n_packed, "
     "Tensor up, int window, int max_seqlen, int n_splits) -> Tensor",
 )
-def host_dba_decode_up(
-    q_sem: Tensor,
-    q_geo: Tensor,
-    kinds: list[str],
-    c: list[Tensor],
-    k_geo: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-    up: Tensor,
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-) -> Tensor:
+def host_dba_decode_up(*given: Any) -> Tensor:
     """Compute the op in plain PyTorch."""
-    read, _ = host_dba_decode(
-        q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], window, max_seqlen, n_splits
-    )
-    return reference_per_head_linear(read.transpose(1, 2), up)
+    read, _ = host_dba_decode(*_of_decode(*given))
+    return reference_per_head_linear(read.transpose(1, 2), given[7])

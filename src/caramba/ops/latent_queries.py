@@ -9,6 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import caramba_op, has_kernel, refuse_tangents, upcast
+from caramba.ops.rope import rotate_pairs
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD, WIDEST_GEO = 128, 256
@@ -112,5 +113,4 @@ def reference_latent_queries_backward(
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (p, p + G/2) of wide x [B, T, H, G]."""
     cos, sin = (table.to(x.dtype).squeeze(-3).unsqueeze(-2) for table in (cos, sin))
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotate_pairs(x, cos, sin)

@@ -85,20 +85,6 @@ def normalise_backward(
     return grad_x, sums[0], sums[1]
 
 
-def _fake_layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[:-1]
-    return x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
-
-
-def _fake_add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = x.shape[:-1]
-    return x.new_empty(x.shape), x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], output[1], output[2], inputs[1], inputs[2])
@@ -120,7 +106,12 @@ def _backward_add(
     return grad_x, grad_x, grad_weight, grad_bias, None
 
 
-@caramba_op("layer_norm", fake=_fake_layer_norm, setup=_setup, backward=_backward)
+@caramba_op(
+    "layer_norm",
+    fake=lambda x, *_: (x.new_empty(x.shape), *(empty_upcast(x, x.shape[:-1]) for _ in range(2))),
+    setup=_setup,
+    backward=_backward,
+)
 def reference_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +120,15 @@ def reference_layer_norm(
     return scale_and_shift(unit, weight, bias).to(x.dtype).contiguous(), mean, rstd
 
 
-@caramba_op("add_layer_norm", fake=_fake_add_layer_norm, setup=_setup_add, backward=_backward_add)
+@caramba_op(
+    "add_layer_norm",
+    fake=lambda x, *_: (
+        *(x.new_empty(x.shape) for _ in range(2)),
+        *(empty_upcast(x, x.shape[:-1]) for _ in range(2)),
+    ),
+    setup=_setup_add,
+    backward=_backward_add,
+)
 def reference_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

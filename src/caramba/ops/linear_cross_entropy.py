@@ -213,18 +213,9 @@ def rows_per_chunk(hidden: Tensor, n_classes: int, held_bytes: int = 0) -> int:
     return max(1, -(-len(hidden) // (n_chunks * ROW_TILE))) * ROW_TILE
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    scale: float,
-    z_loss: float,
-    chunk: int,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check(hidden, weight, targets)
+    wants_hidden, wants_weight = rest[-2:]
     return (
         hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32)),
         hidden.new_empty(hidden.shape if wants_hidden else 0),
@@ -285,16 +276,14 @@ def reference_linear_cross_entropy(
         matrix = weight.detach().to(hidden.dtype)
         losses = hidden.new_empty(n_rows, dtype=torch.promote_types(hidden.dtype, torch.float32))
         grad_hidden = torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0)
-        grad_weight = (
-            weight.new_empty(n_classes, width) if wants_weight else weight.new_empty(0)
-        )  # the first chunk writes it
+        # The first chunk writes it.
+        grad_weight = weight.new_empty(n_classes, width) if wants_weight else weight.new_empty(0)
         if wants_weight and n_rows == 0:
             grad_weight.zero_()
         rows = min(chunk, n_rows)
         buffer = hidden.new_empty(rows, -(-n_classes // COLUMN_TILE) * COLUMN_TILE)
-        if (
-            hidden.device.type == "cpu"
-        ):  # whose 16-bit products of odd width multiply the next column by zero: not NaN
+        if hidden.device.type == "cpu":
+            # Its 16-bit products of odd width multiply the next column by zero: not NaN.
             buffer[:, n_classes:] = 0
         for start in range(0, n_rows, max(1, rows)):
             part = hidden[start : start + rows]

@@ -40,14 +40,12 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ConfigError(
             f"rope: x is {x.dtype} of shape {tuple(shape)}, expected floating [B, N, T, D] with even D"
         )
-    fits = (
-        len(table) in (3, 4)
-        and table[-2:] == (shape[2], shape[3] // 2)
-        and table[-3] > 0
-        and shape[1] % table[-3] == 0
-        and (len(table) == 3 or table[0] == shape[0])
-    )
-    if not fits or sin.shape != table or cos.dtype != sin.dtype or not cos.is_floating_point():
+    if (
+        not tables_fit(table, *shape)
+        or sin.shape != table
+        or cos.dtype != sin.dtype
+        or not cos.is_floating_point()
+    ):
         raise ConfigError(
             f"rope: cos is {cos.dtype} {tuple(table)} and sin {sin.dtype} {tuple(sin.shape)} for x {tuple(shape)}; "
             f"expected both floating [G, {shape[2]}, {shape[3] // 2}], or the same with {shape[0]} in front, G a "
@@ -59,6 +57,23 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
     if cos.requires_grad or sin.requires_grad:
         raise ConfigError("rope: cos and sin require gradients, which this op does not give; detach them")
+
+
+def tables_fit(table: torch.Size, batch: int, heads: int, n_tokens: int, width: int) -> bool:
+    """Whether cosines of shape `table` are those of heads of `width`, in groups, or of each row."""
+    return (
+        len(table) in (3, 4)
+        and table[-2:] == (n_tokens, width // 2)
+        and table[-3] > 0
+        and heads % table[-3] == 0
+        and (len(table) == 3 or table[0] == batch)
+    )
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs of features p and p + D/2 in x's dtype; the tables broadcast to its halves."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -89,9 +104,7 @@ def reference_rope(
     cos, sin = (table.to(wide.dtype).repeat_interleave(repeats, -3) for table in (cos, sin))
     if inverse:
         sin = -sin
-    first, second = wide.chunk(2, dim=-1)
-    out = torch.empty_like(x, dtype=dtype)
-    return out.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1) * scale)
+    return torch.empty_like(x, dtype=dtype).copy_(rotate_pairs(wide, cos, sin) * scale)
 
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,9 +216,8 @@ def _check_rope_qkv(joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """Return scale R x, wide. Shape: [B, T, N, D]."""
-    first, second = upcast(x).chunk(2, dim=-1)
-    cos, sin = (table.to(first.dtype).transpose(-3, -2) for table in (cos, sin))
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1) * scale
+    wide = upcast(x)
+    return rotate_pairs(wide, *(table.to(wide.dtype).transpose(-3, -2) for table in (cos, sin))) * scale
 
 
 def _fake_rope_qkv(
@@ -217,13 +229,6 @@ def _fake_rope_qkv(
         joined.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
         for heads in (n_heads, n_kv_heads, n_kv_heads)
     )
-
-
-def _fake_rope_qkv_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
-) -> Tensor:
-    batch, _, tokens, head_dim = dq.shape
-    return dq.new_empty(batch, tokens, (n_heads + 2 * n_kv_heads) * head_dim)
 
 
 def _setup_rope_qkv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -270,7 +275,9 @@ def reference_rope_qkv(
 
 @caramba_op(
     "rope_qkv_backward",
-    fake=_fake_rope_qkv_backward,
+    fake=lambda dq, dk, dv, cos, sin, n_heads, n_kv_heads, scale: dq.new_empty(
+        dq.shape[0], dq.shape[2], (n_heads + 2 * n_kv_heads) * dq.shape[3]
+    ),
     setup=_setup_backward,
     backward=_backward_of_backward,
     is_linear=True,

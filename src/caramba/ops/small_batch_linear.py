@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,6 +95,9 @@ def codes_of(weight: Tensor) -> int:
     return FIELDS if weight.dtype == WORDS else 1
 
 
+_refuse = functools.partial(refusal, "small_batch_linear")
+
+
 def _check(
     x: Tensor,
     weight: Tensor,
@@ -104,15 +109,13 @@ def _check(
     gated: bool,
 ) -> None:
     if not x.is_floating_point() or x.dim() < 1 or not 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
-        raise refusal("small_batch_linear", "x", describe(x), f"a floating [..., K] of 1 to {MAX_ROWS} rows")
+        raise _refuse("x", describe(x), f"a floating [..., K] of 1 to {MAX_ROWS} rows")
     width = x.shape[-1]
     grouped = scale if scale is not None and scale.dim() == 3 else None
     has_words = grouped is not None
     n_columns = width // FIELDS if has_words else width
     if weight.dim() != 2 or weight.shape[1] != n_columns or (gated and weight.shape[0] % 2):
-        raise refusal(
-            "small_batch_linear", "weight", describe(weight), f"[{'2F' if gated else 'N'}, {n_columns}]"
-        )
+        raise _refuse("weight", describe(weight), f"[{'2F' if gated else 'N'}, {n_columns}]")
     n_out = weight.shape[0]
     has_codes = scale is not None
     of_weight = WORDS if has_words else CODES if has_codes else x.dtype
@@ -120,11 +123,8 @@ def _check(
     if grouped is not None:
         n_groups = grouped.shape[1]
         if n_groups == 0 or width % (FIELDS * n_groups):
-            raise refusal(
-                "small_batch_linear",
-                "scale",
-                describe(grouped),
-                f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly",
+            raise _refuse(
+                "scale", describe(grouped), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly"
             )
         of_scale = (n_out, n_groups, 2)
     expected = {
@@ -138,27 +138,12 @@ def _check(
             continue
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != x.device:
             behind = ", with a scale" if name == "weight" and has_codes else ""
-            raise refusal(
-                "small_batch_linear",
-                name,
-                describe(tensor),
-                f"{dtype} of shape {shape} on {x.device}{behind}",
-            )
+            raise _refuse(name, describe(tensor), f"{dtype} of shape {shape} on {x.device}{behind}")
     if norm is not None and (eps is None or tuple(norm.shape) != (width,) or norm.device != x.device):
-        raise refusal(
-            "small_batch_linear",
-            "norm",
-            f"{describe(norm)} with eps={eps}",
-            f"({width},) on {x.device}, and an eps",
-        )
+        raise _refuse("norm", f"{describe(norm)} with eps={eps}", f"({width},) on {x.device}, and an eps")
     given = (x, weight, bias, residual, norm)
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given):
-        raise refusal(
-            "small_batch_linear",
-            "gradients",
-            "inputs that require some",
-            "none; call it under torch.inference_mode()",
-        )
+        raise _refuse("gradients", "inputs that require some", "none; call it under torch.inference_mode()")
 
 
 @caramba_op(
