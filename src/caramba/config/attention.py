@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, model_validator
 
 from caramba.config.attention_dims import (
     FUSED_WIDEST,
@@ -16,9 +16,10 @@ from caramba.config.attention_dims import (
     AttentionMode,
     align_width,
 )
+from caramba.config.base import Probability
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
 from caramba.config.kvcache import CacheFormat
-from caramba.config.layer_base import Dimension, LayerConfig, Probability, RopeScalingConfig, Shapes
+from caramba.config.layer_base import Dimension, LayerConfig, RopeScalingConfig, Shapes
 from caramba.errors import member
 
 
@@ -73,9 +74,7 @@ class AttentionLayerConfig(LayerConfig):
         default=None, description="mode=bottleneck: width of queries, keys and values, all heads together"
     )
     rope_enabled: bool = Field(default=True, description="whether rotary position embeddings are applied")
-    rope_base: Annotated[float, Field(gt=0)] = Field(
-        default=10000.0, description="base of the rotary frequencies"
-    )
+    rope_base: PositiveFloat = Field(default=10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(
         default=None, description="rescaling of the rotary frequencies for longer contexts; unset: none"
     )
@@ -96,7 +95,7 @@ class AttentionLayerConfig(LayerConfig):
         description="mode=decoupled: whether semantic keys use the weights of the queries; needs n_kv_heads = "
         "n_heads",
     )
-    exact_first_tokens: Annotated[int, Field(ge=0)] = Field(
+    exact_first_tokens: NonNegativeInt = Field(
         default=0,
         description="layout=latent: number of first tokens with full keys and values at full precision",
     )
@@ -110,7 +109,7 @@ class AttentionLayerConfig(LayerConfig):
         description="layout=latent: multi-head latent attention as stock engines have it: an RMS norm on the latent, "
         "standard rotary frequencies, no biases",
     )
-    latent_norm_eps: Annotated[float, Field(gt=0)] = Field(
+    latent_norm_eps: PositiveFloat = Field(
         default=100.0,
         description="mla: epsilon of the latent's norm; far above the latent's mean square the norm is nearly linear",
     )
@@ -132,7 +131,7 @@ class AttentionLayerConfig(LayerConfig):
     qk_norm: bool = Field(
         default=False, description="whether RMS normalisation is applied to queries and keys"
     )
-    qk_norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-6, description="epsilon of qk_norm")
+    qk_norm_eps: PositiveFloat = Field(default=1e-6, description="epsilon of qk_norm")
     dropout: Probability = Field(default=0.0, description="dropout probability of the attention weights")
 
     _decoupled_only: ClassVar[tuple[str, ...]] = (

@@ -30,6 +30,9 @@ def _fits_file_system(path: str) -> str:
 PathText = Annotated[str, AfterValidator(_fits_file_system)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """What torch's and NumPy's generators all take."""
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 MOST_HINTS = 10
 """Unknown keys of a mapping that get a nearest name: a comparison with every known name takes time."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from caramba.config.base import Config, Later, PathText
+from caramba.config.base import Config, Later, PathText, Share
 from caramba.config.extension import OrExtension, OwnBenchmarkConfig
 from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.ladder import LadderConfig
@@ -91,7 +91,7 @@ class LatencyBenchmarkConfig(Measurement):
     prompt_lengths: Lengths = Field(default=(128,), description="prompt lengths to measure, in tokens")
     generation_lengths: Lengths = Field(default=(32,), description="numbers of new tokens to measure")
     batch_sizes: Lengths = Field(default=(1,), description="batch sizes to measure, in sequences")
-    warmup_runs: Annotated[int, Field(ge=0)] = Field(default=2, description="runs before the timing starts")
+    warmup_runs: NonNegativeInt = Field(default=2, description="runs before the timing starts")
     timed_runs: Positive = Field(default=5, description="runs that are timed")
     cache_kind: OneCacheKind = Field(default=None, description="format of the KV cache; unset: fp32")
 
@@ -125,7 +125,7 @@ class AccuracyBenchmarkConfig(Measurement):
         description="names, groups or patterns of tasks"
     )
     limit: Positive | None = Field(default=None, description="items of each task; unset: all")
-    num_fewshot: Annotated[int, Field(ge=0)] | None = Field(
+    num_fewshot: NonNegativeInt | None = Field(
         default=None, description="examples in front of each item; unset: the number of the task"
     )
     include_path: PathText | None = Field(
@@ -136,7 +136,7 @@ class AccuracyBenchmarkConfig(Measurement):
     max_length: Positive | None = Field(
         default=None, description="longest sequence, in tokens; unset: the length of training"
     )
-    smallest_difference: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    smallest_difference: Share | None = Field(
         default=None,
         description="smallest difference of two accuracies that matters, as a share; warns before a task whose items "
         "cannot see it",
@@ -322,7 +322,7 @@ class RecallBenchmarkConfig(Measurement):
     blocks: Positive = Field(default=2, description="blocks of attention and SwiGLU")
     steps: Positive = Field(default=800, description="training steps")
     batch_size: Positive = Field(default=64, description="rows of a step")
-    lr: Annotated[float, Field(gt=0)] = Field(default=3e-3, description="peak learning rate")
+    lr: PositiveFloat = Field(default=3e-3, description="peak learning rate")
     eval_batches: Positive = Field(default=4, description="batches of held-out rows")
     seeds: Positive = Field(default=1, description="number of trained models, each with its own seed")
 
@@ -369,7 +369,7 @@ class MemoryGapBenchmarkConfig(Measurement):
     local_window: Positive | None = Field(
         default=None, description="window of the teacher with a window alone, in tokens; unset: the student's"
     )
-    min_gain: Annotated[float, Field(gt=0)] = Field(
+    min_gain: PositiveFloat = Field(
         default=0.02, description="least gain of the teacher, in nats, of which a share is reported"
     )
 
@@ -388,16 +388,14 @@ class GenerationBenchmarkConfig(Measurement):
     prompt_length: Positive = Field(default=64, description="tokens of a prompt")
     max_new_tokens: Positive = Field(default=64, description="most new tokens of a text")
     batch_size: Positive = Field(default=8, description="prompts that are continued together")
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    temperature: NonNegativeFloat = Field(
         default=0.0, description="softmax temperature; 0: the most likely token"
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="keep the fewest tokens whose probabilities reach this sum"
-    )
-    tie_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    top_p: Share = Field(default=1.0, description="keep the fewest tokens whose probabilities reach this sum")
+    tie_margin: NonNegativeFloat = Field(
         default=0.01, description="largest difference of log-likelihoods that is a tie, in nats a token"
     )
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: NonNegativeInt = Field(
         default=1337, description="seed of the first prompt, one more for each further"
     )
 

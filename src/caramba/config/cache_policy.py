@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from caramba.config.base import Config, PathText
 from caramba.config.kvcache import CacheKind, KVCacheKind
 from caramba.config.layer_base import Positive
 
-Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Q_CHUNK_BUCKETS = ((2048, None), (16384, 2048), (65536, 1024))
 LONGEST_Q_CHUNK = 512
 SMALLEST_STEP_CAPACITY = 512
@@ -27,16 +26,16 @@ class CacheKeys(Config):
         default=None,
         description="format of the cache; unset, the one that the model was trained for (cache_format), else its dtype",
     )
-    cache_budget_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    cache_budget_mb: PositiveFloat | None = Field(
         default=None, description="of cache_kind=auto: most megabytes (1e6 bytes) of the whole batch's cache"
     )
-    cache_quality_max_delta_nll: Limit = Field(
+    cache_quality_max_delta_nll: NonNegativeFloat = Field(
         default=0.05, description="highest rise of the loss that passes, in nats per token"
     )
-    cache_quality_max_ppl_ratio: Limit = Field(
+    cache_quality_max_ppl_ratio: NonNegativeFloat = Field(
         default=1.05, description="highest ratio of perplexities that passes"
     )
-    cache_quality_max_mean_kl: Limit = Field(
+    cache_quality_max_mean_kl: NonNegativeFloat = Field(
         default=0.05, description="nats per token, of held-out text and of the needle's answers alike"
     )
     cache_quality_max_tokens: Annotated[int, Field(ge=256)] = Field(
@@ -64,7 +63,7 @@ class CacheKeys(Config):
         default=False,
         description="while generating compare with 16 bits, and continue with those if the KL is too high",
     )
-    cache_plan_probe_interval_sec: Limit = Field(
+    cache_plan_probe_interval_sec: NonNegativeFloat = Field(
         default=60.0, description="seconds between two probes of cache_plan_probe"
     )
     decode_plan: Literal["auto", "fixed", "none"] = Field(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from caramba.config.base import Config, Seed
+from caramba.config.base import Config, Seed, Share, UnitInterval
 from caramba.config.cache_policy import CacheKeys
 from caramba.config.kvcache import CacheKind
 from caramba.config.layer_base import Positive
 
 DEFAULT_SEED = 1337
-TokenIds = tuple[Annotated[int, Field(ge=0)], ...]
+TokenIds = tuple[NonNegativeInt, ...]
 Compiled = bool | Literal["graph", "auto"]
 """How steps are asked to run, see `GenerateConfig.compiled`."""
 
@@ -25,20 +25,18 @@ class GenerateConfig(CacheKeys):
     """
 
     max_new_tokens: Positive = Field(default=128, description="most new tokens of a text")
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    temperature: NonNegativeFloat = Field(
         default=1.0, description="softmax temperature; 0 takes the most likely token"
     )
     top_k: Positive | None = Field(default=None, description="keep this many of the most likely tokens")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="keep the fewest tokens whose probabilities reach this sum"
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+    top_p: Share = Field(default=1.0, description="keep the fewest tokens whose probabilities reach this sum")
+    min_p: UnitInterval = Field(
         default=0.0, description="keep tokens of at least this share of the most likely one's probability"
     )
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    repetition_penalty: PositiveFloat = Field(
         default=1.0, description="above 1 makes tokens of the prompt and of the new text less likely"
     )
-    eos_token_id: Annotated[int, Field(ge=0)] | TokenIds | None = Field(
+    eos_token_id: NonNegativeInt | TokenIds | None = Field(
         default=None, description="ends a row; where unset the tokenizer's end mark"
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
@@ -139,10 +137,10 @@ class SpeculativeConfig(Config):
         default=True,
         description="take one more token from the verifying forward when all drafts are accepted",
     )
-    spec_disable_below_accept: Annotated[float, Field(ge=0, le=1)] = Field(
+    spec_disable_below_accept: UnitInterval = Field(
         default=0.1, description="share of accepted drafts below which drafting stops"
     )
-    hysteresis: Annotated[float, Field(ge=0, le=1)] = Field(
+    hysteresis: UnitInterval = Field(
         default=0.05, description="share above that floor which drafting must reach to continue"
     )
     window: Positive = Field(default=32, description="drafted tokens over which acceptance is judged")
@@ -170,7 +168,7 @@ class EngineConfig(Config):
     n_slots: Positive = Field(
         default=8, description="requests that decode together, one row of the cache each"
     )
-    n_ahead: Annotated[int, Field(ge=0)] = Field(
+    n_ahead: NonNegativeInt = Field(
         default=0,
         description="requests whose prompts run before a slot is free, each in one more row of the cache: no slot "
         "is idle for a prompt then; on CUDA, with captured steps, an exact cache and no prefix_cache_bytes",
@@ -187,15 +185,15 @@ class EngineConfig(Config):
         description="prompt tokens per step, padding included, so that long prompts do not hold up the decoding rows; "
         "where steps are captured a prompt of up to 512 runs whole with an exact cache, if none of it was kept",
     )
-    max_queue: Annotated[int, Field(ge=0)] = Field(
+    max_queue: NonNegativeInt = Field(
         default=256, description="requests that wait for a slot; one more is refused"
     )
-    batch_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    batch_timeout: NonNegativeFloat = Field(
         default=0.0,
         description="seconds that a started engine in which nothing runs waits for more requests to begin with, from "
         "the first on and until there are n_slots",
     )
-    prefix_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+    prefix_cache_bytes: NonNegativeInt = Field(
         default=0,
         description="memory for the keys and values of earlier texts, whose equal beginnings are not run again",
     )
@@ -204,7 +202,7 @@ class EngineConfig(Config):
         description="of models with memory slots: keep their state after each chunk of a prompt and each answer, from "
         "which texts that begin so continue",
     )
-    cache_size: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    cache_size: PositiveFloat = Field(
         default=1024.0, description="of use_memory_cache: most megabytes (1e6 bytes) of kept states"
     )
     compiled: Compiled = Field(

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
-from caramba.config.base import Config
+from caramba.config.base import Config, Probability, Share
 from caramba.config.layer_base import Positive
 
 RowName = Literal[
@@ -104,7 +104,7 @@ class LadderConfig(Config):
         default=1, description="forward passes of an optimiser step"
     )
     block_size: Positive = Field(default=2048, description="tokens of a sequence")
-    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    lr: PositiveFloat | Literal["auto"] = Field(
         default="auto", description="peak learning rate; auto: the published rate for the width"
     )
     warmup_steps: Positive = Field(default=20, description="steps before the timing starts")
@@ -115,13 +115,13 @@ class LadderConfig(Config):
     scheduler: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="learning-rate schedule: constant, linear, cosine or wsd"
     )
-    lr_warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
+    lr_warmup_ratio: Probability = Field(
         default=0.1, description="share of the steps in which the learning rate rises"
     )
     val_windows: Positive = Field(
         default=64, description="held-out windows of block_size tokens that the loss is measured on"
     )
-    loss_tolerance: Annotated[float, Field(ge=0)] = Field(
+    loss_tolerance: NonNegativeFloat = Field(
         default=0.01,
         description="largest rise of the held-out loss over the first row, in nats, of a row that may be the "
         "top",
@@ -140,7 +140,7 @@ class LadderConfig(Config):
     largest_seconds: Positive = Field(
         default=900, description="time limit of that search for all rows, in seconds"
     )
-    memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+    memory_utilization: Share = Field(
         default=0.9, description="share of the free device memory that a batch may take"
     )
 

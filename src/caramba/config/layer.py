@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionDims, AttentionMode
+from caramba.config.base import Probability
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
-from caramba.config.layer_base import Dimension, LayerConfig, Positive, Probability, RopeScalingConfig, Shapes
+from caramba.config.layer_base import Dimension, LayerConfig, Positive, RopeScalingConfig, Shapes
 from caramba.config.memory_bank import MemoryBankLayerConfig
 
 __all__ = [
@@ -39,9 +40,7 @@ class RMSNormLayerConfig(LayerConfig):
         default="RMSNormLayer", description="name of the class of this node"
     )
     d_model: Dimension = Field(description="width of the input and output")
-    eps: Annotated[float, Field(gt=0)] = Field(
-        default=1e-5, description="added to the mean square for stability"
-    )
+    eps: PositiveFloat = Field(default=1e-5, description="added to the mean square for stability")
     elementwise_affine: bool = Field(default=True, description="whether there is a learned gain per feature")
 
     def parameter_shapes(self) -> Shapes:
@@ -63,9 +62,7 @@ class LayerNormLayerConfig(LayerConfig):
         default="LayerNormLayer", description="name of the class of this node"
     )
     d_model: Dimension = Field(description="width of the input and output")
-    eps: Annotated[float, Field(gt=0)] = Field(
-        default=1e-5, description="added to the variance for stability"
-    )
+    eps: PositiveFloat = Field(default=1e-5, description="added to the variance for stability")
     bias: bool = Field(default=True, description="whether there is a learned offset per feature")
 
     def parameter_shapes(self) -> Shapes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from caramba.config.base import Config
 from caramba.config.cost import Cost, Unknown, Width, expect_width, layer_cost
@@ -16,7 +16,6 @@ Positive = Annotated[int, Field(gt=0, le=2**63 - 1)]
 """What a 64-bit integer of torch holds."""
 Dimension = Annotated[int, Field(gt=0, le=2**31 - 1)]
 """A width of a layer; products of two are sizes of tensors."""
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Shapes = dict[str, tuple[int, ...]]
 
 Decoding = Literal["per_token", "cached", "refused"]
@@ -109,7 +108,7 @@ class RopeScalingConfig(Config):
         default=1.0,
         description="type=yarn: rotations per trained context below which a frequency is divided by factor",
     )
-    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
+    attention_factor: PositiveFloat | None = Field(
         default=None, description="type=yarn: scale of the rotated features; unset: 0.1 ln(factor) + 1"
     )
 

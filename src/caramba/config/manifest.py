@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from caramba.config.base import SLUG, Config, PathText, Seed, nearest
 from caramba.config.benchmark import AccuracyBenchmarkConfig, BenchmarkConfig
@@ -58,7 +58,7 @@ class SettingsConfig(Config):
         description="rich, plain, plot or none for the console; hdf5, tensorboard and wandb are read as "
         "logger.hdf5, logger.tensorboard and logger.wandb; csv and jsonl are always written",
     )
-    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+    peak_tflops: PositiveFloat | None = Field(
         default=None,
         description="the device's dense peak for MFU, in TFLOP/s; by default from a table of GPUs",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionMode
@@ -40,7 +40,7 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
     memory_slots: Dimension | None = Field(
         default=None, description="slots per key/value head; unset: from memory_compression_ratio"
     )
-    memory_compression_ratio: Annotated[float, Field(gt=0)] | None = Field(
+    memory_compression_ratio: PositiveFloat | None = Field(
         default=None,
         description="max_sequence_length / (local_window + memory_slots); needs max_sequence_length",
     )
@@ -50,7 +50,7 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
     memory_rope: bool = Field(
         default=False, description="whether slots hold keys after RoPE; false: keys without positions"
     )
-    memory_tau: Annotated[float, Field(gt=0)] = Field(
+    memory_tau: PositiveFloat = Field(
         default=8.0, description="temperature of the slot gates; larger values forget more slowly"
     )
 

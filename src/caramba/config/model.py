@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, SerializeAsAny, model_validator
 
 import caramba.config.layer  # noqa: F401  # pyright: ignore[reportUnusedImport]  registers layers
 from caramba.config.base import Config, PathText
@@ -170,7 +170,7 @@ class SurgeryConfig(Config):
     calibration_tokens: Positive | None = Field(
         default=None, description="tokens of the train split that statistics are taken over; default 262144"
     )
-    exact_first_tokens: Annotated[int, Field(ge=0)] | None = Field(
+    exact_first_tokens: NonNegativeInt | None = Field(
         default=None,
         description="first tokens of a sequence whose keys and values stay the teacher's, under layout: latent",
     )

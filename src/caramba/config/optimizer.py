@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 from pydantic_core import PydanticCustomError
 
-from caramba.config.base import Config, nearest
+from caramba.config.base import Config, Probability, nearest
 from caramba.config.extension import name_of
 from caramba.config.source import is_mapping, is_sequence
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from caramba.config.train import PhaseConfig
 
 
-NonNegative = Annotated[float, Field(ge=0)]
 BETAS = (0.9, 0.95)
 LION_BETAS = (0.9, 0.99)  # Chen et al., 2023, arXiv:2302.06675
 MOMENTUM = {"sgd": 0.9, "muon": 0.95}
@@ -35,7 +34,7 @@ class AdaGCConfig(Config):
     `gradient_clip_algorithm: adagc` takes these; `max_grad_norm` holds for all gradients together until `warmup_steps`.
     """
 
-    beta: Annotated[float, Field(ge=0, lt=1)] = Field(
+    beta: Probability = Field(
         default=0.98, description="decay of the moving average of a tensor's gradient norm"
     )
     relative: Annotated[float, Field(ge=1)] = Field(
@@ -49,7 +48,7 @@ class AdaGCConfig(Config):
 class SwatsConfig(Config):
     """When `optimizer: swats` goes from Adam to SGD; see `SWATS`."""
 
-    tolerance: Annotated[float, Field(gt=0)] = Field(
+    tolerance: PositiveFloat = Field(
         default=1e-9,
         description="distance between the SGD rate of a step and its average at which SGD takes over; the paper's 1e-9 "
         "is met by few runs",
@@ -59,10 +58,10 @@ class SwatsConfig(Config):
 class PidaoConfig(Config):
     """Coefficients of `optimizer: pidao` and `pidao_adaptive`; see `PIDAO`."""
 
-    kp: NonNegative = Field(default=25.0, description="weight of the gradient")
-    ki: NonNegative = Field(default=1.0, description="weight of the gradient's integral")
-    kd: NonNegative = Field(default=0.5, description="weight of the gradient's change")
-    damping: Annotated[float, Field(gt=0)] = Field(
+    kp: NonNegativeFloat = Field(default=25.0, description="weight of the gradient")
+    ki: NonNegativeFloat = Field(default=1.0, description="weight of the gradient's integral")
+    kd: NonNegativeFloat = Field(default=0.5, description="weight of the gradient's change")
+    damping: PositiveFloat = Field(
         default=25.0, description="friction; a velocity is forgotten in 1 / (damping lr) steps"
     )
 
@@ -157,7 +156,6 @@ def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
 
 
 MATCHED = "matched"
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1, "swats": 2, "pidao": 2, "pidao_adaptive": 3}
 """Values that each optimiser keeps of a weight."""
 SECOND_MOMENTS = ("adamw", "muon", "swats", "pidao_adaptive")
@@ -170,14 +168,14 @@ class StrategyConfig(Config):
     optimizer: Literal["adamw", "sgd", "lion", "muon", "swats", "pidao", "pidao_adaptive"] = Field(
         description="optimiser of the strategy"
     )
-    rate: Annotated[float, Field(gt=0)] | Literal["matched"] = Field(
+    rate: PositiveFloat | Literal["matched"] = Field(
         description="multiple of the schedule's lr; matched keeps the update size of the strategy before"
     )
-    betas: tuple[Beta, Beta] | None = Field(
+    betas: tuple[Probability, Probability] | None = Field(
         default=None, description="decays of the moments; unset: the phase's, lion's own"
     )
-    momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
-    decay: Annotated[float, Field(ge=0)] = Field(default=1.0, description="multiple of weight_decay")
+    momentum: Probability | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
+    decay: NonNegativeFloat = Field(default=1.0, description="multiple of weight_decay")
     clip: Literal["phase", "adagc"] = Field(
         default="phase", description="clipping of the phase, or each tensor by its own past norms"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer_base import Positive
@@ -45,13 +45,11 @@ class OptimizersConfig(Config):
     )
     batch_size: Positive = Field(default=8, description="sequences of a step")
     block_size: Positive = Field(default=128, description="tokens of a sequence")
-    lr: Annotated[float, Field(gt=0)] = Field(
-        default=4e-3, description="AdamW's rate, which the search is around"
-    )
-    rates: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = Field(
+    lr: PositiveFloat = Field(default=4e-3, description="AdamW's rate, which the search is around")
+    rates: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = Field(
         default=(0.25, 0.5, 1.0, 2.0, 4.0), description="multiples of the rate that every row tries"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="decoupled weight decay")
+    weight_decay: NonNegativeFloat = Field(default=0.1, description="decoupled weight decay")
     seeds: Annotated[int, Field(ge=2)] = Field(default=5, description="orders of the data that are scored")
     val_windows: Annotated[int, Field(ge=4)] = Field(
         default=64, description="held-out windows, in two halves"

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from caramba.config.base import Config, Later
 from caramba.config.layer_base import Positive
@@ -29,7 +29,6 @@ SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 SourceName = Literal["arxiv", "semantic_scholar"]
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
-Usd = Annotated[float, Field(gt=0)]
 
 
 class CitationsConfig(Config):
@@ -121,14 +120,14 @@ class BudgetConfig(Config):
     )
     max_tokens: Positive = Field(default=1_000_000, description="prompt and reply tokens of all requests")
     max_reply_tokens: Positive = Field(default=8192, description="tokens of one reply")
-    max_cost_usd: Usd | None = Field(
+    max_cost_usd: PositiveFloat | None = Field(
         default=None, description="needs a model whose price is known, or the two below"
     )
-    usd_per_million_prompt: Usd | None = Field(
+    usd_per_million_prompt: PositiveFloat | None = Field(
         default=None,
         description="price of a million prompt tokens, in US dollars; unset: as litellm knows it",
     )
-    usd_per_million_reply: Usd | None = Field(
+    usd_per_million_reply: PositiveFloat | None = Field(
         default=None, description="price of a million reply tokens, in US dollars; unset: as litellm knows it"
     )
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer_base import Positive
@@ -281,7 +281,7 @@ class LauncherConfig(Config):
     nproc_per_node: Positive | None = Field(
         default=None, description="torchrun, slurm: ranks on each node; else what parallel asks for"
     )
-    max_restarts: Annotated[int, Field(ge=0)] | None = Field(
+    max_restarts: NonNegativeInt | None = Field(
         default=None,
         description="torchrun: how often all ranks start again, from the last saved state, when one dies",
     )
@@ -334,7 +334,7 @@ class ClusterConfig(Config):
     time: Time | None = Field(
         default=None, description="limit of a job, as SLURM writes it: HH:MM:SS or D-HH:MM:SS"
     )
-    gpus: Annotated[int, Field(ge=0)] | Word | None = Field(
+    gpus: NonNegativeInt | Word | None = Field(
         default=None,
         description="GPUs per node, a number or TYPE:NUMBER; else one per rank unless device=cpu; 0 asks for none",
     )

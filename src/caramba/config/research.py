@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from caramba.config.base import Config, PathText
 from caramba.config.layer_base import Positive
@@ -61,29 +61,23 @@ class GateConfig(Config):
 class LoopBudgetConfig(Config):
     """What a whole loop may spend: writer, reviewer and experiments together. Unset is no limit."""
 
-    max_cost_usd: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="US dollars of all requests"
-    )
+    max_cost_usd: PositiveFloat | None = Field(default=None, description="US dollars of all requests")
     max_tokens: Positive = Field(default=3_000_000, description="prompt and reply tokens of all requests")
     max_calls: Positive = Field(
         default=300, description="requests to language models, failed attempts included"
     )
-    max_wall_hours: Annotated[float, Field(gt=0)] = Field(
-        default=24.0, description="hours of the loop while it runs"
-    )
-    max_gpu_hours: Annotated[float, Field(gt=0)] = Field(default=24.0, description="hours of all experiments")
+    max_wall_hours: PositiveFloat = Field(default=24.0, description="hours of the loop while it runs")
+    max_gpu_hours: PositiveFloat = Field(default=24.0, description="hours of all experiments")
 
 
 class ResearchLoopConfig(Config):
     """A loop that drafts, reviews, runs proposed experiments under a registered test, and redrafts."""
 
     max_iterations: Positive = Field(default=5, description="most rounds of draft, review and experiments")
-    max_experiments_per_iteration: Annotated[int, Field(ge=0)] = Field(
+    max_experiments_per_iteration: NonNegativeInt = Field(
         default=2, description="most experiments of a round"
     )
-    max_total_experiments: Annotated[int, Field(ge=0)] = Field(
-        default=5, description="most experiments of the loop"
-    )
+    max_total_experiments: NonNegativeInt = Field(default=5, description="most experiments of the loop")
     min_score_to_approve: Score = Field(
         default=7.5, description="score, of 10, from which a paper can be approved"
     )
@@ -96,7 +90,7 @@ class ResearchLoopConfig(Config):
     save_all_versions: bool = Field(
         default=True, description="false: only the newest version of the paper is kept"
     )
-    experiment_timeout_s: Annotated[float, Field(gt=0)] = Field(
+    experiment_timeout_s: PositiveFloat = Field(
         default=3600.0, description="seconds after which a run counts as failed; reserved before it begins"
     )
     gate: GateConfig | None = Field(default=None, description="the registered test; unset: no experiments")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer_base import Positive
@@ -73,10 +73,10 @@ class CodeConfig(Config):
     k: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
         default=(1,), description="numbers of programs of which one has to pass, for pass@k"
     )
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    temperature: NonNegativeFloat = Field(
         default=0.0, description="softmax temperature; 0: the most likely token"
     )
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: NonNegativeInt = Field(
         default=1337, description="seed of the first program of an item, one more for each further"
     )
     timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(

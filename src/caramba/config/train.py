@@ -7,9 +7,17 @@ import math
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    WithJsonSchema,
+    model_validator,
+)
 
-from caramba.config.base import Config, PathText, Seed
+from caramba.config.base import Config, PathText, Probability, Seed, Share, UnitInterval
 from caramba.config.extension import Loss, NameOrExtension, OptimizerConfig, ScheduleConfig, name_of
 from caramba.config.layer_base import Positive
 from caramba.config.optimizer import (
@@ -40,8 +48,6 @@ Checkpointing = Annotated[Literal["none", "selective", "full", "auto"], BeforeVa
 
 
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
 BLOCK_PHASES = ("blockwise", "drift")
 # The value of `lr: auto`: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
 # that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
@@ -59,9 +65,7 @@ class ConvergenceConfig(Config):
     A frozen block costs nothing more, and a phase whose blocks are all frozen ends early.
     """
 
-    target: Annotated[float, Field(gt=0)] = Field(
-        description="smoothed loss of a block at which it may freeze"
-    )
+    target: PositiveFloat = Field(description="smoothed loss of a block at which it may freeze")
     patience: Positive = Field(default=50, description="steps that the loss has to stay at the target")
     max_steps: Positive | None = Field(
         default=None, description="steps after which it freezes in any case; unset: none"
@@ -113,15 +117,11 @@ class LoraConfig(Config):
     """
 
     rank: Positive = Field(default=16, description="rank of the updates")
-    alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32.0, description="scale of the updates is alpha / rank"
-    )
+    alpha: PositiveFloat = Field(default=32.0, description="scale of the updates is alpha / rank")
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default=("all-linear",), description="last parts of module names to train, or all-linear"
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="dropout probability of the input of an update"
-    )
+    dropout: Probability = Field(default=0.0, description="dropout probability of the input of an update")
 
 
 OWN_KEYS = {
@@ -179,7 +179,7 @@ class PhaseConfig(Config):
     kl_weight: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.5, description="share of the teacher's KL in objective=mixed; the rest is cross-entropy"
     )
-    hidden_weight: NonNegative = Field(
+    hidden_weight: NonNegativeFloat = Field(
         default=0.0,
         description="of the distance to the teacher's residual stream in objective=kl or mixed; falls to 0 over the "
         "phase",
@@ -189,7 +189,7 @@ class PhaseConfig(Config):
         default=16, description="auto: the most that fits memory_utilization, measured on the run's own step"
     )
     block_size: Positive = Field(default=256, description="tokens of a sequence")
-    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    lr: PositiveFloat | Literal["auto"] = Field(
         default=3e-4,
         description="auto: the published rate of the phase at width 2048, more for a narrower model",
     )
@@ -207,28 +207,26 @@ class PhaseConfig(Config):
     fused_optimizer: bool = Field(
         default=True, description="one kernel for all weights; false steps adamw and sgd weight by weight"
     )
-    betas: tuple[Beta, Beta] = Field(default=BETAS, description="0.9 and 0.99 where none are given for lion")
+    betas: tuple[Probability, Probability] = Field(
+        default=BETAS, description="0.9 and 0.99 where none are given for lion"
+    )
     swats: SwatsConfig | None = Field(default=None, description="keys of swats; unset: its defaults")
     pidao: PidaoConfig | None = Field(
         default=None, description="coefficients of pidao and pidao_adaptive; unset: their defaults"
     )
-    momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
+    momentum: Probability | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
     scheduler: Annotated[Any, BeforeValidator(SCHEDULES), WithJsonSchema(SCHEDULES.schema())] = Field(
         default="cosine",
         description="course of lr after the warm-up; none and constant are equal; or one of a plugin, {type: NAME}",
     )
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.2, description="share of the steps in which wsd decays, at the end"
-    )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps in which lr rises from 0")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="share of lr at the end"
-    )
-    weight_decay: NonNegative = Field(default=0.0, description="decoupled weight decay")
+    decay_ratio: Share = Field(default=0.2, description="share of the steps in which wsd decays, at the end")
+    warmup_steps: NonNegativeInt = Field(default=0, description="steps in which lr rises from 0")
+    min_lr_ratio: UnitInterval = Field(default=0.0, description="share of lr at the end")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
     gradient_accumulation_steps: Positive = Field(
         default=1, description="forward and backward passes of a step"
     )
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+    max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="of all gradients together; in blockwise and drift of each block's own"
     )
     gradient_clip_algorithm: Literal["norm", "value", "adagc"] = Field(
@@ -249,9 +247,7 @@ class PhaseConfig(Config):
     memory_resize: MemoryResizeConfig | None = Field(
         default=None, description="another number of memory slots from this phase on; unset: none"
     )
-    temperature: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="softmax temperature of kl and mixed"
-    )
+    temperature: PositiveFloat = Field(default=1.0, description="softmax temperature of kl and mixed")
     seed: Seed | None = Field(default=None, description="seed of this phase; unset: the seed of the run")
     save_every: Positive | None = Field(
         default=None, description="steps between checkpoints; unset: settings.save_every"
@@ -270,7 +266,7 @@ class PhaseConfig(Config):
         description="maps: a latent student's W_q and W_o, which surgery copies, stay as they are; auto: maps where "
         "surgery has copied them, else all",
     )
-    attention_kl: NonNegative = Field(
+    attention_kl: NonNegativeFloat = Field(
         default=0.0, description="weight of KL(teacher || student) of attention probabilities"
     )
     attention_queries: Positive = Field(
@@ -283,7 +279,7 @@ class PhaseConfig(Config):
     cache_teacher_outputs: bool = Field(
         default=False, description="store the outputs of the teacher on disk and read them in each step"
     )
-    teacher_cache_max_gb: Annotated[float, Field(gt=0)] = Field(
+    teacher_cache_max_gb: PositiveFloat = Field(
         default=20.0, description="largest such store, in 1e9 bytes; a larger one is refused"
     )
     teacher_top_k: Positive = Field(
@@ -344,18 +340,18 @@ class PhaseConfig(Config):
     activation_checkpointing: Checkpointing = Field(
         default="none", description="selective keeps matrix products and attention; auto: the least that fits"
     )
-    activation_checkpoint_threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    activation_checkpoint_threshold: Share | None = Field(
         default=None,
         description="checkpoint only when a step without it takes more than this share of the memory",
     )
     activation_checkpoint_granularity: Literal["layer", "block"] = Field(
         default="block", description="what is recomputed at a time: a repeat of a list, or each node of it"
     )
-    memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+    memory_utilization: Share = Field(
         default=0.9,
         description="share of the device's free memory that what is chosen by measurement may take",
     )
-    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    num_workers: NonNegativeInt | Literal["auto"] = Field(
         default=0, description="processes that read data; auto: as many as keep the device from waiting"
     )
     pin_memory: bool | None = Field(default=None, description="page-locked batches; unset: on CUDA only")
@@ -390,13 +386,13 @@ class PhaseConfig(Config):
         default=3,
         description="trials of a candidate on other batches, whose paired differences give the interval",
     )
-    orchestrator_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+    orchestrator_budget: Share = Field(
         default=0.2, description="tokens of trials, as a share of the phase's own"
     )
     orchestrator_min_steps_between_switches: Positive = Field(
         default=500, description="steps after a switch in which no other is tried"
     )
-    orchestrator_ramp_steps: Annotated[int, Field(ge=0)] = Field(
+    orchestrator_ramp_steps: NonNegativeInt = Field(
         default=50, description="steps in which the rate goes from the matched one to the strategy's own"
     )
     orchestrator_max_loss_increase: Annotated[float, Field(gt=1)] = Field(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, field_validator, model_validator
 
-from caramba.config.base import Config, nearest
+from caramba.config.base import Config, Share, nearest
 from caramba.config.layer_base import Positive
 from caramba.config.source import is_mapping
 
@@ -52,7 +52,7 @@ class EarlyStoppingConfig(Config):
     patience: Positive = Field(
         default=3, description="validations without an improvement after which it ends"
     )
-    min_delta: Annotated[float, Field(ge=0)] = Field(
+    min_delta: NonNegativeFloat = Field(
         default=0.0, description="least fall that is an improvement, in nats per token"
     )
     stopping_threshold: float | None = Field(
@@ -70,7 +70,7 @@ class TrainerConfig(Config):
         default=None,
         description="most time of a phase, DD:HH:MM:SS; the phase then ends and its weights are saved; unset: no limit",
     )
-    limit_val_batches: Positive | Annotated[float, Field(gt=0, le=1)] = Field(
+    limit_val_batches: Positive | Share = Field(
         default=1.0, description="batches of a validation: a number, or a share up to 1.0"
     )
     log_every_n_steps: Positive = Field(default=10, description="steps between two rows of metrics.csv")
@@ -85,10 +85,10 @@ class TrainerConfig(Config):
         default=None,
         description="end a phase when its held-out loss no longer falls; unset: train all steps",
     )
-    save_top_k: Annotated[int, Field(ge=0)] = Field(
+    save_top_k: NonNegativeInt = Field(
         default=0, description="weights with the lowest held-out loss to keep, in checkpoints/kept/"
     )
-    save_last_k: Annotated[int, Field(ge=0)] = Field(
+    save_last_k: NonNegativeInt = Field(
         default=0, description="last weights to keep, one at each save_every, in checkpoints/kept/"
     )
     restore_best: bool = Field(

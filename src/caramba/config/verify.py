@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from caramba.config.base import Config
+from caramba.config.base import Config, UnitInterval
 from caramba.config.benchmark import NOBODYS_CHOICE
 from caramba.config.extension import OrExtension, OwnCheckConfig
 from caramba.config.kvcache import CacheKind, KVCacheKind
@@ -14,7 +14,6 @@ from caramba.config.layer_base import Positive
 from caramba.config.source import is_mapping
 from caramba.errors import quote
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 CaseId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 FAIL_FAST = "whether a failed check makes the whole run fail, once all artifacts are written"
@@ -86,9 +85,9 @@ EvalCase = Annotated[IntGreedyCase | ChoiceLogprobCase, Field(discriminator="kin
 
 
 class AccuracyBounds(Config):
-    """Share of cases that the student has to answer, and how much less than its teacher it may."""
+    """UnitInterval of cases that the student has to answer, and how much less than its teacher it may."""
 
-    min_student_accuracy: Share | None = Field(
+    min_student_accuracy: UnitInterval | None = Field(
         default=None, description="lowest share of correct answers that passes, from 0 to 1; unset: no bound"
     )
     max_accuracy_drop: Annotated[float, Field(ge=-1, le=1)] | None = Field(
@@ -168,16 +167,13 @@ class EvalVerifyConfig(Config):
         return self
 
 
-Bound = Annotated[float, Field(ge=0)]
-
-
 class L1Bounds(Config):
     """Largest mean and largest maximum absolute difference that pass."""
 
-    max_mean_l1: Bound | None = Field(
+    max_mean_l1: NonNegativeFloat | None = Field(
         default=None, description="largest mean absolute difference that passes; unset: no bound"
     )
-    max_max_l1: Bound | None = Field(
+    max_max_l1: NonNegativeFloat | None = Field(
         default=None, description="largest absolute difference that passes; unset: no bound"
     )
 
@@ -219,13 +215,13 @@ class FidelityVerifyConfig(Config):
         default=None,
         description="largest rise of the loss over the teacher, in nats per token; unset: no bound",
     )
-    max_ppl_ratio: Annotated[float, Field(gt=0)] | None = Field(
+    max_ppl_ratio: PositiveFloat | None = Field(
         default=None, description="largest ratio of perplexities, student / teacher; unset: no bound"
     )
-    max_kl: Bound | None = Field(
+    max_kl: NonNegativeFloat | None = Field(
         default=None, description="largest KL(teacher || student) that passes, in nats per token"
     )
-    min_top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    min_top1_agreement: UnitInterval | None = Field(
         default=None, description="least share of tokens whose likeliest next token is the teacher's"
     )
     fail_fast: bool = Field(default=False, description=FAIL_FAST)
@@ -244,10 +240,10 @@ class KVCacheVerifyConfig(Config):
         default=KVCacheKind.FP16, description="format of the KV cache"
     )
     tokens: Positive = Field(default=64, description="tokens of the prompt that fills the caches")
-    max_bytes_per_token: Annotated[float, Field(gt=0)] | None = Field(
+    max_bytes_per_token: PositiveFloat | None = Field(
         default=None, description="most cache bytes per token of the student; unset: no bound"
     )
-    min_ratio: Annotated[float, Field(gt=0)] | None = Field(
+    min_ratio: PositiveFloat | None = Field(
         default=None, description="lowest ratio of teacher bytes to student bytes; unset: no bound"
     )
     fail_fast: bool = Field(default=False, description=FAIL_FAST)
