@@ -28,8 +28,8 @@ from typing import Any
 from scipy.stats import beta
 
 from caramba.config.manifest import Manifest
+from caramba.config.paper import GateConfig
 from caramba.config.parse import parse_as
-from caramba.config.research import GateConfig
 from caramba.console import logger
 from caramba.paper.research.experiment import Comparison
 from caramba.paper.research.proposal import Proposal, arm_manifest

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from caramba.config.estimate import model_cost
-from caramba.config.estimate.spread import ParallelLayout, holdings
+from caramba.config.estimate.memory import ParallelLayout, holdings
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig

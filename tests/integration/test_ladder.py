@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba.config.ladder import top_of
+from caramba.config.benchmark import top_of
 from tests.integration.commands import SMALL, caramba, only_run
 
 ROWS = "[baseline,tf32,bf16,flash,kernels,fused_adamw,fused_ce,full,largest_batch]"

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from caramba import artifacts
-from caramba.config.benchmark import BenchmarkConfig, InferenceLadderConfig
-from caramba.config.quantise import CalibrationConfig, WeightFormat
+from caramba.config.benchmark import BenchmarkConfig, CalibrationConfig, InferenceLadderConfig, WeightFormat
 from caramba.errors import ConfigError
 from caramba.evaluation import Subjects, ladder, run_suite
 from caramba.infer import Generator, step_pool

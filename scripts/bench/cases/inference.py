@@ -28,8 +28,8 @@ from registry import check_names
 from timing import interleave, read_rate, wall_seconds
 
 from caramba import kernels
+from caramba.config.benchmark import WeightFormat
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator, prefill
 from caramba.lower.quantize import format_refusal, quantise_weights
 from caramba.model import Model

@@ -18,11 +18,9 @@ from caramba.config.manifest import (
     Slug,
 )
 from caramba.config.model import FitConfig, ModelConfig
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig
 from caramba.config.plugins import Plugins
-from caramba.config.research import ResearchLoopConfig
-from caramba.config.review import ReviewConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import ELSEWHERE, EarlyStoppingConfig, TrainerConfig
 from caramba.config.verify import VerifyConfig

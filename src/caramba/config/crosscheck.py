@@ -17,17 +17,17 @@ from caramba.config.benchmark import (
     BenchmarkKind,
     ControlsBenchmarkConfig,
     InferenceLadderConfig,
+    LadderConfig,
     LatencyBenchmarkConfig,
     LongContextBenchmarkConfig,
     MemoryBenchmarkConfig,
     MemoryGapBenchmarkConfig,
+    OptimizersConfig,
     PerplexityBenchmarkConfig,
 )
-from caramba.config.ladder import LadderConfig
 from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
-from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.parallel_check import check_parallel
 from caramba.config.source import Path, SourceMap, format_place, is_sequence, list_of, retrace, show_path
 from caramba.config.surgery import check_surgery

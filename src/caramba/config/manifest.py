@@ -14,12 +14,10 @@ from caramba.config.extension import Callback, MetricLogger
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.layer_base import Positive
 from caramba.config.model import FitConfig, ModelConfig
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig
 from caramba.config.parse import parse_as
 from caramba.config.plugins import Plugins, use_plugins
-from caramba.config.research import ResearchLoopConfig
-from caramba.config.review import ReviewConfig
 from caramba.config.source import Path, SourceMap
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig

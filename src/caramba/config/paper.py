@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config, Later, PathText
 from caramba.config.layer_base import Positive
 from caramba.errors import is_secret, quote
 
@@ -195,3 +196,150 @@ class PaperConfig(Config):
     def versions_kept(self) -> int | None:
         """How many versions stay on disk, None for all."""
         return self.max_versions if self.auto_version else 1
+
+
+Strictness = Literal["workshop", "conference", "journal", "top_venue"]
+Persona = Literal["senior_researcher", "methodology_expert", "practitioner"]
+Action = Literal["approve", "style_fix", "clarification", "new_experiment", "major_revision"]
+Topic = Literal["methodology", "experiments", "results", "writing", "citations"]
+TOPICS: tuple[Topic, ...] = get_args(Topic)
+Score = Annotated[float, Field(ge=0, le=10)]
+
+
+class ReviewConfig(Config):
+    """A review of a paper against its run: checks by rule, then a language model as reviewer."""
+
+    enabled: bool = Field(default=True, description="false: checks by rule alone, without a model")
+    strictness: Strictness = Field(
+        default="conference", description="bar of the review: workshop, conference, journal or top_venue"
+    )
+    reviewer_persona: Persona = Field(
+        default="senior_researcher", description="senior_researcher, methodology_expert or practitioner"
+    )
+    check_methodology: bool = Field(
+        default=True, description="whether the design of the experiment is reviewed"
+    )
+    check_experiments: bool = Field(default=True, description="whether missing experiments are reviewed")
+    check_results: bool = Field(default=True, description="whether results and claims are reviewed")
+    check_writing: bool = Field(default=True, description="whether structure and text are reviewed")
+    check_citations: bool = Field(default=True, description="whether citations are reviewed")
+    min_score_to_approve: Score = Field(
+        default=7.0, description="score, of 10, from which a paper can be approved"
+    )
+    auto_generate_experiments: bool = Field(
+        default=True, description="whether the reviewer may propose experiments"
+    )
+    max_proposed_experiments: Annotated[int, Field(ge=0, le=20)] = Field(
+        default=3, description="most experiments that one review proposes"
+    )
+    model: str = Field(default="gpt-4o", min_length=1, description="language model, as in `paper.model`")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        default=None, description="by default the model's own; some models take none"
+    )
+    api: ApiConfig = Field(default=ApiConfig(), description="how the language model is reached")
+    budget: BudgetConfig = Field(default=BudgetConfig(), description="what one review may spend")
+
+    @property
+    def topics(self) -> tuple[Topic, ...]:
+        """What is reviewed."""
+        return tuple(topic for topic in TOPICS if getattr(self, f"check_{topic}"))
+
+    def as_paper(self) -> PaperConfig:
+        """Return how the reviewer's model is asked, as a drafter's configuration."""
+        return PaperConfig(model=self.model, temperature=self.temperature, api=self.api, budget=self.budget)
+
+
+class GateConfig(Config):
+    """One paired sequential test per candidate; a candidate is accepted only by it."""
+
+    metric: str = Field(min_length=1, description="key of report.json that candidates are compared by")
+    direction: Literal["less", "more"] = Field(description="which values of the metric are better")
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
+        default=tuple(range(1, 11)), description="seeds, in order; each is run in both arms"
+    )
+    candidates: Positive = Field(default=5, description="most candidates of the loop")
+    level: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        default=0.05, description="chance that a loop without any true improvement accepts one"
+    )
+    budget: Literal["tokens", "wall"] = Field(
+        default="tokens", description="what both arms of a pair spend equally: tokens, or wall-clock seconds"
+    )
+    wall_tolerance: Annotated[float, Field(ge=0, le=0.2)] = Field(
+        default=0.02, description="largest relative difference of wall-clock time"
+    )
+
+    held_out: PathText | None = Field(
+        default=None,
+        description="tokens that no search run reads, opened once for the winner; a loop with experiments needs it",
+    )
+
+    @property
+    def threshold(self) -> float:
+        """The e-value from which a candidate is accepted: its share of the level, inverted."""
+        return self.candidates / self.level
+
+    @property
+    def fewest_seeds(self) -> int:
+        """Seeds that a candidate needs when it wins all of them: a seed at most doubles the e-value."""
+        return math.ceil(math.log2(self.threshold))
+
+    @model_validator(mode="after")
+    def _can_decide(self) -> GateConfig:
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError("research.gate.seeds names a seed twice; name each once")
+        if len(self.seeds) < self.fewest_seeds:
+            raise ValueError(
+                f"research.gate.seeds has {len(self.seeds)} seeds; {self.candidates} candidates at level "
+                f"{self.level:g} need at least {self.fewest_seeds}; add seeds or allow fewer candidates"
+            )
+        return self
+
+
+class LoopBudgetConfig(Config):
+    """What a whole loop may spend: writer, reviewer and experiments together. Unset is no limit."""
+
+    max_cost_usd: PositiveFloat | None = Field(default=None, description="US dollars of all requests")
+    max_tokens: Positive = Field(default=3_000_000, description="prompt and reply tokens of all requests")
+    max_calls: Positive = Field(
+        default=300, description="requests to language models, failed attempts included"
+    )
+    max_wall_hours: PositiveFloat = Field(default=24.0, description="hours of the loop while it runs")
+    max_gpu_hours: PositiveFloat = Field(default=24.0, description="hours of all experiments")
+
+
+class ResearchLoopConfig(Config):
+    """A loop that drafts, reviews, runs proposed experiments under a registered test, and redrafts."""
+
+    max_iterations: Positive = Field(default=5, description="most rounds of draft, review and experiments")
+    max_experiments_per_iteration: NonNegativeInt = Field(
+        default=2, description="most experiments of a round"
+    )
+    max_total_experiments: NonNegativeInt = Field(default=5, description="most experiments of the loop")
+    min_score_to_approve: Score = Field(
+        default=7.5, description="score, of 10, from which a paper can be approved"
+    )
+    auto_approve_score: Score = Field(
+        default=9.0, description="score from which minor findings need no further round; it bypasses no gate"
+    )
+    auto_run_experiments: bool = Field(
+        default=False, description="true: proposed experiments run without a person's confirmation"
+    )
+    save_all_versions: bool = Field(
+        default=True, description="false: only the newest version of the paper is kept"
+    )
+    experiment_timeout_s: PositiveFloat = Field(
+        default=3600.0, description="seconds after which a run counts as failed; reserved before it begins"
+    )
+    gate: GateConfig | None = Field(default=None, description="the registered test; unset: no experiments")
+    budget: LoopBudgetConfig = Field(default=LoopBudgetConfig(), description="what the loop may spend")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ResearchLoopConfig:
+        if self.auto_approve_score < self.min_score_to_approve:
+            raise ValueError("auto_approve_score is below min_score_to_approve; raise it")
+        if self.gate is not None and self.max_total_experiments > self.gate.candidates:
+            raise ValueError(
+                f"max_total_experiments={self.max_total_experiments} is more than research.gate.candidates="
+                f"{self.gate.candidates}; lower it or register more"
+            )
+        return self

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from caramba.config.attention import AttentionLayerConfig
+from caramba.config.benchmark import LadderConfig, OptimizersConfig
 from caramba.config.extension import NodeConfig, is_own, name_of
-from caramba.config.ladder import LadderConfig
 from caramba.config.layer import AttentionDims, DropoutLayerConfig, SwiGLULayerConfig
 from caramba.config.manifest import Manifest
 from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelSpec
-from caramba.config.optimizer_table import OptimizersConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.topology import NestedTopologyConfig, StackedTopologyConfig, TopologyConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from caramba.config.extension import DataSourceConfig, build_extension, user_traceback
-from caramba.config.plugin_types import read_source
+from caramba.config.plugins import read_source
 from caramba.errors import DataError, ExtensionFailedError
 
 

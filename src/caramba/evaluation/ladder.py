@@ -15,8 +15,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from caramba.config.benchmark import InferenceLadderConfig
-from caramba.config.quantise import WeightFormat
+from caramba.config.benchmark import InferenceLadderConfig, WeightFormat
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.evaluation.ladder_ranks import SharedRung, kernels_in_use, time_on_ranks

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from caramba import kernels
-from caramba.config.quantise import WeightFormat
+from caramba.config.benchmark import WeightFormat
 from caramba.console import logger
 from caramba.infer import Generator
 from caramba.infer.shared import BACKENDS, share_layers

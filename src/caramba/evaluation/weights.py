@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.config.benchmark import WeightsBenchmarkConfig
-from caramba.config.quantise import WeightFormat
+from caramba.config.benchmark import WeightFormat, WeightsBenchmarkConfig
 from caramba.data import spread_windows
 from caramba.errors import CarambaError, ConfigError, KernelUnavailable
 from caramba.evaluation.subject import Subjects

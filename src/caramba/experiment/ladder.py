@@ -10,8 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from caramba import kernels
-from caramba.config.benchmark import BenchmarkConfig
-from caramba.config.ladder import RUNGS, LadderConfig, RowName, fastest, row_keys, top_of, without
+from caramba.config.benchmark import (
+    RUNGS,
+    BenchmarkConfig,
+    LadderConfig,
+    RowName,
+    fastest,
+    row_keys,
+    top_of,
+    without,
+)
 from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
 from caramba.experiment.ladder_largest import find_largest, largest_row

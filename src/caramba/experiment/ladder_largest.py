@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from caramba.config.ladder import LadderConfig
+from caramba.config.benchmark import LadderConfig
 from caramba.config.model import ModelSpec
 from caramba.errors import OutOfMemory
 from caramba.experiment.ladder_steps import LadderSteps, Taken, take_steps

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from caramba.config.benchmark import LadderConfig
 from caramba.config.estimate import estimate_phase, model_cost
-from caramba.config.ladder import LadderConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.experiment.fit_apart import fit_apart

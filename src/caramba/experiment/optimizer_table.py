@@ -14,9 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from caramba.config.benchmark import BenchmarkConfig
+from caramba.config.benchmark import ROW_KEYS, ROW_LR, BenchmarkConfig, OptimizersConfig
 from caramba.config.optimizer import STRATEGIES, trial_steps
-from caramba.config.optimizer_table import ROW_KEYS, ROW_LR, OptimizersConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import batches, spread_windows

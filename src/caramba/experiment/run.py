@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from caramba import artifacts
-from caramba.config.benchmark import STAGED, BenchmarkConfig
+from caramba.config.benchmark import STAGED, BenchmarkConfig, LadderConfig, OptimizersConfig
 from caramba.config.generate import ChatConfig, SampleConfig
-from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
-from caramba.config.optimizer_table import OptimizersConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
 from caramba.experiment.chats import check_chats, run_chat

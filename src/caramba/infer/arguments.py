@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from caramba.config.benchmark import WeightFormat
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
-from caramba.config.quantise import WeightFormat
 from caramba.console import logger
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, nearest

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caramba.config.benchmark import CalibrationConfig, WeightFormat
 from caramba.config.parse import parse_as
-from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.data.stream import Tokens
 from caramba.errors import ConfigError
 from caramba.infer.eval_text import EvalText, corpus_of

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from caramba.config.paper import PaperConfig
-from caramba.config.research import ResearchLoopConfig
-from caramba.config.review import ReviewConfig
+from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.paper.drafter import PaperDrafter
 from caramba.paper.research.loop import ResearchLoop
 from caramba.paper.reviewer import PaperReviewer

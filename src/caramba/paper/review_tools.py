@@ -13,9 +13,8 @@ from pydantic import Field
 
 from caramba.config.base import Config
 from caramba.config.manifest import Manifest
-from caramba.config.paper import SectionName
+from caramba.config.paper import Action, ReviewConfig, Score, SectionName, Topic
 from caramba.config.parse import parse_as
-from caramba.config.review import Action, ReviewConfig, Score, Topic
 from caramba.errors import AgentError, CarambaError, nearest
 from caramba.paper.arguments import Prefix, Words, by_name, read_arguments
 from caramba.paper.evidence import Evidence

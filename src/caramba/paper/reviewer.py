@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from caramba.config.manifest import Manifest
-from caramba.config.review import Action, Persona, ReviewConfig, Strictness
+from caramba.config.paper import Action, Persona, ReviewConfig, Strictness
 from caramba.paper.arguments import tool_schemas
 from caramba.paper.budget import BudgetLedger, Parent, Spent
 from caramba.paper.client import LanguageModel, ModelUnusable

@@ -17,7 +17,7 @@ from caramba.runs.files import sha256_of, write_json
 
 if TYPE_CHECKING:
     from caramba.config.manifest import Manifest
-    from caramba.config.plugin_types import PluginSource
+    from caramba.config.plugins import PluginSource
 
 
 MANIFEST, OVERRIDES = "manifest.json", "overrides.txt"
@@ -211,7 +211,7 @@ def check_plugins_match(runs: Iterable[tuple[Path, Callable[[], Manifest]]]) -> 
 
 
 def _read_source(module: str) -> PluginSource:
-    from caramba.config.plugin_types import (
+    from caramba.config.plugins import (
         read_source,  # with pydantic, which commands over many runs do not need
     )
 

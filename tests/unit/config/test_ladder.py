@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.config.ladder import RUNGS, LadderConfig, fastest, row_keys, top_of, without
+from caramba.config.benchmark import RUNGS, LadderConfig, fastest, row_keys, top_of, without
 from caramba.config.train import PhaseConfig
 
 ALL = [name for name in RUNGS if name != "largest_batch"]

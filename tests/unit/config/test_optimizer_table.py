@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.config.benchmark import BenchmarkConfig
-from caramba.config.optimizer_table import OptimizersConfig
+from caramba.config.benchmark import BenchmarkConfig, OptimizersConfig
 
 
 def test_adamw_is_the_row_that_others_are_compared_with() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from caramba.config.crosscheck import refuse_unbuilt
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import PaperConfig, ReviewConfig
 from caramba.config.parse import parse_as
-from caramba.config.review import ReviewConfig
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 

@@ -17,8 +17,7 @@ from caramba.artifacts.across_runs.compare import manifest_differences
 from caramba.artifacts.across_runs.gather import read_rows
 from caramba.cli import main
 from caramba.config.extension import NodeConfig, parse_node
-from caramba.config.plugin_types import read_source
-from caramba.config.plugins import PluginConfig, activate, use_plugins
+from caramba.config.plugins import PluginConfig, activate, read_source, use_plugins
 from caramba.errors import ConfigError
 from caramba.model.topology import build_node
 from caramba.runs.manifest import check_plugins, plugin_sources

@@ -9,8 +9,8 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from caramba.cli import main
+from caramba.config.benchmark import CalibrationConfig
 from caramba.config.generate import EngineConfig, GenerateConfig, SpeculativeConfig
-from caramba.config.quantise import CalibrationConfig
 from caramba.launch import overrides
 from caramba.launch.commands.help import FLAGS
 from caramba.launch.commands.table import COMMANDS, COMMON

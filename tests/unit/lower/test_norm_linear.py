@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.cache import DeviceContext, KVCacheKind
+from caramba.config.benchmark import WeightFormat
 from caramba.config.model import ModelSpec
-from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer

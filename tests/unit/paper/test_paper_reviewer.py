@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.paper_servers import calls, chat_server, says
 
-from caramba.config.review import ReviewConfig
+from caramba.config.paper import ReviewConfig
 from caramba.errors import BudgetExceeded
 from caramba.launch.commands import review as command
 from caramba.paper.client import ModelUnusable

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from pydantic import ValidationError
 
-from caramba.config.research import GateConfig
+from caramba.config.paper import GateConfig
 from caramba.paper.research.gate import Pair, best_trial, budget_difference, e_values, gains, look
 
 GATE = GateConfig(metric="loss", direction="less")

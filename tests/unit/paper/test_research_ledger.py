@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from finished_run import write_run
 
+from caramba.config.paper import GateConfig
 from caramba.config.parse import parse_as
-from caramba.config.research import GateConfig
 from caramba.errors import ConfigError
 from caramba.paper.research import experiment
 from caramba.paper.research.experiment import Comparison

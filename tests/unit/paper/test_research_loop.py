@@ -13,10 +13,8 @@ import pytest
 from stub_model import FINDING, StubModel, called, said
 from test_research_ledger import GATE, Launcher
 
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import LoopBudgetConfig, PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parse import parse_as
-from caramba.config.research import LoopBudgetConfig, ResearchLoopConfig
-from caramba.config.review import ReviewConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper import ResearchLoop, client
 from caramba.paper.journal import CALLS

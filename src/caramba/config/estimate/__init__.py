@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from caramba.config.cost import Cost, Width, WidthError
 from caramba.config.estimate.fit import FitResult, FitRow, fit
-from caramba.config.estimate.memory import MemoryEstimate, PhaseEstimate, estimate_phase, rank_bytes
+from caramba.config.estimate.memory import (
+    MemoryEstimate,
+    ParallelLayout,
+    PhaseEstimate,
+    estimate_phase,
+    rank_bytes,
+)
 from caramba.config.estimate.model import ModelCost, check_widths, model_cost
 from caramba.config.estimate.planning import CacheRow, ExperimentPlan, StagePlan, plan
-from caramba.config.estimate.spread import ParallelLayout
 from caramba.config.estimate.variants import check_variants, variant
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from fractions import Fraction
 
 from caramba.config.benchmark import BenchmarkKind, MemoryBenchmarkConfig
 from caramba.config.estimate.fit import FitResult
-from caramba.config.estimate.memory import PhaseEstimate, estimate_phase, keeps_parts
+from caramba.config.estimate.memory import PhaseEstimate, estimate_phase, keeps_parts, spread_of
 from caramba.config.estimate.model import ModelCost, model_cost, runs_teacher
-from caramba.config.estimate.spread import spread_of
 from caramba.config.estimate.variants import feed_forward_widths, variant
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import ExperimentName, GroupConfig, Manifest, RunConfig

@@ -7,10 +7,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import GateConfig, PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parse import parse_as
-from caramba.config.research import GateConfig, ResearchLoopConfig
-from caramba.config.review import ReviewConfig
 from caramba.console import logger
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.paper import ResearchLoop

@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from caramba.config.paper import ReviewConfig
 from caramba.config.parse import parse_as
-from caramba.config.review import ReviewConfig
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.paper.document import read_paper

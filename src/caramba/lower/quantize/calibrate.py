@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from caramba.config.quantise import CalibrationConfig
+from caramba.config.benchmark import CalibrationConfig
 from caramba.errors import DataError
 from caramba.layer import LinearLayer
 from caramba.model import Model

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from caramba.config.quantise import WeightFormat
+from caramba.config.benchmark import WeightFormat
 from caramba.errors import KernelUnavailable
 
 INT4_CAPABILITY = (8, 0)

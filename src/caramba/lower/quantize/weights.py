@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.config.quantise import WeightFormat
+from caramba.config.benchmark import WeightFormat
 from caramba.errors import ConfigError, KernelUnavailable
 from caramba.layer import LinearLayer
 from caramba.layer.latent import FirstTokens

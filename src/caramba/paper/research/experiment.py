@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from caramba.config.manifest import Manifest
+from caramba.config.paper import GateConfig
 from caramba.config.parse import parse_as
-from caramba.config.research import GateConfig
 from caramba.console import logger
 from caramba.errors import ConfigError, nearest
 from caramba.paper.research.gate import Look, Pair, best_trial, budget_difference, look

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from caramba.config.research import GateConfig
+from caramba.config.paper import GateConfig
 
 SHARPNESS = 2.0  # of the bet in units of the median difference; larger values bet on the sign alone
 State = Literal["accepted", "rejected", "continue"]

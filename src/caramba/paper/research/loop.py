@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parse import parse_as
-from caramba.config.research import ResearchLoopConfig
-from caramba.config.review import ReviewConfig
 from caramba.console import logger
 from caramba.errors import BudgetExceeded, ConfigError
 from caramba.paper.client import LanguageModel, ModelUnusable

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from caramba.config.research import LoopBudgetConfig
+from caramba.config.paper import LoopBudgetConfig
 from caramba.errors import BudgetExceeded
 from caramba.runs.files import write_json
 

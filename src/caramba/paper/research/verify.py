@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from caramba.config.paper import GateConfig
 from caramba.config.parse import parse_as
-from caramba.config.research import GateConfig
 from caramba.errors import ConfigError
 from caramba.paper.research.experiment import ARMS, pair_of, read_run, run_place, trial_place
 from caramba.paper.research.gate import Pair, best_trial, look

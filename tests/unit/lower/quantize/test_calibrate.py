@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from tests.unit.model.model_specs import VOCAB, transformer
 from torch import nn
 
+from caramba.config.benchmark import CalibrationConfig, WeightFormat
 from caramba.config.model import ModelSpec
-from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.errors import ConfigError, DataError, KernelUnavailable
 from caramba.lower.quantize import format_refusal, library, observe_ranges, quantise_weights
 from caramba.lower.quantize.weights import linear_layers

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
+from caramba.config.benchmark import CalibrationConfig, WeightFormat
 from caramba.config.model import ModelSpec
-from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.infer import Generator
 from caramba.lower.quantize import observe_ranges, quantise_weights
 from caramba.lower.quantize.weights import linear_layers
