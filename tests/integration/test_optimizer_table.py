@@ -38,6 +38,9 @@ def test_a_table_of_optimisers_is_measured(tmp_path: Path, cache: Path) -> None:
     differences = [a["loss"] - b["loss"] for a, b in zip(ours["runs"], adamw["runs"], strict=True)]
     assert ours["loss_difference"]["mean"] == pytest.approx(sum(differences) / 2)
     assert len(ours["adamw_at_equal_time"]) == 2
+    assert ours["best_fixed"] == "adamw", "the one fixed row that there is"
+    assert ours["best_fixed_difference"] == ours["loss_difference"]
+    assert ours["best_fixed_at_equal_time"] == ours["adamw_at_equal_time"]
     assert all(one["decisions"] for one in ours["runs"])
     report = json.loads((run / "artifacts" / "report.json").read_text())
     assert "optimizers.student.val_loss@row=orchestrator" in report["metrics"]

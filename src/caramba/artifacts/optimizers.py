@@ -18,6 +18,8 @@ OPTIMIZERS_HEAD = (
     "Deviation",
     "Against AdamW, equal tokens (95%)",
     "Against AdamW, equal time (95%)",
+    "Against the best fixed, equal tokens (95%)",
+    "Against the best fixed, equal time (95%)",
     "Seconds",
     "Trials (tokens)",
 )
@@ -41,6 +43,31 @@ def interval_text(interval: dict[str, float] | None) -> str:
     return f"{interval['low']:+.4f} to {interval['high']:+.4f}"
 
 
+def interval_cells(row: dict[str, Any]) -> list[str]:
+    """Return a row's intervals at equal tokens and time: against AdamW, then against the best fixed row."""
+    fixed, timed = (
+        interval_text(row.get(key))
+        for key in ("best_fixed_difference", "best_fixed_difference_at_equal_time")
+    )
+    if "best_fixed" in row:
+        fixed = f"{row['best_fixed']}: {fixed}"
+    return [
+        interval_text(row["loss_difference"]),
+        interval_text(row.get("loss_difference_at_equal_time")),
+        fixed,
+        timed,
+    ]
+
+
+def time_omissions(result: RunResult) -> list[Omission]:
+    """Return the comparisons at equal time that there was no time for."""
+    return [
+        Omission(f"{KIND}: {row['row']}, equal time", str(row["equal_time_skipped"]))
+        for row in collect_measured_rows(result, KIND)
+        if "equal_time_skipped" in row
+    ]
+
+
 def draw_optimizers(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     """Return the curves of every row's first seed; nothing where no table was asked for."""
     rows = collect_measured_rows(result, KIND)
@@ -62,7 +89,7 @@ def draw_optimizers(result: RunResult) -> tuple[Picture | None, list[Omission]]:
         panels[0].set_ylabel("training loss (lower is better)")
         panels[0].set_title("Optimisers; triangles are switches", loc="left")
         panels[1].legend(loc="upper right")
-        return to_picture(figure, result.labels), []
+        return to_picture(figure, result.labels), time_omissions(result)
 
 
 def _switches(run: dict[str, Any], key: str) -> list[tuple[float, float]]:

@@ -84,7 +84,7 @@ def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value
 
 
-SKIPPING = {"inference_ladder": "rung", "weights": "weights", "ladder": "row"}
+SKIPPING = {"inference_ladder": "rung", "weights": "weights", "ladder": "row", "optimizers": "row"}
 """Benchmarks whose rows may have a reason for no measurement, with the column that separates a model's rows."""
 CASES_FILE = "eval_cases.csv"
 COLUMNS = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from caramba.artifacts.key import Condition, MetricKey, parse_key
 from caramba.artifacts.ladder import TRAINING_HEAD, ladder_keys
 from caramba.artifacts.metrics import STUDENT, TEACHER, describe, describe_dispersion, headline, verdict_keys
-from caramba.artifacts.optimizers import OPTIMIZERS_HEAD, interval_text, optimizer_rows
+from caramba.artifacts.optimizers import OPTIMIZERS_HEAD, interval_cells, optimizer_rows
 from caramba.artifacts.recall import list_recall
 from caramba.artifacts.rows import collect_measured_rows, collect_verdicts
 from caramba.artifacts.style import byte_text, name_of
@@ -373,8 +373,7 @@ def _optimizers(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell
         [
             Cell(str(row["row"])),
             *(_measured_cell(metrics.get(key)) for key in keys[:3]),
-            Cell(interval_text(row["loss_difference"])),
-            Cell(interval_text(row.get("loss_difference_at_equal_time"))),
+            *map(Cell, interval_cells(row)),
             _measured_cell(metrics.get(keys[3])),
             Cell(f"{row['trial_tokens']:,}"),
         ]

@@ -226,9 +226,11 @@ class OptimizersConfig(Config):
 
     Each row trains with every one of `rates` on one order of the data; the best by one half of the held-out windows
     then trains with `seeds` other orders, scored on the other half. Differences are paired with AdamW's by seed. Trials
-    of `orchestrator` and `nowcast` count as steps of their own: their phase is as much shorter. With `equal_time`
-    AdamW trains again for as many steps as take the row's seconds. With `objective: kl` rows distil copies of the
-    student, as it comes from its teacher or a checkpoint, in place of fresh models, and losses are divergences.
+    of `orchestrator` and `nowcast` count as steps of their own: their phase is as much shorter. Where `search_steps`
+    hold no decision, their rates are those tried by AdamW, with which they begin. With `equal_time`, after all rows,
+    AdamW trains again for as many steps as take the row's seconds, and so does the best fixed row of the
+    orchestrator's portfolio for it. With `objective: kl` rows distil copies of the student, as it comes from its
+    teacher or a checkpoint, in place of fresh models, and losses are divergences.
     """
 
     type: Literal["optimizers"] = Field(description="kind of the benchmark")
@@ -257,6 +259,10 @@ class OptimizersConfig(Config):
         default=64, description="held-out windows, in two halves"
     )
     equal_time: bool = Field(default=True, description="whether AdamW is also trained for a row's seconds")
+    seconds: PositiveFloat | None = Field(
+        default=None,
+        description="time that the table may take; what would end after it is left out by name; unset: no limit",
+    )
     strategies: Strategies = Field(
         default={}, description="strategies of the row orchestrator; unset: conservative_adamw, muon and lion"
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 
 from caramba.config.benchmark import ROW_KEYS, ROW_LR, BenchmarkConfig, OptimizersConfig
-from caramba.config.optimizer import STRATEGIES, trial_steps
+from caramba.config.optimizer import STRATEGIES, StrategyConfig, trial_steps
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import batches, spread_windows
@@ -37,22 +37,33 @@ SCORED_AT_ONCE = 8
 Row = dict[str, Any]
 
 
+class NoTimeLeftError(CarambaError):
+    """What is left of the table's time does not hold the runs that come next."""
+
+
 class Losses(pl.Callback):
     """Training loss and seconds of every step; on a CPU those of the process, which other work does not lengthen."""
 
     def __init__(self, device: torch.device) -> None:
         self.found: list[torch.Tensor] = []
         self.seconds: list[float] = []
+        self.device = device
         self.clock = time.process_time if device.type == "cpu" else time.perf_counter
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.began = self.clock()
+        self.began, self.began_wall = self.clock(), time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.found.append(outputs["loss"].detach().clone())
         self.seconds.append(self.clock() - self.began)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.device.type == "cuda":  # whose steps end after their launches
+            torch.cuda.synchronize(self.device)
+            self.seconds[-1] = self.clock() - self.began
+        self.wall = time.perf_counter() - self.began_wall
 
     def smooth(self) -> list[float]:
         """Return the mean loss of the last steps, at every step."""
@@ -68,6 +79,31 @@ class OptimizerTable:
         self.session, self.bench, self.config, self.role = session, bench, bench.config, role
         self.spec = session.model_of(role).spec
         self.rows: list[Row] = []
+        self.began = time.perf_counter()
+        self.took: dict[str, tuple[float, float]] = {}
+        """Seconds of each row's last run around its training, and of a step."""
+
+    @property
+    def measured(self) -> list[Row]:
+        """The rows that were not left out, AdamW's first."""
+        return [row for row in self.rows if row["skipped"] is None]
+
+    def need_time(self, row: str, *steps: int) -> None:
+        """Check that runs of a row, each of so many steps, would end in time: they are taken to be as its last one.
+
+        Raises:
+            NoTimeLeftError: they would not.
+        """
+        limit = self.config.seconds
+        if limit is None or not self.took:
+            return
+        around, per_step = self.took.get(row) or self.took["adamw"]
+        needed = len(steps) * around + sum(steps) * per_step
+        left = max(0.0, limit - (time.perf_counter() - self.began))
+        if needed > left:
+            raise NoTimeLeftError(
+                f"{row} takes about {needed:.0f} s more, and {left:.0f} s of seconds={limit:g} are left"
+            )
 
     def phase_of(self, row: str, rate: float, steps: int) -> PhaseConfig:
         """Return a row's phase of `steps` steps, trials included; `rate` is a multiple of the row's own."""
@@ -88,13 +124,29 @@ class OptimizerTable:
         }
         if row not in ORCHESTRATED:
             return PhaseConfig.model_validate({**keys, "optimizer": row})
-        names = config.strategies or {
-            name: STRATEGIES[name] for name in ("conservative_adamw", "muon", "lion")
-        }
+        interval = config.decision_interval or max(1, steps // 4)
+        keys |= self._orchestrator_keys(row, interval)
+        own, cost = self._own_steps(row, steps)
+        if own <= interval or own < cost:
+            raise CarambaError(
+                f"{self.bench.id}: {row} decides after {interval} steps and a decision takes {cost}, which steps="
+                f"{steps} do not hold; raise steps, or lower eval_horizon or repeats"
+            )
+        keys |= {"steps": own, "warmup_steps": own // 20}
+        return PhaseConfig.model_validate(
+            {**keys, "orchestrator_budget": min(1.0, (steps - own + 0.5) / own)}
+        )
+
+    def _strategies(self) -> dict[str, StrategyConfig]:
+        names = ("conservative_adamw", "muon", "lion")
+        return self.config.strategies or {name: STRATEGIES[name] for name in names}
+
+    def _orchestrator_keys(self, row: str, interval: int) -> dict[str, Any]:
+        config = self.config
+        names = self._strategies()
         if row == "nowcast":
             names = {"conservative_adamw": STRATEGIES["conservative_adamw"]}
-        interval = config.decision_interval or max(1, steps // 4)
-        keys |= {
+        return {
             "orchestrator_enabled": True,
             "orchestrator_strategies": names,
             "orchestrator_initial_strategy": next(iter(names)),
@@ -104,25 +156,22 @@ class OptimizerTable:
             "orchestrator_min_steps_between_switches": interval,
             "orchestrator_ramp_steps": min(50, interval),
             "orchestrator_use_nowcasting": row == "nowcast",
-            "orchestrator_budget": 1.0,
         }
-        # The trials of its decisions are steps that it does not train.
-        cost = trial_steps(PhaseConfig.model_validate(keys))
-        decisions = min(max(1, (steps - 1) // (interval + cost)), config.decisions or steps)
-        own = steps - decisions * cost
-        if own <= interval:
-            raise CarambaError(
-                f"{self.bench.id}: {row} decides after {interval} steps and a decision takes {cost}, which steps="
-                f"{steps} do not hold; raise steps, or lower eval_horizon or repeats"
-            )
-        budget = decisions * cost / own
-        return PhaseConfig.model_validate(
-            {**keys, "steps": own, "warmup_steps": own // 20, "orchestrator_budget": min(1.0, budget)}
-        )
+
+    def _own_steps(self, row: str, steps: int) -> tuple[int, int]:
+        """Return the steps of `steps` that a row's trials leave, and those of one decision."""
+        interval = self.config.decision_interval or max(1, steps // 4)
+        keys = {"phase": "pretrain", "lr": 1.0, "batch_size": 1, "block_size": 1, "orchestrator_budget": 1.0}
+        any_length = {**keys, "steps": 10**9, **self._orchestrator_keys(row, interval)}
+        cost = trial_steps(PhaseConfig.model_validate(any_length))
+        held = min((steps - 1) // (interval + cost), steps // (2 * cost), self.config.decisions or steps)
+        decisions = max(1, held)
+        return steps - decisions * cost, cost
 
     def train(self, row: str, rate: float, steps: int, seed: int) -> Row:
         """Train a model and return its losses on both halves of the held-out windows, and what it took."""
         session, config = self.session, self.config
+        began = time.perf_counter()
         phase = self.phase_of(row, rate, steps)
         plan = session.plan(phase, "optimizers", self.spec.embedder.d_model)
         if config.objective == "ce":
@@ -140,6 +189,7 @@ class OptimizerTable:
         per_step = config.batch_size * config.block_size
         halves = self._held_out(phase, model)
         curve, every = losses.smooth(), max(1, phase.steps // POINTS)
+        self.took[row] = (time.perf_counter() - began - losses.wall, losses.wall / steps)
         return {
             "seed": seed,
             "steps": outcome.steps,
@@ -169,18 +219,34 @@ class OptimizerTable:
             for half in (0, 1)
         ]
 
-    def measure(self, row: str) -> Row:
-        """Search a row's rate, train it over the seeds and compare it with AdamW."""
+    def search(self, row: str) -> list[Row]:
+        """Return a row's rates, each with its loss after `search_steps`; AdamW's where these hold no decision."""
         config = self.config
+        steps = config.search_steps or config.steps
+        if config.search_steps and row in ORCHESTRATED:
+            interval = config.decision_interval or max(1, steps // 4)
+            own, cost = self._own_steps(row, steps)
+            if own <= interval or own < cost:
+                return self.rows[0]["rates"]
         tried = []
-        for rate in config.rates:
-            one = self.train(row, rate, config.search_steps or config.steps, 1000)
+        for at, rate in enumerate(config.rates):
+            self.need_time(row, *[steps] * (len(config.rates) - at), *[config.steps] * config.seeds)
+            one = self.train(row, rate, steps, 1000)
             tried.append(
                 {"rate": rate, "lr": config.lr * ROW_LR.get(row, 1.0) * rate, "loss": one["search_loss"]}
             )
+        return tried
+
+    def measure(self, row: str) -> Row:
+        """Search a row's rate, train it over the seeds and compare it with AdamW."""
+        config = self.config
+        tried = self.search(row)
         known = [one for one in tried if one["loss"] == one["loss"]]
         best = min(known or tried, key=lambda one: one["loss"])
-        runs = [self.train(row, best["rate"], config.steps, seed) for seed in range(config.seeds)]
+        runs = []
+        for seed in range(config.seeds):
+            self.need_time(row, *[config.steps] * (config.seeds - seed))
+            runs.append(self.train(row, best["rate"], config.steps, seed))
         losses = [run["loss"] for run in runs]
         found: Row = {
             "model": self.role,
@@ -200,46 +266,102 @@ class OptimizerTable:
         pairs = list(zip(runs, first["runs"], strict=True))
         found["loss_difference"] = _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs])
         found["tokens_to_adamw"] = [_tokens_to(ours, theirs["train_loss"]) for ours, theirs in pairs]
-        if config.equal_time and row != "adamw":
-            longer = []
-            for ours, theirs in pairs:
-                steps = max(20, round(config.steps * ours["seconds"] / theirs["seconds"]))
-                rate = first["lr"] / config.lr
-                longer.append(self.train("adamw", rate, steps, ours["seed"]))
-            found["adamw_at_equal_time"] = [
-                {key: run[key] for key in ("seed", "steps", "seconds", "loss")} for run in longer
-            ]
-            found["loss_difference_at_equal_time"] = _interval(
-                [ours["loss"] - other["loss"] for ours, other in zip(runs, longer, strict=True)]
-            )
         return found
 
+    def measure_time(self, row: Row) -> Row:
+        """Return a row's differences from runs of AdamW that take its seconds, and from its best fixed strategy."""
+        runs, difference = self._for_the_seconds_of(row, self.rows[0])
+        return {"adamw_at_equal_time": runs, "loss_difference_at_equal_time": difference}
+
+    def compare_with_fixed(self, row: Row) -> Row:
+        """Return the orchestrator's differences from the best row of an optimiser that its portfolio holds."""
+        held = {one.optimizer for one in self._strategies().values()}
+        fixed = [one for one in self.measured if one["row"] in held]
+        if row["row"] != "orchestrator" or not fixed:
+            return {}
+        best = min(fixed, key=lambda one: one["val_loss"])
+        pairs = zip(row["runs"], best["runs"], strict=True)
+        return {
+            "best_fixed": best["row"],
+            "best_fixed_difference": _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs]),
+        }
+
+    def time_fixed(self, row: Row) -> Row:
+        """Return the orchestrator's differences from runs of the best fixed row that take its seconds."""
+        if row["best_fixed"] == "adamw":
+            runs, difference = row["adamw_at_equal_time"], row["loss_difference_at_equal_time"]
+        else:
+            best = next(one for one in self.measured if one["row"] == row["best_fixed"])
+            runs, difference = self._for_the_seconds_of(row, best)
+        return {"best_fixed_at_equal_time": runs, "best_fixed_difference_at_equal_time": difference}
+
+    def _for_the_seconds_of(self, row: Row, other: Row) -> tuple[list[Row], dict[str, float]]:
+        """Train `other`, a row of a fixed optimiser, for as long as each run of `row` took, and compare them."""
+        steps = [
+            max(20, round(self.config.steps * ours["seconds"] / theirs["seconds"]))
+            for ours, theirs in zip(row["runs"], other["runs"], strict=True)
+        ]
+        runs: list[Row] = []
+        for at, ours in enumerate(row["runs"]):
+            self.need_time(other["row"], *steps[at:])
+            run = self.train(other["row"], self._rate_of(other), steps[at], ours["seed"])
+            runs.append({key: run[key] for key in ("seed", "steps", "seconds", "loss")})
+        pairs = zip(row["runs"], runs, strict=True)
+        return runs, _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs])
+
+    def _rate_of(self, row: Row) -> float:
+        return next(one["rate"] for one in row["rates"] if one["lr"] == row["lr"])
+
     def _stage(self, row: str) -> None:
-        """Put a row on record as a stage, or take it from there unless it failed."""
+        """Put a row on record as a stage, or take it from there unless it failed or was left out."""
         stage = f"{self.bench.id}.{row}"
         if self.session.ledger.is_measured(stage):
-            self.rows += self.session.ledger[stage].benchmarks[0].rows
-            return
+            (kept,) = self.session.ledger[stage].benchmarks[0].rows
+            if kept["skipped"] is None:
+                self.rows.append(kept)
+                return
         began = time.perf_counter()
-        result = BenchmarkResult(stage, self.config.type)
+        error, found = None, None
         try:
             found = self.measure(row)
-        except Exception as error:  # recorded in report.json and reported as exit status 1 by the worker
-            logger.error(f"{stage}: {type(error).__name__}: {error}")
-            result = dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
+        except NoTimeLeftError as short:
+            logger.warning(f"{stage}: left out, {short}")
+            found = {"model": self.role, "row": row, "skipped": str(short)}
+        except Exception as failure:  # recorded in report.json and reported as exit status 1 by the worker
+            error = f"{type(failure).__name__}: {failure}"
+            logger.error(f"{stage}: {error}")
         else:
-            self.rows.append(found)
             low, high = found["loss_difference"]["low"], found["loss_difference"]["high"]
             logger.info(
                 f"{stage}: held-out loss {found['val_loss']:.4f}, against AdamW {low:+.4f} to {high:+.4f}, lr "
                 f"{found['lr']:g}"
             )
-            result = dataclasses.replace(result, rows=(found,), metrics=self._metrics(found))
-        seconds = time.perf_counter() - began
+        if found is not None:
+            self.rows.append(found)
+        self._record(stage, found, time.perf_counter() - began, error)
+
+    def _add(self, row: Row, measure: Callable[[Row], Row]) -> None:
+        """Add what `measure` finds of a row to its stage, or the reason why it was left out."""
+        stage = f"{self.bench.id}.{row['row']}"
+        began, error = time.perf_counter(), None
+        try:
+            row |= measure(row)
+        except NoTimeLeftError as short:
+            logger.warning(f"{stage}: equal time left out, {short}")
+            row["equal_time_skipped"] = str(short)
+        except Exception as failure:  # as of a row
+            error = f"{type(failure).__name__}: {failure}"
+            logger.error(f"{stage}: {error}")
+        earlier = self.session.ledger[stage].phase.seconds
+        self._record(stage, row, earlier + time.perf_counter() - began, error)
+        self._write()
+
+    def _record(self, stage: str, row: Row | None, seconds: float, error: str | None) -> None:
+        rows = () if row is None else (row,)
+        metrics = () if row is None or row["skipped"] is not None else self._metrics(row)
+        result = BenchmarkResult(stage, self.config.type, metrics, rows, error, seconds)
         phase = PhaseResult(stage, "optimizers", "none", 0, 0, seconds, "")
-        self.session.ledger.put(
-            StageRecord(phase, benchmarks=(dataclasses.replace(result, seconds=seconds),))
-        )
+        self.session.ledger.put(StageRecord(phase, benchmarks=(result,)))
 
     def _metrics(self, row: Row) -> tuple[Metric, ...]:
         n = self.config.seeds
@@ -250,21 +372,42 @@ class OptimizerTable:
             "lr": (row["lr"], "1"),
             "seconds": (row["seconds"], "s"),
         }
-        if "loss_difference_at_equal_time" in row:
-            values["time_difference"] = (row["loss_difference_at_equal_time"]["mean"], "nats/token")
+        differences = {
+            "time_difference": "loss_difference_at_equal_time",
+            "best_fixed_difference": "best_fixed_difference",
+            "best_fixed_time_difference": "best_fixed_difference_at_equal_time",
+        }
+        for field, key in differences.items():
+            if key in row:
+                values[field] = (row[key]["mean"], "nats/token")
         return tuple(
             Metric(f"optimizers.{self.role}.{field}@row={row['row']}", value, unit, n, None, self.bench.id)
             for field, (value, unit) in values.items()
         )
 
     def run(self) -> None:
-        """Measure every row that is not on record yet, and write them to optimizers.json after each."""
-        settings = self.config.model_dump(mode="json")
+        """Measure every row that is not on record yet, then equal time; optimizers.json is written after each."""
         for row in self.config.rows:
             self._stage(row)
-            if not self.rows or self.rows[0]["row"] != "adamw":
+            if not self.measured or self.measured[0]["row"] != "adamw":
                 return
-            write_json(self.session.run_dir / FILE, {"settings": settings, "rows": self.rows})
+            self._write()
+        # The orchestrator's first: it is what the table is for, should time run out.
+        ours = [row for row in self.measured if row["row"] == "orchestrator"]
+        for row in ours:
+            if "best_fixed" not in row:
+                self._add(row, self.compare_with_fixed)
+        if not self.config.equal_time:
+            return
+        for row in [*ours, *(row for row in self.measured[1:] if row not in ours)]:
+            if "loss_difference_at_equal_time" not in row:
+                self._add(row, self.measure_time)
+            if "best_fixed" in row and "best_fixed_difference_at_equal_time" not in row:
+                self._add(row, self.time_fixed)
+
+    def _write(self) -> None:
+        settings = self.config.model_dump(mode="json")
+        write_json(self.session.run_dir / FILE, {"settings": settings, "rows": self.rows})
 
 
 def _interval(differences: list[float]) -> dict[str, float]:
