@@ -6,19 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from caramba.data.tokenizer import BYTE_LEVEL, CL100K, QWEN, bpe_definition, split_step, token_entry
 from caramba.errors import ConfigError
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Kinds of tokens, as GGUF numbers them."""
 
-_LETTERS_AND_DIGITS = (
-    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{{L}}\\p{{N}}]?\\p{{L}}+|{digits}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n]*"
-    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-)
-PATTERNS = {
-    "llama-bpe": _LETTERS_AND_DIGITS.format(digits="\\p{N}{1,3}"),
-    "qwen2": _LETTERS_AND_DIGITS.format(digits="\\p{N}"),
-}
+PATTERNS = {"llama-bpe": CL100K, "qwen2": QWEN}
 """Regular expressions that split text before merges, by the names that GGUF gives them."""
 READS = ("gpt-2", "smollm", *PATTERNS)
 
@@ -106,54 +100,25 @@ def tokenizer_definition(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     tokens, kinds = metadata["tokens"], metadata.get("token_type") or [NORMAL] * len(metadata["tokens"])
     added = [
-        {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind == CONTROL,
-        }
+        token_entry(index, token, special=kind == CONTROL)
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (CONTROL, USER_DEFINED)
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [merge for merge in metadata.get("merges", ()) if merge.replace(" ", "", 1) in vocab]
-    steps = [byte_level]
+    steps: list[dict[str, Any]] = [BYTE_LEVEL]
     if pre == "smollm":
-        steps = [{"type": "Digits", "individual_digits": True}, byte_level]
+        steps = [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]
     elif pre in PATTERNS:
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": PATTERNS[pre]},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        steps = [split, byte_level | {"use_regex": False}]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre == "llama-bpe",
-            "vocab": vocab,
-            "merges": merges,
-        },
-    }
+        steps = [split_step(PATTERNS[pre]), BYTE_LEVEL | {"use_regex": False}]
+    return bpe_definition(
+        vocab,
+        merges,
+        added=added,
+        pre_tokenizer=steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
+        normalizer={"type": "NFC"} if pre == "qwen2" else None,
+        ignore_merges=pre == "llama-bpe",
+    )
 
 
 def tokenizer_files(metadata: Mapping[str, Any], chat_template: str | None) -> dict[str, str]:

@@ -6,9 +6,16 @@ import base64
 import binascii
 import json
 from pathlib import Path
-from typing import Any
 
-from caramba.data.tokenizer import CL100K, GPT2
+from caramba.data.tokenizer import (
+    BYTE_LEVEL,
+    CL100K,
+    GPT2,
+    bpe_definition,
+    byte_letters,
+    split_step,
+    token_entry,
+)
 from caramba.errors import DataError
 
 _O200K = "|".join(
@@ -23,6 +30,7 @@ _O200K = "|".join(
     )
 )
 _END = "<|endoftext|>"
+_BYTES = BYTE_LEVEL | {"use_regex": False}
 # A rank file holds neither the pattern that cuts text nor the end mark's id; both follow from its name.
 _ENCODINGS: dict[str, tuple[str, int | None]] = {
     "gpt2": (GPT2, 50256),
@@ -55,44 +63,22 @@ def tiktoken_definition(path: Path) -> tuple[str, str, int]:
     pattern, eos_id = _ENCODINGS[name]
     if eos_id is None or max(ranks.values()) < eos_id - 2 or eos_id in ranks.values():
         eos_id = max(ranks.values()) + 1
-    spell = _spelling()
+    table = {byte: letter for letter, byte in byte_letters().items()}
+
+    def spell(token: bytes) -> str:
+        return "".join(map(table.__getitem__, token))
+
     vocab: dict[str, int] = {spell(token): rank for token, rank in ranks.items()}
     vocab[_END] = eos_id
-    merges = [[spell(left), spell(right)] for token in ranks for left, right in _splits(token, ranks)]
-    definition = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(eos_id)],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            ],
-        },
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # tiktoken looks a whole piece up before it merges
-            "vocab": vocab,
-            "merges": merges,
-        },
-    }
+    definition = bpe_definition(
+        vocab,
+        [[spell(left), spell(right)] for token in ranks for left, right in _splits(token, ranks)],
+        added=[token_entry(eos_id, _END)],
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [split_step(pattern), _BYTES]},
+        decoder=_BYTES,
+        ignore_merges=True,  # tiktoken looks a whole piece up before it merges
+    )
     return path.stem, json.dumps(definition, ensure_ascii=False), eos_id
-
-
-def _added(index: int) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": index, "content": _END, **flags, "special": True}
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
@@ -123,12 +109,3 @@ def _splits(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
     known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
     return sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-
-
-def _spelling() -> Any:
-    """The byte-level alphabet: printable Latin-1 characters stand for themselves, other bytes for U+0100 onwards."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {value: chr(value) for value in printable}
-    others = (value for value in range(256) if value not in table)
-    table |= {value: chr(256 + i) for i, value in enumerate(others)}
-    return lambda token: "".join(table[value] for value in token)

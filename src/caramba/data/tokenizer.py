@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -145,6 +145,55 @@ CL100K = (
 )
 QWEN = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
 
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+"""A pre-tokenizer or decoder of byte-level vocabularies, as tokenizer.json has it."""
+
+
+def bpe_definition(
+    vocab: Mapping[str, int],
+    merges: Sequence[Any],
+    *,
+    added: Sequence[dict[str, Any]],
+    pre_tokenizer: dict[str, Any],
+    decoder: dict[str, Any] = BYTE_LEVEL,
+    normalizer: dict[str, Any] | None = None,
+    ignore_merges: bool = False,
+) -> dict[str, Any]:
+    """Return the content of the tokenizer.json of a byte-level BPE; `added` are of `token_entry`."""
+    return {
+        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": list(added)},
+        **{"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "post_processor": None},
+        "decoder": decoder,
+        "model": {
+            **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
+            **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False},
+            **{"ignore_merges": ignore_merges, "vocab": dict(vocab), "merges": list(merges)},
+        },
+    }
+
+
+def split_step(pattern: str) -> dict[str, Any]:
+    """Return the step of a pre-tokenizer that cuts text by a pattern."""
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def token_entry(index: int, text: str, *, special: bool = True) -> dict[str, Any]:
+    """Return an entry of a tokenizer.json's added tokens."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": index, "content": text, **flags, "special": special}
+
+
+def byte_letters() -> dict[str, int]:
+    """Return the printable letter that represents each byte in byte-level vocabularies.
+
+    Reference: Radford et al., 2019 (GPT-2): printable Latin-1 represents itself, the other bytes U+0100 onwards.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
 _IDS = np.dtype(np.uint32)
 _MAX_PRETOKENS = 400_000  # about 100 MB of memory; later pretokens are encoded without being cached
 
@@ -275,13 +324,13 @@ def measure_token_bytes(backend: Any, vocab_size: int) -> tuple[np.ndarray | Non
         definition.get("decoder")
     )
     added = dict(backend.get_added_tokens_decoder())
-    alphabet = _alphabet()
+    letters = set(byte_letters())
     lengths = np.zeros(vocab_size, dtype=np.int32)
     for token, index in backend.get_vocab(with_added_tokens=True).items():
         if index in added:
             lengths[index] = 0 if added[index].special else len(added[index].content.encode())
         elif is_byte_level:
-            if not alphabet.issuperset(token):
+            if not letters.issuperset(token):
                 return None, f"entry {index} ({token!r}) of a byte-level vocabulary is not byte-level"
             lengths[index] = len(token)
         else:
@@ -296,12 +345,6 @@ def measure_token_bytes(backend: Any, vocab_size: int) -> tuple[np.ndarray | Non
                 f" stand for {found} (an invented first space, lower case, or unknown words)"
             )
     return lengths, None
-
-
-def _alphabet() -> set[str]:
-    from tokenizers import pre_tokenizers
-
-    return set(pre_tokenizers.ByteLevel.alphabet())
 
 
 MAX_BPE_SIZE = 1_000_000  # four times the largest vocabularies in use

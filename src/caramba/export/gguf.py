@@ -106,11 +106,8 @@ def gguf_llama(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor]]:
     """
     reason = why_not_llama(opened.model.spec)
     if reason is not None:
-        decoupled = [
-            layer
-            for layer in attention_configs(opened.model.spec.topology)
-            if layer.mode is AttentionMode.DECOUPLED
-        ]
+        layers = attention_configs(opened.model.spec.topology)
+        decoupled = [layer for layer in layers if layer.mode is AttentionMode.DECOUPLED]
         if decoupled:
             reason = f"its attention has {obstacles(decoupled[0])}"
         raise ConfigError(
@@ -129,15 +126,12 @@ def gguf_llama(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor]]:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     keys = {"general.architecture": family, **common_keys(config), **_rope_keys(attention)}
     tensors = [
-        make_tensor(
-            gguf, shapes[names[theirs]], _reader(state, names[theirs]), heads.get(gguf.split(".")[-2])
-        )
+        make_tensor(gguf, shapes[names[theirs]], state, names[theirs], heads.get(gguf.split(".")[-2]))
         for theirs, gguf in gguf_names(len(blocks), list(names))
     ]
     if attention.rope_scaling is not None and attention.rope_scaling.type == "llama3":
-        factors = llama3_factors(
-            config["head_dim"], attention.rope_base, attention.rope_scaling.model_dump()
-        ).astype(np.float32)
+        scaling = attention.rope_scaling.model_dump()
+        factors = llama3_factors(config["head_dim"], attention.rope_base, scaling).astype(np.float32)
         tensors.append(NamedTensor("rope_freqs.weight", factors.shape, lambda: factors, keeps="f32"))
     return keys, tensors
 
@@ -194,17 +188,13 @@ def gguf_names(depth: int, names: list[str]) -> Iterator[tuple[str, str]]:
         yield name, f"{modules[module]}.{kind}"
 
 
-def _reader(state: Mapping[str, Tensor], name: str) -> Callable[[], Tensor]:
-    return lambda: state[name]
-
-
 def make_tensor(
-    name: str, shape: tuple[int, ...], read: Callable[[], Tensor], n_heads: int | None = None
+    name: str, shape: tuple[int, ...], state: Mapping[str, Tensor], ours: str, n_heads: int | None
 ) -> NamedTensor:
     """Return a tensor under its GGUF name; with `n_heads` each head's rotary pairs become neighbours."""
 
     def value() -> Tensor | np.ndarray:
-        return read() if n_heads is None else interleave_pairs(as_array(read()), n_heads)
+        return state[ours] if n_heads is None else interleave_pairs(as_array(state[ours]), n_heads)
 
     return NamedTensor(name, shape, value)
 

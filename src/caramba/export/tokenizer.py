@@ -8,6 +8,7 @@ from typing import Any
 
 from caramba.config.hf import is_hf_folder
 from caramba.data import ByteTokenizer, Tokenizer, load_tokenizer
+from caramba.data.tokenizer import BYTE_LEVEL, EOS, bpe_definition, byte_letters, token_entry
 from caramba.infer.dialogue import read_template
 from caramba.infer.model_bundle import ModelBundle
 from caramba.runs.files import write_json, write_whole
@@ -71,52 +72,10 @@ def _mark(index: int, definition: dict[str, Any]) -> str:
 
 def _byte_definition() -> dict[str, Any]:
     """Spell the byte tokenizer as a byte-level BPE without merges: entry b is byte b, 256 the end mark."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": 256,
-                "content": "<eos>",
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {**_byte_letters(), "<eos>": 256},
-            "merges": [],
-        },
-    }
-
-
-def _byte_letters() -> dict[str, int]:
-    """Return the printable letter that represents each byte in byte-level vocabularies.
-
-    Reference: Radford et al., 2019 (GPT-2): printable Latin-1 represents itself, the other bytes for U+0100 onwards.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    letters |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    return letters
+    return bpe_definition(
+        {**byte_letters(), EOS: 256},
+        [],
+        added=[token_entry(256, EOS)],
+        pre_tokenizer=BYTE_LEVEL | {"use_regex": False},
+        decoder=BYTE_LEVEL | {"add_prefix_space": True},
+    )

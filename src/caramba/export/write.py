@@ -159,14 +159,9 @@ def _write_hf(opened: ModelBundle, part: Path, role: str, dtype: torch.dtype | N
         config, tensors = remote_config(model, **facts), remote_tensors(model)
         for name, text in remote_code(model.spec).items():
             write_whole(part / name, text)
-    config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels}
-    if reason is not None:  # what transformers reads in addition holds derived widths too
-        config["caramba"]["spec"] = spec_of(model.spec).model_dump(mode="json")
-    config["torch_dtype"] = config["dtype"]  # the name of the key before transformers 5
-    save_tensors(part / "model.safetensors", in_dtype(tensors, dtype), {"format": "pt"})
-    _write_companions(opened, part, config, notes)
-    write_json(part / "config.json", config)
-    return config["architectures"][0], notes
+    # What transformers reads in addition holds derived widths too.
+    more = {} if reason is None else {"spec": spec_of(model.spec).model_dump(mode="json")}
+    return _write_folder(opened, part, role, config, in_dtype(tensors, dtype), notes, more)
 
 
 def _write_deepseek(
@@ -181,13 +176,26 @@ def _write_deepseek(
         dtype=str(dtype or _dtype(model.state_dict())).removeprefix("torch."),
         engine=engine,
     )
-    config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels, "engine": engine}
-    config["torch_dtype"] = config["dtype"]
     notes = [f"for {engine}: the latent's norm is scaled to its epsilon"]
     note = vllm_note(model.spec) if engine == "vllm" else None
     if note is not None:
         notes.append(note)
     tensors = deepseek_tensors(model.spec, opened.weights, engine, dtype)
+    return _write_folder(opened, part, role, config, tensors, notes, {"engine": engine})
+
+
+def _write_folder(
+    opened: ModelBundle,
+    part: Path,
+    role: str,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    notes: list[str],
+    more: dict[str, Any],
+) -> tuple[str, list[str]]:
+    """Write a Hugging Face folder of its config, to which `more` of caramba's own is added, and weights."""
+    config["caramba"] = {"role": role, "name": opened.model.spec.name, "labels": opened.labels, **more}
+    config["torch_dtype"] = config["dtype"]  # the name of the key before transformers 5
     save_tensors(part / "model.safetensors", tensors, {"format": "pt"})
     _write_companions(opened, part, config, notes)
     write_json(part / "config.json", config)

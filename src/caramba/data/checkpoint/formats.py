@@ -74,9 +74,7 @@ def read_model_metadata(place: Path) -> dict[str, str]:
     """
     if is_dcp(place):
         return _labels(place)
-    if place.suffix == TORCH_SUFFIX and place.is_file():
-        return _torch_file(place)[1]
-    return read_metadata(place)
+    return _torch_file(place)[1] if is_own_format(place) else read_metadata(place)
 
 
 def read_model_tensors(place: Path) -> dict[str, torch.Tensor]:
@@ -87,9 +85,7 @@ def read_model_tensors(place: Path) -> dict[str, torch.Tensor]:
     """
     if is_dcp(place):
         return _read_dcp(place)
-    if place.suffix == TORCH_SUFFIX and place.is_file():
-        return _torch_file(place)[0]
-    return load_tensors(place)
+    return _torch_file(place)[0] if is_own_format(place) else load_tensors(place)
 
 
 def write_model_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -169,18 +165,24 @@ def read_index(path: Path) -> Any:
         return _MetadataUnpickler(file).load()
 
 
+def dcp_reader(folder: Path) -> Any:
+    """Return torch's reader of a folder, with its index read by `read_index`."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return read_index(folder / DCP_METADATA)
+
+    return Reader(folder)
+
+
 def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     check_tree(folder)
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return read_index(folder / DCP_METADATA)
-
-    reader = Reader(folder)
+    reader = dcp_reader(folder)
     try:
         index = reader.read_metadata().state_dict_metadata
         tensors: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from caramba.data.checkpoint.folder import DCP_LABELS, LOOP, MODEL
-from caramba.data.checkpoint.formats import reason_of
+from caramba.data.checkpoint.formats import dcp_reader, reason_of
 from caramba.data.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
 from caramba.runs.files import check_tree, find_root, record_files, write_json
@@ -73,7 +73,6 @@ def load_sharded_state(
         CheckpointError: the state is of another model, or damaged.
     """
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -85,12 +84,11 @@ def load_sharded_state(
     check_tree(place)
     loop = load_training_state(place / LOOP)
     weights: dict[str, Any] = get_model_state_dict(model)
-    reader = _reader_of(FileSystemReader)
     try:
-        _check_fits(place, reader(place / MODEL), weights)
-        load(weights, storage_reader=reader(place / MODEL))
+        _check_fits(place, dcp_reader(place / MODEL), weights)
+        load(weights, storage_reader=dcp_reader(place / MODEL))
         states = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
-        load(states, storage_reader=reader(place / OPTIMIZER))
+        load(states, storage_reader=dcp_reader(place / OPTIMIZER))
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # torch wraps what its threads meet in several kinds
@@ -118,14 +116,3 @@ def _check_fits(place: Path, reader: Any, weights: Mapping[str, torch.Tensor]) -
             + "\n  ".join(wrong[:10])
             + "\n  use the manifest that it was trained with, or remove it"
         )
-
-
-def _reader_of(base: Any) -> Any:
-    """Return a reader whose index is read without running code from it."""
-    from caramba.data.checkpoint.formats import DCP_METADATA, read_index
-
-    class Reader(base):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return read_index(Path(self.path) / DCP_METADATA)
-
-    return Reader
