@@ -243,9 +243,12 @@ class TeacherLogitsObjective(LanguageModelObjective):
             sparse_rows(rows(start, start + len(part)).log_p, *self.entries, part, half=self.half)
             for start, part in zip(range(0, len(places), self.chunk), places.split(self.chunk), strict=True)
         ]
-        return {
-            name: torch.cat([part[name] for part in found]).unflatten(0, tokens.shape) for name in found[0]
-        }
+        # Autocast of a CPU knows no float16 to join.
+        with torch.autocast(tokens.device.type, enabled=False):
+            return {
+                name: torch.cat([part[name] for part in found]).unflatten(0, tokens.shape)
+                for name in found[0]
+            }
 
 
 def _scalars(losses: VocabularyLosses) -> dict[str, Tensor]:

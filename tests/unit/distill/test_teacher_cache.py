@@ -112,3 +112,14 @@ def test_an_estimate_over_the_cap_is_refused(capsys: pytest.CaptureFixture[str])
         ConfigError, match=r"global: teacher outputs of 1,001 .* over teacher_cache_max_gb=1; raise"
     ):
         refuse_over_cap("global", 1001, 1_000_000, max_gb=1.0)
+
+
+def test_logits_of_16_bits_are_stored_under_autocast_of_a_cpu(tmp_path: Path) -> None:
+    teacher = build_model(spec(), seed=1).eval().requires_grad_(False)
+    cache = TeacherCache({"teacher": "t"}, tmp_path)
+    objective = TeacherLogitsObjective(
+        build_model(student_spec(4, 8, 8), seed=2), teacher, cache=cache, top_k=8, half=True
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, second = (objective.step(batch(0, 1), backward) for _ in range(2))  # stored, then read
+    torch.testing.assert_close(first, second)
