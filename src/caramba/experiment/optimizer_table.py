@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -124,13 +125,12 @@ class OptimizerTable:
         }
         if row not in ORCHESTRATED:
             return PhaseConfig.model_validate({**keys, "optimizer": row})
-        interval = config.decision_interval or max(1, steps // 4)
-        keys |= self._orchestrator_keys(row, interval)
+        keys |= self._orchestrator_keys(row, steps)
         own, cost = self._own_steps(row, steps)
-        if own <= interval or own < cost:
+        if not self._holds_decision(own, cost, steps):
             raise CarambaError(
-                f"{self.bench.id}: {row} decides after {interval} steps and a decision takes {cost}, which steps="
-                f"{steps} do not hold; raise steps, or lower eval_horizon or repeats"
+                f"{self.bench.id}: {row} decides after {self._interval_of(steps)} steps and a decision takes {cost}, "
+                f"which steps={steps} do not hold; raise steps, or lower eval_horizon or repeats"
             )
         keys |= {"steps": own, "warmup_steps": own // 20}
         return PhaseConfig.model_validate(
@@ -141,8 +141,11 @@ class OptimizerTable:
         names = ("conservative_adamw", "muon", "lion")
         return self.config.strategies or {name: STRATEGIES[name] for name in names}
 
-    def _orchestrator_keys(self, row: str, interval: int) -> dict[str, Any]:
-        config = self.config
+    def _interval_of(self, steps: int) -> int:
+        return self.config.decision_interval or max(1, steps // 4)
+
+    def _orchestrator_keys(self, row: str, steps: int) -> dict[str, Any]:
+        config, interval = self.config, self._interval_of(steps)
         names = self._strategies()
         if row == "nowcast":
             names = {"conservative_adamw": STRATEGIES["conservative_adamw"]}
@@ -160,13 +163,16 @@ class OptimizerTable:
 
     def _own_steps(self, row: str, steps: int) -> tuple[int, int]:
         """Return the steps of `steps` that a row's trials leave, and those of one decision."""
-        interval = self.config.decision_interval or max(1, steps // 4)
         keys = {"phase": "pretrain", "lr": 1.0, "batch_size": 1, "block_size": 1, "orchestrator_budget": 1.0}
-        any_length = {**keys, "steps": 10**9, **self._orchestrator_keys(row, interval)}
+        any_length = {**keys, **self._orchestrator_keys(row, steps), "steps": 10**9}
         cost = trial_steps(PhaseConfig.model_validate(any_length))
-        held = min((steps - 1) // (interval + cost), steps // (2 * cost), self.config.decisions or steps)
-        decisions = max(1, held)
+        held = (steps - 1) // (self._interval_of(steps) + cost)
+        decisions = max(1, min(held, steps // (2 * cost), self.config.decisions or steps))
         return steps - decisions * cost, cost
+
+    def _holds_decision(self, own: int, cost: int, steps: int) -> bool:
+        """Whether a boundary is among a run's own steps, and its trials within their largest budget."""
+        return own > self._interval_of(steps) and own >= cost
 
     def train(self, row: str, rate: float, steps: int, seed: int) -> Row:
         """Train a model and return its losses on both halves of the held-out windows, and what it took."""
@@ -224,25 +230,30 @@ class OptimizerTable:
         config = self.config
         steps = config.search_steps or config.steps
         if config.search_steps and row in ORCHESTRATED:
-            interval = config.decision_interval or max(1, steps // 4)
             own, cost = self._own_steps(row, steps)
-            if own <= interval or own < cost:
+            if not self._holds_decision(own, cost, steps):
                 return self.rows[0]["rates"]
-        tried = []
+        tried: list[Row] = []
+        failure: CarambaError | None = None
         for at, rate in enumerate(config.rates):
             self.need_time(row, *[steps] * (len(config.rates) - at), *[config.steps] * config.seeds)
-            one = self.train(row, rate, steps, 1000)
-            tried.append(
-                {"rate": rate, "lr": config.lr * ROW_LR.get(row, 1.0) * rate, "loss": one["search_loss"]}
-            )
+            one: Row = {"rate": rate, "lr": config.lr * ROW_LR.get(row, 1.0) * rate}
+            try:
+                one["loss"] = self.train(row, rate, steps, 1000)["search_loss"]
+            except CarambaError as error:  # it has diverged; the row fails if all of its rates do
+                one |= {"loss": None, "error": str(error)}
+                failure = error
+            tried.append(one)
+        if failure is not None and all(one["loss"] is None for one in tried):
+            raise failure
         return tried
 
     def measure(self, row: str) -> Row:
         """Search a row's rate, train it over the seeds and compare it with AdamW."""
         config = self.config
         tried = self.search(row)
-        known = [one for one in tried if one["loss"] == one["loss"]]
-        best = min(known or tried, key=lambda one: one["loss"])
+        sound = [one for one in tried if one["loss"] is not None and math.isfinite(one["loss"])]
+        best = min(sound or tried, key=lambda one: one["loss"])
         runs = []
         for seed in range(config.seeds):
             self.need_time(row, *[config.steps] * (config.seeds - seed))
@@ -273,18 +284,19 @@ class OptimizerTable:
         runs, difference = self._for_the_seconds_of(row, self.rows[0])
         return {"adamw_at_equal_time": runs, "loss_difference_at_equal_time": difference}
 
-    def compare_with_fixed(self, row: Row) -> Row:
-        """Return the orchestrator's differences from the best row of an optimiser that its portfolio holds."""
+    def _best_fixed(self) -> Row | None:
+        """Return the row with the lowest loss of those whose optimiser the orchestrator's portfolio holds."""
         held = {one.optimizer for one in self._strategies().values()}
-        fixed = [one for one in self.measured if one["row"] in held]
-        if row["row"] != "orchestrator" or not fixed:
-            return {}
-        best = min(fixed, key=lambda one: one["val_loss"])
+        fixed = [row for row in self.measured if row["row"] in held]
+        return min(fixed, key=lambda row: row["val_loss"], default=None)
+
+    def compare_with_fixed(self, row: Row) -> Row:
+        """Return the orchestrator's differences from the best fixed row."""
+        best = self._best_fixed()
+        assert best is not None
         pairs = zip(row["runs"], best["runs"], strict=True)
-        return {
-            "best_fixed": best["row"],
-            "best_fixed_difference": _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs]),
-        }
+        found = _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs])
+        return {"best_fixed": best["row"], "best_fixed_difference": found}
 
     def time_fixed(self, row: Row) -> Row:
         """Return the orchestrator's differences from runs of the best fixed row that take its seconds."""
@@ -386,24 +398,35 @@ class OptimizerTable:
         )
 
     def run(self) -> None:
-        """Measure every row that is not on record yet, then equal time; optimizers.json is written after each."""
-        for row in self.config.rows:
-            self._stage(row)
+        """Measure every row that is not on record yet, then equal time; optimizers.json is written after each.
+
+        The orchestrator's comparisons do not wait for rows that they do not need, should time run out.
+        """
+        held = {one.optimizer for one in self._strategies().values()}
+        for at, name in enumerate(self.config.rows):
+            self._stage(name)
             if not self.measured or self.measured[0]["row"] != "adamw":
                 return
             self._write()
-        # The orchestrator's first: it is what the table is for, should time run out.
-        ours = [row for row in self.measured if row["row"] == "orchestrator"]
-        for row in ours:
-            if "best_fixed" not in row:
-                self._add(row, self.compare_with_fixed)
-        if not self.config.equal_time:
-            return
-        for row in [*ours, *(row for row in self.measured[1:] if row not in ours)]:
-            if "loss_difference_at_equal_time" not in row:
-                self._add(row, self.measure_time)
-            if "best_fixed" in row and "best_fixed_difference_at_equal_time" not in row:
-                self._add(row, self.time_fixed)
+            if held.isdisjoint(self.config.rows[at + 1 :]):
+                for row in self.measured:
+                    if row["row"] == "orchestrator":
+                        self._compare(row)
+        for row in self.measured[1:]:
+            self._compare(row)
+
+    def _compare(self, row: Row) -> None:
+        """Add the comparisons that a row lacks yet, until one fails or there is no time for it."""
+        wanted: list[tuple[str, Callable[[Row], Row]]] = []
+        if row["row"] == "orchestrator" and self._best_fixed() is not None:
+            wanted.append(("best_fixed", self.compare_with_fixed))
+        if self.config.equal_time:
+            wanted.append(("adamw_at_equal_time", self.measure_time))
+            wanted += [("best_fixed_at_equal_time", self.time_fixed) for _ in wanted[:-1]]
+        for key, measure in wanted:
+            is_sound = self.session.ledger.is_measured(f"{self.bench.id}.{row['row']}")
+            if is_sound and key not in row and "equal_time_skipped" not in row:
+                self._add(row, measure)
 
     def _write(self) -> None:
         settings = self.config.model_dump(mode="json")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from caramba.config.benchmark import BenchmarkConfig
+from caramba.errors import CarambaError
 from caramba.experiment import optimizer_table
 from caramba.experiment.optimizer_table import OptimizerTable
 from caramba.experiment.session import StageLedger
@@ -123,6 +124,26 @@ def test_rates_are_those_of_adamw_where_short_trials_hold_no_decision(
     long = MadeUp(tmp_path / "b", **keys, search_steps=30, eval_horizon=1)
     rows_of(long, monkeypatch)
     assert [one[2] for one in long.trained if one[0] == "orchestrator"] == [30, 30, 30, 100, 100]
+
+
+def test_a_rate_that_diverges_is_not_taken_and_a_row_of_them_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = MadeUp(tmp_path / "a", rows=["adamw", "lion", "muon"], equal_time=False)
+    sound = table.train
+
+    def train(row: str, rate: float, steps: int, seed: int) -> dict[str, Any]:
+        if row == "muon" or (row == "lion" and rate <= 1):
+            raise CarambaError(f"{row} has diverged at {rate}")
+        return sound(row, rate, steps, seed)
+
+    monkeypatch.setattr(table, "train", train)
+    rows = rows_of(table, monkeypatch)
+    assert list(rows) == ["adamw", "lion"]
+    assert [one["loss"] is None for one in rows["lion"]["rates"]] == [True, True, False]
+    assert rows["lion"]["lr"] == pytest.approx(0.2 * 2e-3)
+    (failed,) = table.session.ledger["table.muon"].benchmarks
+    assert failed.error == "CarambaError: muon has diverged at 2.0"
 
 
 @pytest.mark.parametrize("steps", range(120, 400, 7))
