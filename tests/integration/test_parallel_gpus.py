@@ -126,10 +126,11 @@ def shrink(
     whole, stopped = folder / "whole", folder / "stopped"
     for place in (whole, stopped):
         place.mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "caramba")
-    process = started([*torchrun, *words, "parallel=fsdp2", "train.batch_size=4"], stopped, cache)
-    os.kill(ranks_at_work(process, stopped)[1], signal.SIGUSR1)
-    said = process.communicate(timeout=LIMIT_S)[0]
+    ranks = ("--standalone", "--nproc-per-node", "2", "-m", "caramba", *words, "parallel=fsdp2")
+    with started([*ranks, "train.batch_size=4"], stopped, cache, "torch.distributed.run") as process:
+        os.kill(ranks_at_work(process, stopped)[1], signal.SIGUSR1)
+        process.wait(LIMIT_S)
+    said = (stopped / "log.txt").read_text()
     assert "stopped by SIGUSR1; continue with: caramba resume" in said, said
     run = only_run(stopped)
     place = latest_sharded_state(state_path(run, "pretrain"))
