@@ -14,49 +14,44 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
-Run = Callable[[int], Found]
-Prepare = Callable[[Path], Run]
+Prepare = Callable[[Path], Callable[[int], Found]]
 """Takes the folder of a process, and returns what runs a case there."""
-BATCH = 200
 TINY = (
-    *(
-        "model=tiny",
-        "train=pretrain",
-        "benchmark=none",
-        "verify=none",
-        "device=cpu",
-        "settings.instrument=none",
-    ),
-    *("data.max_bytes=200000", "data.vocab_size=400", "model.embedder.vocab_size=400", "train.compile=false"),
-    *("train.batch_size=2", "train.block_size=32"),
+    *("model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu"),
+    *("settings.instrument=none", "data.max_bytes=200000", "data.vocab_size=400"),
+    *("model.embedder.vocab_size=400", "train.compile=false", "train.batch_size=2", "train.block_size=32"),
 )
 """The words of a launch that trains in seconds."""
+POOL = (("--jobs", min(2, os.cpu_count() or 1)), ("--seconds", float("inf")))
+"""Options of `outcomes`."""
 
 
-def parser(doc: str | None, *, count: int, cases: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that every fault script takes."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--count", type=int, default=count, help=f"{cases} (default {count:,})")
-    made.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
-    made.add_argument("--seconds", type=float, help="start no case after this many seconds")
-    made.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
-    return made
-
-
-def main(words: argparse.Namespace, run: Callable[[], Mapping[str, Any]], *bad: str) -> int:
+def main(
+    doc: str | None,
+    run: Callable[[argparse.Namespace], Mapping[str, Any]],
+    options: Iterable[tuple[str, Any]],
+    *bad: str,
+) -> int:
     """Run all cases, print the result and its seconds as JSON, also to the file of `--json`.
 
-    The status is 1 where a key in `bad` has a value.
+    Args:
+        options: each a name and its default: a number, or a list of words.
+        bad: keys of the result; the status is 1 where one of them has a value.
     """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("--seed", 1), *options):
+        more: dict[str, Any] = {"nargs": "*"} if isinstance(default, tuple) else {"type": type(default)}
+        parser.add_argument(name, default=default, help=f"default: {default}", **more)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    words = parser.parse_args()
     began = time.monotonic()
-    result = run()
+    result = run(words)
     text = json.dumps({**result, "seconds": round(time.monotonic() - began, 1)}, indent=1)
     print(text)
     if words.json is not None:
@@ -70,103 +65,86 @@ def limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, used + more_bytes))
 
 
-def tally(outcomes: Iterator[tuple[int, Found]]) -> tuple[collections.Counter[str], dict[str, Any]]:
-    """Return how many cases were of each kind, and how many are wrong, with the first of these."""
-    kinds: collections.Counter[str] = collections.Counter()
-    wrong: list[str] = []
-    for index, found in outcomes:
-        kinds[found.get("kind", "died")] += 1
-        if found["fault"]:
-            wrong.append(f"case {index}: {found['fault']}")
-    return kinds, {"wrong": len(wrong), "examples": wrong[:20]}
+def list_faults(found: Mapping[int, Found]) -> dict[str, Any]:
+    """Return how many cases are wrong, with the first of them."""
+    wrong = [f"case {index}: {row['fault']}" for index, row in sorted(found.items()) if row["fault"]]
+    return {"wrong": len(wrong), "examples": wrong[:20]}
 
 
-@dataclass
-class _Worker:
-    process: Any
-    pipe: multiprocessing.connection.Connection
-    start: int
-    stop: int
-    heard: float
-    is_ready: bool = False
-
-    def fault(self, is_stuck: bool) -> tuple[int, Found]:
-        """Return the outcome of the case in which the process ended."""
-        reason = "took too long" if is_stuck else f"process ended: {self.process.exitcode}"
-        return self.start, {"outcome": "died", "fault": reason}
-
-
-def _work(
-    prepare: Prepare, start: int, stop: int, end: float, pipe: multiprocessing.connection.Connection
-) -> None:
-    with tempfile.TemporaryDirectory(prefix="caramba-faults-") as name:
-        os.chdir(name)
-        run = prepare(Path(name))
-        pipe.send((start - 1, None))
-        for index in range(start, stop):
-            if time.monotonic() > end:
-                pipe.send((stop - 1, None))
-                break
-            pipe.send((index, run(index)))
-        os.chdir("/")
-    pipe.close()
+def count_kinds(rows: Iterable[Found], key: str) -> dict[str, int]:
+    """Return how many cases have each value of a key; a case whose process died is `died`."""
+    return dict(sorted(collections.Counter(str(row.get(key, "died")) for row in rows).items()))
 
 
 def outcomes(
     prepare: Prepare,
-    first: int,
     count: int,
     jobs: int,
     *,
+    first: int = 0,
+    batch: int = 200,
     stuck_s: float = 600.0,
-    batch: int = BATCH,
-    seconds: float | None = None,
+    seconds: float = float("inf"),
 ) -> Iterator[tuple[int, Found]]:
-    """Run cases in `jobs` forked processes; yield the number and outcome of each.
+    """Run cases in `jobs` forked processes, each in an empty folder; yield the number and outcome of each.
 
-    A case that ends its process or takes longer than `stuck_s` has the outcome `died` with a fault; a new process goes
-    on behind it. After `seconds` no case begins, and those left are not in the result.
+    A process takes `batch` cases, one after the other. A case that ends its process, or takes longer than `stuck_s`,
+    has a fault, and a new process resumes after it. After `seconds` no case begins, and those left are not
+    in the result.
     """
-    end = float("inf") if seconds is None else time.monotonic() + seconds
-    context = multiprocessing.get_context("fork")
+    context, end = multiprocessing.get_context("fork"), time.monotonic() + seconds
     size = max(1, min(batch, -(-count // max(1, jobs))))
-    waiting = [(at, min(at + size, first + count)) for at in range(first, first + count, size)][::-1]
-    workers: dict[multiprocessing.connection.Connection, _Worker] = {}
+    stop = first + count
+    waiting = [list(range(at, min(at + size, stop))) for at in range(first, stop, size)][::-1]
+    running: dict[Any, _Worker] = {}
     try:
-        while waiting or workers:
-            if time.monotonic() > end:
-                waiting.clear()
-            while waiting and len(workers) < max(1, jobs):
-                start, stop = waiting.pop()
+        while waiting or running:
+            while waiting and len(running) < max(1, jobs):
+                numbers = waiting.pop()
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(prepare, start, stop, end, theirs))
+                process = context.Process(target=_work, args=(prepare, list(numbers), end, theirs))
                 process.start()
                 theirs.close()
-                workers[ours] = _Worker(process, ours, start, stop, time.monotonic())
-            for ready in multiprocessing.connection.wait(list(workers), timeout=1.0):
-                worker = workers[ready]  # type: ignore[index]
+                running[ours] = _Worker(numbers, process, time.monotonic())
+            for pipe in multiprocessing.connection.wait(list(running), timeout=1.0):
+                worker = running[pipe]
                 try:
-                    index, found = worker.pipe.recv()
+                    found = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     worker.process.join()
-                    del workers[worker.pipe]
-                    if not worker.is_ready:
-                        raise RuntimeError(
-                            "a process ended before its first case; its error is above"
-                        ) from None
-                    if worker.start < worker.stop:
-                        yield worker.fault(is_stuck=False)
-                        waiting += [(worker.start + 1, worker.stop)] if worker.start + 1 < worker.stop else []
-                    continue
-                worker.start, worker.heard, worker.is_ready = index + 1, time.monotonic(), True
-                if found is not None:
-                    yield index, found
-            for worker in [each for each in workers.values() if time.monotonic() - each.heard > stuck_s]:
-                worker.process.kill()
-                worker.process.join()
-                del workers[worker.pipe]
-                yield worker.fault(is_stuck=True)
-                waiting += [(worker.start + 1, worker.stop)] if worker.start + 1 < worker.stop else []
+                    found = {"fault": f"process ended: {worker.process.exitcode}"}
+                    del running[pipe]
+                    waiting += [worker.numbers[1:]] if worker.numbers[1:] else []
+                worker.heard = time.monotonic()
+                if found is None:
+                    worker.numbers.clear()
+                elif worker.numbers:
+                    yield worker.numbers.pop(0), found
+            for worker in running.values():
+                if time.monotonic() - worker.heard > stuck_s:
+                    worker.process.kill()  # its pipe ends, and the fault has its exit code
     finally:
-        for worker in workers.values():
+        for worker in running.values():
             worker.process.kill()
+
+
+@dataclass
+class _Worker:
+    numbers: list[int]
+    process: Any
+    heard: float
+
+
+def _work(
+    prepare: Prepare,
+    numbers: list[int],
+    end: float,
+    pipe: multiprocessing.connection.Connection,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="caramba-faults-") as name:
+        os.chdir(name)
+        case = prepare(Path(name))
+        for number in numbers:
+            pipe.send(case(number) if time.monotonic() < end else None)
+        os.chdir("/")
+    pipe.close()

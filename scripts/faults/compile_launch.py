@@ -8,6 +8,7 @@ refuse are not varied.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import io
@@ -17,7 +18,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,79 +27,66 @@ from caramba.data import train_bpe, write_token_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, outcomes, parser
-from case_pool import main as report
+from case_pool import POOL, Found, main, outcomes
 
 ENTRIES = 300
 ALWAYS = ("device=cpu", "train.steps=1", "settings.instrument=none", "resume=never", "paper=none")
 TEACHER = "model.teacher.manifest.embedder.vocab_size"
-# Each list holds the alternatives of one setting; most are accepted alone, so that refusals meet acceptances.
-CHOICES: tuple[tuple[tuple[str, ...], ...], ...] = (
+# Each list holds the alternatives of one setting, as words with spaces; most are accepted alone, so that refusals meet
+# acceptances. The first one is taken unless the setting varies.
+CHOICES: tuple[tuple[str, ...], ...] = (
     (
-        ("model=tiny", "train=pretrain"),
-        ("model=tiny", "train=pretrain"),
-        ("model=tiny_dba", "train=upcycle"),
-        ("model=tiny_dba", "train=upcycle", "~train.phases.pretrain"),
-        ("model=tiny_dba", "train=upcycle", "~train.phases.drift", "~train.phases.teacher_continued"),
-        ("model=tiny_dba", "train=blockwise"),
-        ("model=tiny_dba", "train=blockwise", "model.teacher.checkpoint=RUN"),
-        ("model=tiny_dba", "train=upcycle", "model.teacher.checkpoint=RUN"),
-        ("model=tiny", "train=finetune"),
-        ("model=tiny", "train=finetune", "model.checkpoint=RUN"),
-        ("model=tiny", "train=none", "model.checkpoint=RUN"),
+        *["model=tiny train=pretrain"] * 2,
+        "model=tiny_dba train=upcycle",
+        "model=tiny_dba train=upcycle ~train.phases.pretrain",
+        "model=tiny_dba train=upcycle ~train.phases.drift ~train.phases.teacher_continued",
+        "model=tiny_dba train=blockwise",
+        "model=tiny_dba train=blockwise model.teacher.checkpoint=RUN",
+        "model=tiny_dba train=upcycle model.teacher.checkpoint=RUN",
+        "model=tiny train=finetune",
+        "model=tiny train=finetune model.checkpoint=RUN",
+        "model=tiny train=none model.checkpoint=RUN",
     ),
     (
-        *[("data=tokens", "data.path=corpus")] * 6,
-        ("data=tokens", "data.path=ids.npy"),
-        ("data=tokens", "data.path=ids.tokens", "data.val_path=ids.npy"),
-        ("data=tokens", "data.path=short.tokens"),
-        ("data=tokens", "data.path=bad.tokens"),
-        ("data=tokens", "data.path=nowhere"),
-        ("data=tokens", "data.path=corpus", "data.packing=best_fit"),
-        ("data=tokens", "data.path=corpus", "data.vocab_size=299"),
-        ("data=stdlib", "data.max_bytes=400000", f"data.vocab_size={ENTRIES}"),
+        *["data=tokens data.path=corpus"] * 6,
+        "data=tokens data.path=ids.npy",
+        "data=tokens data.path=ids.tokens data.val_path=ids.npy",
+        "data=tokens data.path=short.tokens",
+        "data=tokens data.path=bad.tokens",
+        "data=tokens data.path=nowhere",
+        "data=tokens data.path=corpus data.packing=best_fit",
+        "data=tokens data.path=corpus data.vocab_size=299",
+        f"data=stdlib data.max_bytes=400000 data.vocab_size={ENTRIES}",
     ),
-    (*[(f"VOCABULARY={ENTRIES}",)] * 8, ("VOCABULARY=200",), ("VOCABULARY=512",)),
+    (*[f"VOCABULARY={ENTRIES}"] * 8, "VOCABULARY=200", "VOCABULARY=512"),
+    (*["train.block_size=16"] * 4, "train.block_size=64", "train.block_size=4000", "train.block_size=0"),
     (
-        *[("train.block_size=16",)] * 4,
-        ("train.block_size=64",),
-        ("train.block_size=4000",),
-        ("train.block_size=0",),
+        *["train.batch_size=2"] * 5,
+        *("train.batch_size=auto", "train.batch_size=2 train.accumulate=2", "train.batch_size=0"),
     ),
+    (*["plan=off"] * 6, "plan=nowhere.json"),
     (
-        *[("train.batch_size=2",)] * 5,
-        ("train.batch_size=auto",),
-        ("train.batch_size=2", "train.accumulate=2"),
-        ("train.batch_size=0",),
-    ),
-    (*[("plan=off",)] * 6, ("plan=nowhere.json",)),
-    (
-        *[()] * 4,
-        ("train.dtype=bfloat16",),
-        ("train.dtype=float16",),
-        ("train.use_amp=true", "train.amp_dtype=bfloat16"),
-        ("train.tf32=true",),
-        ("train.float8=rowwise",),
-        ("train.activation_offload=true",),
-        ("train.optimizer_offload=true",),
+        *[""] * 4,
+        *("train.dtype=bfloat16", "train.dtype=float16", "train.use_amp=true train.amp_dtype=bfloat16"),
+        *("train.tf32=true", "train.float8=rowwise", "train.activation_offload=true"),
+        "train.optimizer_offload=true",
     ),
     (
-        *[()] * 5,
-        ("parallel=ddp", "launcher=process"),
-        ("launcher.nproc_per_node=2",),
-        ("parallel=fsdp2_tp", "parallel.tp=3"),
-        ("launcher=slurm_sbatch_only",),
-        ("launcher=process",),
+        *[""] * 5,
+        *("parallel=ddp launcher=process", "launcher.nproc_per_node=2", "parallel=fsdp2_tp parallel.tp=3"),
+        *("launcher=slurm_sbatch_only", "launcher=process"),
     ),
-    (*[("verify=none",)] * 3, ("verify=smoke",), ("verify=eval",)),
-    (*[("benchmark=none",)] * 4, ("benchmark=smoke",), ("benchmark=smoke", "DATASET=nowhere"), ("benchmark=controls",)),
+    (*["verify=none"] * 3, "verify=smoke", "verify=eval"),
     (
-        *[()] * 5,
-        ("train.schedule=sequential",),
-        ("train.lora={rank: 2, targets: [all_linear]}",),
-        ("train.steps=2", "settings.save_every=1"),
+        *["benchmark=none"] * 4,
+        *("benchmark=smoke", "benchmark=smoke DATASET=nowhere", "benchmark=controls"),
     ),
-)  # fmt: skip
+    (
+        *[""] * 5,
+        *("train.schedule=sequential", "train.lora={rank:2,targets:[all_linear]}"),
+        "train.steps=2 settings.save_every=1",
+    ),
+)
 
 
 VARIED = 0.35  # the share of settings that vary
@@ -130,18 +118,14 @@ def prepare(folder: Path) -> Path:
 def draw(rng: random.Random, teacher: Path) -> list[str]:
     """Return the words of one random manifest."""
     # Most settings keep their first alternative, which is accepted: a refusal of one would hide all others.
-    words = [
-        word for choices in CHOICES for word in (rng.choice(choices) if rng.random() < VARIED else choices[0])
-    ]
-    has_teacher = "model=tiny_dba" in words
+    chosen = (rng.choice(choices) if rng.random() < VARIED else choices[0] for choices in CHOICES)
+    words = " ".join(chosen).split()
     made: list[str] = list(ALWAYS)
     for word in words:
         key, _, value = word.partition("=")
         if key == "VOCABULARY":
-            made += [
-                f"model.embedder.vocab_size={value}",
-                *([f"{TEACHER}={value}"] if has_teacher else []),
-            ]
+            made.append(f"model.embedder.vocab_size={value}")
+            made += [f"{TEACHER}={value}"] if "model=tiny_dba" in words else []
         elif key == "DATASET":
             made.append(f"benchmark.benchmarks.0.config.dataset={value}")
         else:
@@ -157,7 +141,7 @@ def run(words: Sequence[str]) -> tuple[int, str]:
     return status, shown.getvalue()
 
 
-def compare(rng: random.Random, teacher: Path) -> dict[str, Any]:
+def compare(rng: random.Random, teacher: Path) -> Found:
     """Return the words of a random manifest, and what compile and launch made of it."""
     words = draw(rng, teacher)
     compiled, compile_text = run(["compile", *words])
@@ -172,9 +156,7 @@ def compare(rng: random.Random, teacher: Path) -> dict[str, Any]:
     }
 
 
-def compare_all(
-    seed: int, count: int, place: Path, jobs: int = 1, seconds: float | None = None
-) -> dict[str, Any]:
+def compare_all(seed: int, count: int, place: Path, jobs: int, seconds: float) -> dict[str, Any]:
     """Compare `count` manifests; return counts and those in which compile and launch differ."""
     # In a process of its own: the others are forked from one that has used no thread of torch.
     first = multiprocessing.get_context("fork").Process(target=_prepare_alone, args=(place,))
@@ -182,23 +164,21 @@ def compare_all(
     first.join()
     teacher = next((place / "runs" / "teacher").iterdir())
 
-    def enter(folder: Path) -> Run:
+    def enter(folder: Path) -> Callable[[int], Found]:
         os.environ["CARAMBA_HOME"] = f"{place}/home"
         shutil.copytree(place, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "home"))
         return lambda index: compare(random.Random(f"{seed}:{index}"), teacher)
 
-    rows = [found for _, found in outcomes(enter, 0, count, jobs, seconds=seconds)]
+    rows = [found for _, found in outcomes(enter, count, jobs, seconds=seconds)]
     compared = [row for row in rows if "words" in row]
-    differ = [row for row in rows if not row.get("agree")]
+    refused = [row for row in compared if row["launch"] == 2]
     return {
         "seed": seed,
         "count": len(rows),
-        "refused": sum(row["launch"] == 2 for row in compared),
+        "refused": len(refused),
         "failed": sum(row["launch"] not in (0, 2) for row in compared),
-        "differ": differ,
-        "refusals": collections.Counter(
-            row["error"].strip().splitlines()[-1][:60] for row in compared if row["launch"] == 2
-        ),
+        "differ": [row for row in rows if not row.get("agree")],
+        "refusals": collections.Counter(row["error"].strip().splitlines()[-1][:60] for row in refused),
     }
 
 
@@ -208,13 +188,10 @@ def _prepare_alone(place: Path) -> None:
     prepare(place)
 
 
-def main() -> int:
-    """Compare `--count` manifests; the status is 1 where compile and launch differ."""
-    words = parser(__doc__, count=300, cases="random manifests").parse_args()
+def campaign(words: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
-        options = (words.seed, words.count, Path(place), words.jobs, words.seconds)
-        return report(words, lambda: compare_all(*options), "differ", "failed")
+        return compare_all(words.seed, words.count, Path(place), words.jobs, words.seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, campaign, (*POOL, ("--count", 300)), "differ", "failed"))

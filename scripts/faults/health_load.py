@@ -3,7 +3,7 @@
 Every request is below the server's default size limit. The server runs in a process of its own, with a tiny model and
 a tokenizer of subwords. One thread asks for /health without a pause while another sends one request at a time.
 
-Usage: python scripts/faults/health_load.py [--seed 0] [--rounds 1] [--only CASE,...] [--json FILE]
+Usage: python scripts/faults/health_load.py [--seed 1] [--rounds 1] [--only CASE ...] [--json FILE]
 
 It prints one JSON object and ends with status 1 when a request delayed /health by more than the bound.
 """
@@ -19,9 +19,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from case_pool import main
 
 ROOT = Path(__file__).parents[2]
 BOUND_MS = 250.0
@@ -30,17 +34,17 @@ CONTEXT, TIMEOUT_S = 4096, 60.0
 START_S, ANSWER_S = 120.0, 180.0
 NAME = "tiny/bytes"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-Case = tuple[str, bytes]
+Case = tuple[str, str]
 
 
-def _filled(head: str, items: Callable[[int], str], tail: str, separator: str = ",") -> bytes:
+def _filled(head: str, items: Callable[[int], str], tail: str, separator: str = ",") -> str:
     """Return head, as many items as the size limit allows, and tail."""
     parts, n_bytes = list[str](), len(head) + len(tail)
     while True:
         item = items(len(parts))
         n_bytes += len(item) + len(separator)
         if n_bytes >= REQUEST_BYTES:
-            return (head + separator.join(parts) + tail).encode()
+            return head + separator.join(parts) + tail
         parts.append(item)
 
 
@@ -56,48 +60,44 @@ def cases(seed: int) -> dict[str, Case]:
     prompt, chat = f'{{{model}"prompt":"a","max_tokens":64,', f'{{{model}"max_tokens":64,"messages":['
     ids = f'{{{model}"max_tokens":8,"prompt":'
     user = '{"role":"user","content":"a"}'
+    part = '{"role":"user","content":'
     n_room = REQUEST_BYTES - 200
+    words = word(8) * (n_room // 8)
     stop = "a" * (n_room - 1) + "b"
-    many_stops = json.dumps(["a" * (n_room // 16 - 10) + string.ascii_lowercase[i] for i in range(16)])
-    return {
-        "unknown_keys": (COMPLETIONS, _filled(prompt, lambda i: f'"{salt}{i}":1', "}")),
-        "unknown_keys_near": (COMPLETIONS, _filled(prompt, lambda i: f'"max_tokens{i}":1', "}")),
-        "unknown_keys_of_message": (
-            CHAT,
-            _filled(chat + '{"role":"user","content":"a",', lambda i: f'"{salt}{i}":1', "}]}"),
-        ),
-        "long_key": (COMPLETIONS, (prompt + f'"{word(8) * (n_room // 8)}":1}}').encode()),
-        "long_model": (COMPLETIONS, (f'{{"prompt":"a","model":"{word(8) * (n_room // 8)}"}}').encode()),
-        "long_role": (CHAT, (chat + f'{{"role":"{"x" * n_room}","content":"a"}}]}}').encode()),
-        "long_number": (COMPLETIONS, (prompt + f'"seed":1{"0" * n_room}}}').encode()),
-        "long_fraction": (COMPLETIONS, (prompt + f'"top_p":0.{"1" * n_room}}}').encode()),
-        "empty_messages": (CHAT, _filled(chat, lambda _: "{}", "]}")),
-        "wrong_messages": (CHAT, _filled(chat, lambda _: "1", "]}")),
-        "valid_messages": (CHAT, _filled(chat, lambda _: user, "]}")),
-        "empty_parts": (
-            CHAT,
-            _filled(chat + '{"role":"user","content":[', lambda _: "{}", "]}]}"),
-        ),
-        "lists": (COMPLETIONS, _filled(ids + "[", lambda _: "[]", "]}")),
-        "nested_lists": (COMPLETIONS, _filled(ids + "[", lambda _: "[[[[[1]]]]]", "]}")),
-        "depth": (COMPLETIONS, f"{ids}{'[' * n_room}}}".encode()),
-        "token_ids": (COMPLETIONS, _filled(ids + "[", lambda _: "1", "]}")),
-        "fraction_ids": (COMPLETIONS, _filled(ids + "[", lambda _: "1.0", "]}")),
-        "long_prompt": (COMPLETIONS, _filled(ids + '"', lambda _: "the quick brown fox", '"}', " ")),
-        "long_prompt_one_word": (COMPLETIONS, _filled(ids + '"', lambda _: "abcabd", '"}', "")),
-        "long_chat": (CHAT, (chat + f'{{"role":"user","content":"{"ab" * (n_room // 2)}"}}]}}').encode()),
-        "long_stop": (COMPLETIONS, (prompt + f'"stop":"{stop}"}}').encode()),
-        "many_stops": (COMPLETIONS, (prompt + f'"stop":{many_stops}}}').encode()),
-        "wrong_stops": (COMPLETIONS, _filled(prompt + '"stop":[', lambda _: "1", "]}")),
-        "bias": (COMPLETIONS, _filled(prompt + '"logit_bias":{', lambda i: f'"{i}":1', "}}")),
-        "tools": (CHAT, _filled(chat + user + '],"tools":[', lambda _: "{}", "]}")),
-        "answer_with_logprobs": (
-            CHAT,
-            (
-                f'{{{model}"max_tokens":{CONTEXT - 64},"temperature":0,"logprobs":true,"top_logprobs":20,'
-                f'"messages":[{user}]}}'
-            ).encode(),
-        ),
+    stops = json.dumps(["a" * (n_room // 16 - 10) + string.ascii_lowercase[i] for i in range(16)])
+    sampling = f'"max_tokens":{CONTEXT - 64},"temperature":0,"logprobs":true,"top_logprobs":20'
+    completions = {
+        "unknown_keys": _filled(prompt, lambda i: f'"{salt}{i}":1', "}"),
+        "unknown_keys_near": _filled(prompt, lambda i: f'"max_tokens{i}":1', "}"),
+        "long_key": prompt + f'"{words}":1}}',
+        "long_model": f'{{"prompt":"a","model":"{words}"}}',
+        "long_number": prompt + f'"seed":1{"0" * n_room}}}',
+        "long_fraction": prompt + f'"top_p":0.{"1" * n_room}}}',
+        "lists": _filled(ids + "[", lambda _: "[]", "]}"),
+        "nested_lists": _filled(ids + "[", lambda _: "[[[[[1]]]]]", "]}"),
+        "depth": f"{ids}{'[' * n_room}}}",
+        "token_ids": _filled(ids + "[", lambda _: "1", "]}"),
+        "fraction_ids": _filled(ids + "[", lambda _: "1.0", "]}"),
+        "long_prompt": _filled(ids + '"', lambda _: "the quick brown fox", '"}', " "),
+        "long_prompt_one_word": _filled(ids + '"', lambda _: "abcabd", '"}', ""),
+        "long_stop": prompt + f'"stop":"{stop}"}}',
+        "many_stops": prompt + f'"stop":{stops}}}',
+        "wrong_stops": _filled(prompt + '"stop":[', lambda _: "1", "]}"),
+        "bias": _filled(prompt + '"logit_bias":{', lambda i: f'"{i}":1', "}}"),
+    }
+    chats = {
+        "unknown_keys_of_message": _filled(chat + part + '"a",', lambda i: f'"{salt}{i}":1', "}]}"),
+        "long_role": chat + f'{{"role":"{"x" * n_room}","content":"a"}}]}}',
+        "empty_messages": _filled(chat, lambda _: "{}", "]}"),
+        "wrong_messages": _filled(chat, lambda _: "1", "]}"),
+        "valid_messages": _filled(chat, lambda _: user, "]}"),
+        "empty_parts": _filled(chat + part + "[", lambda _: "{}", "]}]}"),
+        "long_chat": chat + part + f'"{"ab" * (n_room // 2)}"}}]}}',
+        "tools": _filled(chat + user + '],"tools":[', lambda _: "{}", "]}"),
+        "answer_with_logprobs": f'{{{model}{sampling},"messages":[{user}]}}',
+    }
+    return {name: (COMPLETIONS, body) for name, body in completions.items()} | {
+        name: (CHAT, body) for name, body in chats.items()
     }
 
 
@@ -142,7 +142,7 @@ def ask(port: int, path: str, body: bytes) -> tuple[int, int]:
         connection.close()
 
 
-def measure(port: int, seed: int, rounds: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
+def measure(port: int, seed: int, rounds: int, only: Sequence[str] = ()) -> dict[str, Any]:
     """Send every case, and return what each of them did."""
     prober = Prober(port)
     measured: dict[str, Any] = {}
@@ -150,9 +150,10 @@ def measure(port: int, seed: int, rounds: int, only: tuple[str, ...] = ()) -> di
         time.sleep(0.5)
         idle = prober.longest_ms()
         for index in range(rounds):
-            for name, (path, body) in cases(seed + index).items():
+            for name, (path, text) in cases(seed + index).items():
                 if only and name not in only:
                     continue
+                body = text.encode()
                 assert len(body) <= REQUEST_BYTES, name
                 began = time.perf_counter()
                 status, answered = ask(port, path, body)
@@ -174,6 +175,7 @@ def measure(port: int, seed: int, rounds: int, only: tuple[str, ...] = ()) -> di
         "bound_ms": BOUND_MS,
         "idle_ms": round(idle, 1),
         "worst": {"case": worst, "health_ms": measured[worst]["health_ms"]},
+        "is_late": measured[worst]["health_ms"] > BOUND_MS,
         "cases": measured,
     }
 
@@ -197,38 +199,24 @@ def serve() -> None:
         sys.stdin.read()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only", default="", help="names of cases, separated by commas")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.serve:
-        serve()
-        return 0
+def campaign(words: argparse.Namespace) -> dict[str, Any]:
+    """Serve in another process and measure."""
     command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        only = tuple(name for name in options.only.split(",") if name)
         try:
-            result = measure(port, options.seed, options.rounds, only)
+            return measure(port, words.seed, words.rounds, words.only)
         finally:
             process.stdin.close()
             try:
                 process.wait(START_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
-    return int(result["worst"]["health_ms"] > BOUND_MS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:] == ["--serve"]:
+        sys.exit(serve())
+    sys.exit(main(__doc__, campaign, (("--rounds", 1), ("--only", ())), "is_late"))

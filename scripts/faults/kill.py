@@ -1,12 +1,14 @@
 """Kill and interrupt commands at points that the seed draws, restart them, and compare with an undisturbed run.
 
 `python scripts/faults/kill.py --seed 1 --count 100 --jobs 2` sends SIGKILL at 100 random points of launch, resume,
-sweep, export and prepare, and INT, HUP and TERM at 40 points of training. It prints a JSON result and exits 1 if a
+sweep, export and prepare (or those of `--only`), and INT, HUP and TERM at 40 points of training (`--signals`). `late`
+counts signals that came when their process had ended by itself. It prints a JSON result and exits 1 if a
 start leaves files behind, weights differ in a bit, or a signal loses a recorded step.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import hashlib
@@ -19,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,11 @@ from caramba.runs.files import is_locked
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import TINY, Run, outcomes, parser
-from case_pool import main as report
+from case_pool import POOL, TINY, Found, main, outcomes
 
 LIMIT_S, STUCK_S = 300.0, 1800.0
 MOST_LATE, MOST_ROUNDS = 10, 5
+BAD = ("leftovers", "unequal", "failed", "steps_lost")
 TRAIN = (*TINY, "train.steps=60")
 LAUNCH = ("launch", *TRAIN, "train.save_every=7")
 SWEEP = ("-m", *TRAIN, "train.save_every=7", "seed=1,2", "launcher=process", "launcher.n_jobs=2")
@@ -47,50 +49,13 @@ MINTED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}(-\d+)?")
 IGNORED = re.compile(r"(^|/)(\.lock|logs/.*|tensorboard/.*)$")
 
 
-@dataclass
-class Result:
-    """What was sent and what went wrong."""
-
-    sent: collections.Counter[str] = field(default_factory=collections.Counter)
-    late: int = 0
-    """Signals that came when their process had ended by itself."""
-    leftovers: list[str] = field(default_factory=list)
-    unequal: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    steps_lost: int = 0
-    comparisons: int = 0
-
-    @property
-    def is_clean(self) -> bool:
-        return not (self.leftovers or self.unequal or self.failed or self.steps_lost)
-
-    def add(self, found: Mapping[str, Any]) -> None:
-        """Add what one place gave, or that its process died."""
-        if "sent" not in found:
-            self.failed.append(found["fault"])
-            return
-        self.sent.update(found["sent"])
-        self.late += found["late"]
-        self.steps_lost += found["steps_lost"]
-        self.comparisons += found["comparisons"]
-        self.leftovers += found["leftovers"]
-        self.unequal += found["unequal"]
-        self.failed += found["failed"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result for JSON."""
-        return {**vars(self), "sent": dict(self.sent), "is_clean": self.is_clean}
-
-
 class Place:
     """A folder in which one command is started again and again, with the caches of all of them."""
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder = folder
-        self.variables = {
-            **os.environ,
-            **{"CARAMBA_HOME": str(home), "OMP_NUM_THREADS": "1", "CARAMBA_GIT_PATCH": "off"},
-        }
+        quiet = {"CARAMBA_HOME": str(home), "OMP_NUM_THREADS": "1", "CARAMBA_GIT_PATCH": "off"}
+        self.variables = {**os.environ, **quiet}
         folder.mkdir(parents=True)
 
     def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -197,6 +162,8 @@ def scenarios(root: Path, home: Path, only: Sequence[str]) -> Iterator[Scenario]
         "export": ("export", str(trained), "--out", "exported", "--force"),
         "prepare": ("prepare", "text", str(corpus), "--output", "tokens", "--train-bpe", "400"),
     }
+    if unknown := set(only) - commands.keys():
+        raise SystemExit(f"--only {' '.join(unknown)}: expected some of {', '.join(commands)}")
     for name in only or commands:
         words = commands[name]
         place = Place(root / f"reference-{name}-timed", home)
@@ -228,72 +195,70 @@ def send(process: subprocess.Popen[bytes], how: signal.Signals, has_come: Callab
     return False
 
 
-def compare(scenario: Scenario, place: Place, result: Result) -> None:
-    """Note how a place differs from the one of the undisturbed command."""
-    result.comparisons += 1
+def compare(scenario: Scenario, place: Place) -> dict[str, list[str]]:
+    """Return how a place differs from the one of the undisturbed command."""
     ours, theirs = place.listing(), scenario.reference.listing()
-    result.leftovers += [
-        f"{scenario.name}: {name}" for name in ours if name not in theirs or ours.count(name) > 1
-    ]
-    result.leftovers += [f"{scenario.name}: {name} is missing" for name in theirs if name not in ours]
-    before, after = scenario.reference.contents(), place.contents()
-    result.unequal += [
-        f"{scenario.name}: {name}" for name, digest in before.items() if after.get(name) != digest
-    ]
+    leftovers = [f"{scenario.name}: {name}" for name in ours if name not in theirs or ours.count(name) > 1]
+    leftovers += [f"{scenario.name}: {name} is missing" for name in theirs if name not in ours]
+    after = place.contents()
+    before = scenario.reference.contents().items()
+    unequal = [f"{scenario.name}: {name}" for name, digest in before if after.get(name) != digest]
+    return {"leftovers": leftovers, "unequal": unequal}
 
 
-def plan_kills(count: int, n_scenarios: int, seed: int) -> list[tuple[int, int]]:
+def plan_kills(count: int, n_scenarios: int, seed: int) -> list[tuple[int | None, int]]:
     """Return a scenario and the number of its kills, place by place, `count` kills in all."""
-    chance, planned = random.Random(seed), list[tuple[int, int]]()
+    chance, planned = random.Random(seed), list[tuple[int | None, int]]()
     while (left := count - sum(kills for _, kills in planned)) > 0:
         planned.append((len(planned) % n_scenarios, min(chance.randint(1, 5), left)))
     return planned
 
 
-def kill_at_random(scenario: Scenario, kills: int, place: Place, chance: random.Random) -> Result:
+def kill_at_random(scenario: Scenario, kills: int, place: Place, chance: random.Random) -> Found:
     """Kill a command `kills` times, starting it again each time; let it finish then, and compare."""
-    result, words = Result(), scenario.words
-    while result.sent.total() < kills and result.late < MOST_LATE:
+    sent, late, words = 0, 0, scenario.words
+    while sent < kills and late < MOST_LATE:
         process = place.start(words)
         if send(process, signal.SIGKILL, moment(scenario, place, chance)):
-            result.sent[f"KILL {scenario.name}"] += 1
+            sent += 1
         else:
-            result.late += 1
+            late += 1
         process.wait(LIMIT_S)
         words = scenario.restart_command(place)
+    found: Found = {"sent": {f"KILL {scenario.name}": sent}, "late": late}
     try:
         place.finish(words)
     except RuntimeError as error:
-        result.failed.append(str(error))
-        return result
+        return {**found, "failed": [str(error)]}
     place.wait_for_workers()
-    compare(scenario, place, result)
-    return result
+    return {**found, "comparisons": 1, **compare(scenario, place)}
 
 
-def signal_at_random(signals: int, place: Place, chance: random.Random) -> Result:
+def signal_at_random(signals: int, place: Place, chance: random.Random) -> Found:
     """Send INT, HUP or TERM to one training `signals` times; count the recorded steps that no state holds."""
-    result, reached = Result(), 0
+    sent: collections.Counter[str] = collections.Counter()
+    leftovers: list[str] = []
+    reached, late, steps_lost = 0, 0, 0
     words: tuple[str, ...] = SIGNALLED
-    while result.sent.total() < signals:
+    while sent.total() < signals:
         process = place.start(words)
         how = chance.choice(SIGNALS)
         is_there = functools.partial(_is_at, place, reached + chance.randint(0, 80), chance.uniform(0.0, 0.2))
         if not send(process, how, is_there):
-            result.late += 1
+            late += 1
             break
-        result.sent[how.name] += 1
+        sent[how.name] += 1
         process.wait(LIMIT_S)
         (run,) = place.runs()
         reached = max((step for _, step, _ in metric_rows(run)), default=0)
         words = ("resume", str(run))
         if any(event["event"] == "phase_finished" for event in read_events(run)):
             break
-        result.steps_lost += max(0, reached - _saved_step(run))
+        steps_lost += max(0, reached - _saved_step(run))
         if left := sorted(file.name for file in run.rglob("*.part")):
-            result.leftovers.append(f"{how.name}: {left}")
+            leftovers.append(f"{how.name}: {left}")
     process.wait(LIMIT_S)
-    return result
+    return {"sent": sent, "late": late, "steps_lost": steps_lost, "leftovers": leftovers}
 
 
 def _is_at(place: Place, step: int, extra: float) -> bool:
@@ -313,68 +278,63 @@ def _saved_step(run: Path) -> int:
 
 
 def run(
-    seed: int,
-    kills: int,
-    signals: int,
-    only: Sequence[str],
-    root: Path,
-    *,
-    jobs: int = 1,
-    seconds: float | None = None,
-) -> Result:
+    seed: int, kills: int, signals: int, only: Sequence[str], root: Path, jobs: int, seconds: float
+) -> dict[str, Any]:
     """Send `kills` times SIGKILL and `signals` times another signal, in places of their own."""
     home, began = root / "home", time.monotonic()
     made = list(scenarios(root, home, only)) if kills else []
-    result = Result()
-    first = 0
+    found: list[Found] = []
+    sent: collections.Counter[str] = collections.Counter()
+    planned: list[tuple[int | None, int]] = []
 
-    def prepare(_: Path) -> Run:
-        def case(index: int) -> dict[str, Any]:
+    def prepare(_: Path) -> Callable[[int], Found]:
+        def case(index: int) -> Found:
             chance = random.Random(f"{seed}:{index}")
             place = Place(root / f"place-{index}", home)
             which, times = planned[index - first]
             if which is None:
-                found = signal_at_random(times, place, chance)
+                outcome = signal_at_random(times, place, chance)
             else:
-                found = kill_at_random(made[which], times, place, chance)
-            if found.is_clean:
+                outcome = kill_at_random(made[which], times, place, chance)
+            if not any(outcome.get(key) for key in BAD):
                 shutil.rmtree(place.folder)
-            return found.as_dict()
+            return outcome
 
         return case
 
     for _ in range(MOST_ROUNDS):
-        left_s = None if seconds is None else began + seconds - time.monotonic()
+        first = len(found)
         # Places whose commands ended before their signal came are made up for
-        killed = sum(n for how, n in result.sent.items() if how.startswith("KILL"))
-        planned: list[tuple[int | None, int]] = [*plan_kills(kills - killed, max(1, len(made)), seed + first)]
-        missing = signals - (result.sent.total() - killed)
+        killed = sum(n for how, n in sent.items() if how.startswith("KILL"))
+        missing = signals - (sent.total() - killed)
+        planned = plan_kills(kills - killed, max(1, len(made)), seed + first)
         planned += [(None, min(2, missing - at)) for at in range(0, missing, 2)]
-        for _, found in outcomes(
-            prepare, first, len(planned), jobs, stuck_s=STUCK_S, batch=1, seconds=left_s
-        ):
-            result.add(found)
-        first += len(planned)
+        keys: dict[str, Any] = {
+            "first": first,
+            "batch": 1,
+            "stuck_s": STUCK_S,
+            "seconds": began + seconds - time.monotonic(),
+        }
+        for _, outcome in outcomes(prepare, len(planned), jobs, **keys):
+            found.append(outcome)
+            sent.update(outcome.get("sent", {}))
         if not planned:
             break
+    result: dict[str, Any] = {"seed": seed, "sent": dict(sent)}
+    for key in ("late", "steps_lost", "comparisons"):
+        result[key] = sum(outcome.get(key, 0) for outcome in found)
+    for key in ("leftovers", "unequal", "failed"):
+        result[key] = [text for outcome in found for text in outcome.get(key, ())]
+    result["failed"] += [outcome["fault"] for outcome in found if "fault" in outcome]
     return result
 
 
-def main() -> int:
-    described = parser(__doc__, count=100, cases="kills")
-    described.add_argument("--signals", type=int, default=40, help="INT, HUP and TERM (default 40)")
-    kinds = ("launch", "resume", "sweep", "export", "prepare")
-    described.add_argument("--only", nargs="*", choices=kinds, help="commands to kill, all unless given")
-    words = described.parse_args()
-    options = {"jobs": words.jobs, "seconds": words.seconds}
+def campaign(words: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="caramba-kill-") as name:
-
-        def send_all() -> dict[str, Any]:
-            result = run(words.seed, words.count, words.signals, words.only or (), Path(name), **options)
-            return {"seed": words.seed, **result.as_dict(), "is_faulty": not result.is_clean}
-
-        return report(words, send_all, "is_faulty")
+        options = (words.count, words.signals, words.only, Path(name), words.jobs, words.seconds)
+        return run(words.seed, *options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    options = (*POOL, ("--count", 100), ("--signals", 40), ("--only", ()))
+    sys.exit(main(__doc__, campaign, options, *BAD))

@@ -7,7 +7,6 @@ Each mutant must open or be refused with exit status 2 and the file's name. It p
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import random
@@ -32,8 +31,7 @@ from caramba.model import build_model, load_hf_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from case_pool import Run, limit_memory, outcomes, parser
-from case_pool import main as report
+from case_pool import POOL, Found, count_kinds, limit_memory, list_faults, main, outcomes
 
 MEMORY_BYTES = 500 << 20
 CPU_S, STUCK_S = 2.0, 60.0
@@ -155,50 +153,7 @@ def mutate(content: bytes, rng: random.Random, *, is_json: bool, is_safetensors:
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
-def run(seed: int, count: int, jobs: int = 1, seconds: float | None = None) -> dict[str, Any]:
-    """Read `count` mutants of each format; return counts and what went wrong."""
-
-    def prepare(folder: Path) -> Run:
-        os.environ["CARAMBA_HOME"] = str(folder / "home")
-        formats = _make(folder)
-        for _, read, _ in formats.values():
-            read()
-        intact = {name: file.read_bytes() for name, (file, _, _) in formats.items()}
-        limit_memory(MEMORY_BYTES)
-
-        def case(index: int) -> dict[str, Any]:
-            chance = random.Random(f"{seed}:{index}")
-            name = FORMATS[index // count]
-            file, read, is_json = formats[name]
-            file.write_bytes(
-                mutate(intact[name], chance, is_json=is_json, is_safetensors=name == "safetensors")
-            )
-            found = read_mutant(read, str(file.parent))
-            file.write_bytes(intact[name])
-            return {**found, "format": name}
-
-        return case
-
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    wrong: list[str] = []
-    slowest = 0.0
-    n_formats = len(FORMATS)
-    for index, found in outcomes(prepare, 0, count * n_formats, jobs, stuck_s=STUCK_S, seconds=seconds):
-        counts[FORMATS[index // count]][found["outcome"]] += 1
-        slowest = max(slowest, found.get("cpu_s", 0.0))
-        if found["fault"]:
-            wrong.append(f"{FORMATS[index // count]} {index}: {found['fault']}")
-    return {
-        "seed": seed,
-        "mutants": sum(sum(each.values()) for each in counts.values()),
-        "counts": {name: dict(each) for name, each in counts.items()},
-        "slowest_s": round(slowest, 3),
-        "wrong": len(wrong),
-        "examples": wrong[:20],
-    }
-
-
-def read_mutant(read: Callable[[], Any], where: str) -> dict[str, Any]:
+def read_mutant(read: Callable[[], Any], where: str) -> Found:
     """Read one mutant; return its outcome, CPU seconds and fault, which is empty for none."""
     outcome, fault, began = "opened", "", time.process_time()
     try:
@@ -218,10 +173,45 @@ def read_mutant(read: Callable[[], Any], where: str) -> dict[str, Any]:
     return {"outcome": outcome, "fault": fault, "cpu_s": cpu_s}
 
 
-def main() -> int:
-    words = parser(__doc__, count=1000, cases="mutants of each format").parse_args()
-    return report(words, lambda: run(words.seed, words.count, words.jobs, words.seconds), "wrong")
+def run(seed: int, count: int, jobs: int = 1, seconds: float = float("inf")) -> dict[str, Any]:
+    """Read `count` mutants of each format; return counts and what went wrong."""
+
+    def prepare(folder: Path) -> Callable[[int], Found]:
+        os.environ["CARAMBA_HOME"] = str(folder / "home")
+        formats = _make(folder)
+        for _, read, _ in formats.values():
+            read()
+        intact = {name: file.read_bytes() for name, (file, _, _) in formats.items()}
+        limit_memory(MEMORY_BYTES)
+
+        def case(index: int) -> Found:
+            chance = random.Random(f"{seed}:{index}")
+            name = FORMATS[index // count]
+            file, read, is_json = formats[name]
+            file.write_bytes(
+                mutate(intact[name], chance, is_json=is_json, is_safetensors=name == "safetensors")
+            )
+            found = read_mutant(read, str(file.parent))
+            file.write_bytes(intact[name])
+            return found
+
+        return case
+
+    found = dict(outcomes(prepare, count * len(FORMATS), jobs, stuck_s=STUCK_S, seconds=seconds))
+    by_format = {
+        name: [row for index, row in found.items() if FORMATS[index // count] == name] for name in FORMATS
+    }
+    return {
+        "seed": seed,
+        "mutants": len(found),
+        "counts": {name: count_kinds(rows, "outcome") for name, rows in by_format.items()},
+        "slowest_s": round(max((row.get("cpu_s", 0.0) for row in found.values()), default=0.0), 3),
+        **list_faults(found),
+    }
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    options = (*POOL, ("--count", 1000))
+    raise SystemExit(
+        main(__doc__, lambda words: run(words.seed, words.count, words.jobs, words.seconds), options, "wrong")
+    )
