@@ -21,7 +21,7 @@ from caramba.cache import DeviceContext
 from caramba.cli import main
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError, Preempted
-from caramba.evaluation.ladder_ranks import SharedRung, time_on_ranks
+from caramba.evaluation.ladder import SharedRung, time_on_ranks
 from caramba.infer import Generator
 from caramba.infer.device_steps import step_refusal
 from caramba.model import Model, build_model, save_model
@@ -283,7 +283,7 @@ def _ladder_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     if FORKS:
         forkserver()
         starts = functools.partial(start_processes, start_method="forkserver")
-        monkeypatch.setattr("caramba.evaluation.ladder_ranks.spawn", starts)
+        monkeypatch.setattr("caramba.evaluation.ladder.spawn", starts)
 
 
 @pytest.mark.usefixtures("ladder_ranks")

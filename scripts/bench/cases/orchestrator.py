@@ -41,7 +41,7 @@ from caramba.optim import NonFiniteWatch
 from caramba.train.data import train_loader
 from caramba.train.module import CarambaModule
 from caramba.train.orchestration.build import build_orchestration
-from caramba.train.orchestration.interval import compute_interval
+from caramba.train.orchestration.policies import compute_interval
 from caramba.train.orchestration.trials import TrialData, Trials
 
 WIDTH, VOCAB, BLOCK, BATCH = 32, 256, 32, 8

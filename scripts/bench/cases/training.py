@@ -65,7 +65,7 @@ from caramba.runtime import (
     synchronize,
 )
 from caramba.train import PhaseData, fit
-from caramba.train.callbacks.float8 import float8_layers
+from caramba.train.callbacks.model_changes import float8_layers
 from caramba.train.throughput import device_peak
 
 

@@ -9,6 +9,7 @@ from caramba.exports import lazy_exports
 if TYPE_CHECKING:
     from caramba.config.base import Config as Config
     from caramba.config.base import Later as Later
+    from caramba.config.base import Probability as Probability
     from caramba.config.benchmark import BenchmarkConfig as BenchmarkConfig
     from caramba.config.benchmark import LatencyBenchmarkConfig as LatencyBenchmarkConfig
     from caramba.config.benchmark import MemoryBenchmarkConfig as MemoryBenchmarkConfig
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from caramba.config.layer import SwiGLULayerConfig as SwiGLULayerConfig
     from caramba.config.layer_base import LayerConfig as LayerConfig
     from caramba.config.layer_base import Positive as Positive
-    from caramba.config.layer_base import Probability as Probability
     from caramba.config.layer_base import RopeScalingConfig as RopeScalingConfig
     from caramba.config.manifest import DebugConfig as DebugConfig
     from caramba.config.manifest import GroupConfig as GroupConfig

@@ -18,6 +18,7 @@ from caramba.config.attention_dims import (
 )
 from caramba.config.base import Probability
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
+from caramba.config.extension import TYPE
 from caramba.config.kvcache import CacheFormat
 from caramba.config.layer_base import Dimension, LayerConfig, RopeScalingConfig, Shapes
 from caramba.errors import member
@@ -42,9 +43,7 @@ class AttentionLayerConfig(LayerConfig):
 
     target = "caramba.layer.attention:AttentionLayer"
 
-    type: Literal["AttentionLayer"] = Field(
-        default="AttentionLayer", description="name of the class of this node"
-    )
+    type: Literal["AttentionLayer"] = Field(default="AttentionLayer", description=TYPE)
     d_model: Dimension = Field(description="width of the residual stream")
     n_heads: Dimension = Field(description="number of query heads")
     n_kv_heads: Dimension | None = Field(

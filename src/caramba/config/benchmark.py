@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
@@ -369,12 +369,8 @@ class PerplexityBenchmarkConfig(Measurement):
 
     @model_validator(mode="after")
     def _rules(self) -> PerplexityBenchmarkConfig:
-        is_quantised = self.cache_kind is not None and self.cache_kind not in EXACT_KINDS
-        if is_quantised and self.block_size <= 2 * self.cache_tail_tokens:
-            raise ValueError(
-                f"block_size={self.block_size} fits the 16-bit tail of 2 x cache_tail_tokens={self.cache_tail_tokens}, "
-                f"so {self.cache_kind} would store nothing; use a larger block_size or fewer cache_tail_tokens"
-            )
+        if self.cache_kind is not None:
+            _refuse_empty_cache(self, [self.cache_kind])
         if self.cache_hadamard and self.cache_kind not in ROTATED_KINDS:
             raise ValueError(
                 f"cache_hadamard rotates before 4 bits, got cache_kind={self.cache_kind}; "
@@ -499,13 +495,19 @@ class ControlsBenchmarkConfig(Config):
 
     @model_validator(mode="after")
     def _caches_store_something(self) -> ControlsBenchmarkConfig:
-        quantised = [kind for kind in self.cache_kinds if kind not in EXACT_KINDS]
-        if quantised and self.block_size <= 2 * self.cache_tail_tokens:
-            raise ValueError(
-                f"block_size={self.block_size} fits the 16-bit tail of 2 x cache_tail_tokens={self.cache_tail_tokens}, "
-                f"so {quantised[0]} would store nothing; use a larger block_size or fewer cache_tail_tokens"
-            )
+        _refuse_empty_cache(self, self.cache_kinds)
         return self
+
+
+def _refuse_empty_cache(
+    config: PerplexityBenchmarkConfig | ControlsBenchmarkConfig, kinds: Sequence[KVCacheKind]
+) -> None:
+    quantised = [kind for kind in kinds if kind not in EXACT_KINDS]
+    if quantised and config.block_size <= 2 * config.cache_tail_tokens:
+        raise ValueError(
+            f"block_size={config.block_size} fits the 16-bit tail of 2 x cache_tail_tokens={config.cache_tail_tokens}, "
+            f"so {quantised[0]} would store nothing; use a larger block_size or fewer cache_tail_tokens"
+        )
 
 
 class WeightsBenchmarkConfig(Measurement):
@@ -518,11 +520,7 @@ class WeightsBenchmarkConfig(Measurement):
 
     type: Literal["weights"] = Field(description="kind of the benchmark")
     formats: Annotated[tuple[Literal["int8", "int4", "int8_dynamic"], ...], Field(min_length=1)] = Field(
-        default=(
-            "int8",
-            "int4",
-            "int8_dynamic",
-        ),
+        default=("int8", "int4", "int8_dynamic"),
         description="formats of the weights: int8, int4, int8_dynamic",
     )
     dtype: Literal["bf16", "fp16"] = Field(
@@ -556,14 +554,7 @@ class InferenceLadderConfig(Measurement):
 
     type: Literal["inference_ladder"] = Field(description="kind of the benchmark")
     rungs: Annotated[tuple[RungName, ...], Field(min_length=1)] = Field(
-        default=(
-            "eager_math",
-            "flash",
-            "graphs",
-            "int8",
-            "tp2",
-        ),
-        description="means of speed, added in order",
+        default=("eager_math", "flash", "graphs", "int8", "tp2"), description="means of speed, added in order"
     )
     prompt_length: Positive = Field(default=128, description="tokens of the prompt")
     new_tokens: Annotated[int, Field(ge=2)] = Field(default=64, description="tokens to generate, at least 2")

@@ -11,12 +11,7 @@ from caramba.config.base import Config, Seed
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.extension import Callback
-from caramba.config.manifest import (
-    DebugConfig,
-    LoggerConfig,
-    SettingsConfig,
-    Slug,
-)
+from caramba.config.manifest import DebugConfig, LoggerConfig, SettingsConfig, Slug
 from caramba.config.model import FitConfig, ModelConfig
 from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig

@@ -84,6 +84,10 @@ def _problem(config: ExtensionConfig, found: Any) -> str | None:
     return None
 
 
+TYPE = "name of the class of this node"
+"""Description of the key `type` of every node."""
+
+
 class NodeConfig(Config):
     """A layer or topology. `target` is "module:Class", resolved only when a model is built, so schemas need no torch.
 
@@ -359,11 +363,7 @@ def parse_extension(kind: type[ExtensionConfig], value: Any) -> Any:
     return parse_typed(found, value)
 
 
-MAPPING: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"type": "string"}},
-    "required": ["type"],
-}
+MAPPING: dict[str, Any] = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
 """JSON Schema of an extension; its other keys are those of its plugin."""
 
 

@@ -10,6 +10,7 @@ from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.base import Probability
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
+from caramba.config.extension import TYPE
 from caramba.config.layer_base import Dimension, LayerConfig, Positive, RopeScalingConfig, Shapes
 from caramba.config.memory_bank import MemoryBankLayerConfig
 
@@ -36,9 +37,7 @@ class RMSNormLayerConfig(LayerConfig):
 
     target = "caramba.layer.rms_norm:RMSNormLayer"
 
-    type: Literal["RMSNormLayer"] = Field(
-        default="RMSNormLayer", description="name of the class of this node"
-    )
+    type: Literal["RMSNormLayer"] = Field(default="RMSNormLayer", description=TYPE)
     d_model: Dimension = Field(description="width of the input and output")
     eps: PositiveFloat = Field(default=1e-5, description="added to the mean square for stability")
     elementwise_affine: bool = Field(default=True, description="whether there is a learned gain per feature")
@@ -58,9 +57,7 @@ class LayerNormLayerConfig(LayerConfig):
 
     target = "caramba.layer.layer_norm:LayerNormLayer"
 
-    type: Literal["LayerNormLayer"] = Field(
-        default="LayerNormLayer", description="name of the class of this node"
-    )
+    type: Literal["LayerNormLayer"] = Field(default="LayerNormLayer", description=TYPE)
     d_model: Dimension = Field(description="width of the input and output")
     eps: PositiveFloat = Field(default=1e-5, description="added to the variance for stability")
     bias: bool = Field(default=True, description="whether there is a learned offset per feature")
@@ -80,7 +77,7 @@ class SwiGLULayerConfig(LayerConfig):
 
     target = "caramba.layer.swiglu:SwiGLULayer"
 
-    type: Literal["SwiGLULayer"] = Field(default="SwiGLULayer", description="name of the class of this node")
+    type: Literal["SwiGLULayer"] = Field(default="SwiGLULayer", description=TYPE)
     d_model: Dimension = Field(description="width of the input and output")
     d_ff: Dimension = Field(description="width of the hidden features")
     bias: bool = Field(default=False, description="whether the projections have biases")
@@ -109,7 +106,7 @@ class LinearLayerConfig(LayerConfig):
 
     target = "caramba.layer.linear:LinearLayer"
 
-    type: Literal["LinearLayer"] = Field(default="LinearLayer", description="name of the class of this node")
+    type: Literal["LinearLayer"] = Field(default="LinearLayer", description=TYPE)
     d_in: Dimension = Field(description="width of the input")
     d_out: Dimension = Field(description="width of the output")
     bias: bool = Field(default=False, description="whether there is a bias")
@@ -148,9 +145,7 @@ class DropoutLayerConfig(LayerConfig):
 
     target = "caramba.layer.dropout:DropoutLayer"
 
-    type: Literal["DropoutLayer"] = Field(
-        default="DropoutLayer", description="name of the class of this node"
-    )
+    type: Literal["DropoutLayer"] = Field(default="DropoutLayer", description=TYPE)
     p: Probability = Field(description="probability that a feature is set to zero in training")
 
     def infer(self, width: Width) -> Cost:

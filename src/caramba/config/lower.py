@@ -104,12 +104,7 @@ def _default_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None
 def _with_tokenizer(
     data: Mapping[str, Any], model: Mapping[str, Any], given: Collection[Path]
 ) -> dict[str, Any]:
-    """Return the data section with the value of tokenizer=auto, and the path of the model's.
-
-    Raises:
-        ConfigError: tokenizer=model with a size of its own, or where neither model nor teacher is a folder that has
-            one.
-    """
+    """Return the data section with the value of tokenizer=auto, and the path of the model's."""
     asked, found = data.get("tokenizer"), dict(data)
     if data.get("type", "stdlib") == "tokens" or asked not in ("auto", "model"):
         return found
@@ -195,11 +190,7 @@ def _default_checkpointing(
     origins: dict[Path, Path],
     given: Collection[Path],
 ) -> None:
-    """Give a phase `parallel.activation_checkpointing`: typed, it replaces a preset's value, else it fills in.
-
-    Raises:
-        ConfigError: it was typed together with another value of the phase.
-    """
+    """Give a phase `parallel.activation_checkpointing`: typed, it replaces a preset's value, else it fills in."""
     key, train = "activation_checkpointing", run["train"]
     asked, own = checkpointing_word(parallel.get(key)), checkpointing_word(train.get(key))
     if asked is None:
@@ -218,11 +209,7 @@ def _default_checkpointing(
 
 
 def _default_controls(runs: list[Any], most: Any, given: Collection[Path]) -> None:
-    """Give each control as many steps as it takes to see what the student's phases see.
-
-    Raises:
-        ConfigError: the steps of a control were typed.
-    """
+    """Give each control as many steps as it takes to see what the student's phases see."""
     phases = [run["train"] for run in runs if _trains(run)]
     samples = sum(_samples(phase) for phase in phases if phase.get("trains") == "student")
     for run in runs:

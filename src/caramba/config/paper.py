@@ -61,8 +61,7 @@ class ApiConfig(Config):
         default=None, description="an OpenAI-compatible server, such as http://host:8000/v1"
     )
     key_env: str | None = Field(
-        default=None,
-        description="the environment variable that holds the key; by default the provider's own",
+        default=None, description="the environment variable that holds the key; by default the provider's own"
     )
     tools: Literal["auto", "native", "text"] = Field(
         default="auto",

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.cost import MOST_RUNS, Cost, Unknown, Width, WidthError, container_cost
-from caramba.config.extension import Node, NodeConfig, is_own, user_traceback
+from caramba.config.extension import TYPE, Node, NodeConfig, is_own, user_traceback
 from caramba.config.layer_base import LayerConfig
 from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.source import is_mapping, list_of
@@ -191,9 +191,7 @@ class StackedTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:StackedTopology"
 
-    type: Literal["StackedTopology"] = Field(
-        default="StackedTopology", description="name of the class of this node"
-    )
+    type: Literal["StackedTopology"] = Field(default="StackedTopology", description=TYPE)
 
 
 class SequentialTopologyConfig(TopologyConfig):
@@ -201,9 +199,7 @@ class SequentialTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:StackedTopology"
 
-    type: Literal["SequentialTopology"] = Field(
-        default="SequentialTopology", description="name of the class of this node"
-    )
+    type: Literal["SequentialTopology"] = Field(default="SequentialTopology", description=TYPE)
 
 
 class ResidualTopologyConfig(TopologyConfig):
@@ -211,9 +207,7 @@ class ResidualTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:ResidualTopology"
 
-    type: Literal["ResidualTopology"] = Field(
-        default="ResidualTopology", description="name of the class of this node"
-    )
+    type: Literal["ResidualTopology"] = Field(default="ResidualTopology", description=TYPE)
 
     def infer(self, width: Width) -> Cost:
         """Chain the nodes, which give back the width that they took."""
@@ -225,9 +219,7 @@ class NestedTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:NestedTopology"
 
-    type: Literal["NestedTopology"] = Field(
-        default="NestedTopology", description="name of the class of this node"
-    )
+    type: Literal["NestedTopology"] = Field(default="NestedTopology", description=TYPE)
     repeat: Repeats = Field(description="number of repeats of the list, each with its own weights")
 
     def infer(self, width: Width) -> Cost:
@@ -242,9 +234,7 @@ class ParallelTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:ParallelTopology"
 
-    type: Literal["ParallelTopology"] = Field(
-        default="ParallelTopology", description="name of the class of this node"
-    )
+    type: Literal["ParallelTopology"] = Field(default="ParallelTopology", description=TYPE)
 
     def infer(self, width: Width) -> Cost:
         """Return a stack of as many streams as there are nodes, which all give the same width."""
@@ -263,9 +253,7 @@ class BranchingTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:BranchingTopology"
 
-    type: Literal["BranchingTopology"] = Field(
-        default="BranchingTopology", description="name of the class of this node"
-    )
+    type: Literal["BranchingTopology"] = Field(default="BranchingTopology", description=TYPE)
 
     def infer(self, width: Width) -> Cost:
         """Return one stream as wide as all nodes' outputs together."""
@@ -278,9 +266,7 @@ class CyclicTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:CyclicTopology"
 
-    type: Literal["CyclicTopology"] = Field(
-        default="CyclicTopology", description="name of the class of this node"
-    )
+    type: Literal["CyclicTopology"] = Field(default="CyclicTopology", description=TYPE)
     n_cycles: Repeats = Field(description="number of passes through the list, with shared weights")
 
     def infer(self, width: Width) -> Cost:
@@ -297,9 +283,7 @@ class RecurrentTopologyConfig(TopologyConfig):
 
     target = "caramba.model.topology.base:RecurrentTopology"
 
-    type: Literal["RecurrentTopology"] = Field(
-        default="RecurrentTopology", description="name of the class of this node"
-    )
+    type: Literal["RecurrentTopology"] = Field(default="RecurrentTopology", description=TYPE)
     steps: Repeats = Field(description="number of steps in depth, with shared weights")
 
     def infer(self, width: Width) -> Cost:

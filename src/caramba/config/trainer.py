@@ -82,8 +82,7 @@ class TrainerConfig(Config):
         default=False, description="name the operation whose gradient is not finite; slower"
     )
     early_stopping: EarlyStoppingConfig | None = Field(
-        default=None,
-        description="end a phase when its held-out loss no longer falls; unset: train all steps",
+        default=None, description="end a phase when its held-out loss no longer falls; unset: train all steps"
     )
     save_top_k: NonNegativeInt = Field(
         default=0, description="weights with the lowest held-out loss to keep, in checkpoints/kept/"

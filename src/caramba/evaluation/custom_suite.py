@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import re
 import statistics
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from caramba.config.suite_file import (
     CodeItem,
     MatchItem,
+    PerturbationName,
     SuiteConfig,
     SuiteFile,
     SuiteItem,
@@ -27,10 +29,58 @@ from caramba.errors import ConfigError
 from caramba.evaluation.eval_case_runner import encode_continuation, first_integer, with_start
 from caramba.evaluation.generation import measure_distinct, measure_repetition
 from caramba.evaluation.local_tasks import TaskScores
-from caramba.evaluation.perturb import perturb
 from caramba.evaluation.sandbox import Outcome, run_python
 from caramba.infer import Generator, greedy_until, score_continuations
 from caramba.model import Model
+
+TYPO_RATE = 0.1
+DISTRACTOR = "The library on the corner opens at nine on weekdays. "
+
+
+def perturb(name: PerturbationName, prompt: str) -> str:
+    """Return a prompt under a change of the given name."""
+    seed = hashlib.sha256(f"{name}\0{prompt}".encode()).digest()
+    return _CHANGES[name](prompt, random.Random(seed))
+
+
+def _swap_letters(prompt: str, generator: random.Random) -> str:
+    """Swap two inner letters of every tenth word of four letters or more, of at least one word."""
+    words = [found for found in re.finditer(r"[^\W\d_]{4,}", prompt) if len(set(found[0][1:-1])) > 1]
+    if not words:
+        return prompt
+    chosen = generator.sample(words, max(1, round(TYPO_RATE * len(words))))
+    letters = list(prompt)
+    for word in chosen:
+        places = [at for at in range(word.start() + 1, word.end() - 2) if letters[at] != letters[at + 1]]
+        if places:
+            at = generator.choice(places)
+            letters[at], letters[at + 1] = letters[at + 1], letters[at]
+    return "".join(letters)
+
+
+def _swap_case(prompt: str, generator: random.Random) -> str:
+    """Write a third of the words in capitals."""
+    return re.sub(
+        r"[^\W\d_]+", lambda word: word[0].upper() if generator.random() < 1 / 3 else word[0], prompt
+    )
+
+
+def _double_spaces(prompt: str, generator: random.Random) -> str:
+    """Double a third of the spaces between words."""
+    return re.sub(r"(?<=\S) (?=\S)", lambda _: "  " if generator.random() < 1 / 3 else " ", prompt)
+
+
+def _add_sentence(prompt: str, generator: random.Random) -> str:
+    return DISTRACTOR + prompt
+
+
+_CHANGES: dict[str, Callable[[str, random.Random], str]] = {
+    "typos": _swap_letters,
+    "case": _swap_case,
+    "spaces": _double_spaces,
+    "distractor": _add_sentence,
+}
+
 
 Record = dict[str, Any]
 CODE, TEXT = "code", "text"

@@ -39,7 +39,7 @@ OPENERS: dict[str, Callable[..., Any]] = {"": open, ".bz2": bz2.open, ".gz": gzi
 POSITION_EDGES = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GROUPS = {
     # The six tasks of MHA2MLA (arXiv 2502.14837, Table 1); ARC counts once, as the mean of its two halves.
-    "mha2mla": ("arc_easy+arc_challenge", "hellaswag", "mmlu", "openbook_qa", "piqa", "winogrande"),
+    "mha2mla": ("arc_easy+arc_challenge", "hellaswag", "mmlu", "openbook_qa", "piqa", "winogrande")
 }
 PASSAGE = 200  # characters
 UNDIVIDED = frozenset({"boolq"})  # yes and no differ in length, and lighteval does not divide by it

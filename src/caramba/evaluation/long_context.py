@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from caramba.config.benchmark import LongContextBenchmarkConfig
 from caramba.data import IGNORED, TokenDataset, Tokenizer
 from caramba.errors import ConfigError
-from caramba.evaluation.position_nll import position_nll
+from caramba.evaluation.perplexity import position_nll
 from caramba.evaluation.subject import Subjects
 from caramba.infer.agreement import EDGES
 from caramba.model import Model
@@ -120,15 +120,7 @@ def _summary(
     error = statistics.stdev(nlls) / math.sqrt(n) if n > 1 else None
     return [
         Metric(f"{prefix}.{task}@{where}", share, "", n, None, source, math.sqrt(share * (1 - share) / n)),
-        Metric(
-            f"{prefix}.{task}_answer_nll@{where}",
-            statistics.fmean(nlls),
-            "nats",
-            n,
-            None,
-            source,
-            error,
-        ),
+        Metric(f"{prefix}.{task}_answer_nll@{where}", statistics.fmean(nlls), "nats", n, None, source, error),
     ]
 
 

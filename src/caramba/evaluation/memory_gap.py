@@ -13,7 +13,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.source import is_mapping
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.evaluation.position_nll import position_nll
+from caramba.evaluation.perplexity import position_nll
 from caramba.evaluation.subject import Subjects
 from caramba.model import Model, build_model
 from caramba.model.memory import memory_layers

@@ -8,14 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from caramba.config.benchmark import PerplexityBenchmarkConfig
-from caramba.data import IGNORED, TokenDataset, count_bytes, open_benchmark_text, spread_windows
+from caramba.data import (
+    IGNORED,
+    TokenDataset,
+    batches,
+    count_bytes,
+    documents_of,
+    open_benchmark_text,
+    spread_windows,
+)
 from caramba.errors import CarambaError, ConfigError
 from caramba.evaluation.subject import Subjects
+from caramba.infer.agreement import CHUNK
 from caramba.infer.nll import WindowedNLL, windowed_nll
 from caramba.model import Model
+from caramba.ops.backend import upcast
 from caramba.result import WINDOW_NLL, Metric
+from caramba.runtime.device import wide_dtype
 
 
 class CachedModel(nn.Module):
@@ -134,3 +146,30 @@ def count_predicted_bytes(dataset: TokenDataset, wanted: int, token_bytes: np.nd
 
 def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+@torch.inference_mode()
+def position_nll(
+    model: Model, windows: TokenDataset, n_windows: int, batch_size: int, device: torch.device
+) -> Tensor:
+    """Return the NLL in nats of each target of up to `n_windows` windows, NaN where a target does not count.
+
+    Shape: [windows, T], float64 on the CPU. Logits exist for 1024 tokens at a time.
+    """
+    losses: list[Tensor] = []
+    for batch in batches(windows, spread_windows(len(windows), n_windows), batch_size):
+        x, y = batch[0].to(device), batch[1].to(device)
+        documents = documents_of(batch)
+        hidden = model.hidden(x, documents=None if documents is None else documents.to(device)).flatten(0, 1)
+        found = [
+            F.cross_entropy(
+                upcast(model.logits(hidden[start : start + CHUNK])),
+                y.flatten()[start : start + CHUNK],
+                reduction="none",
+                ignore_index=IGNORED,
+            )
+            for start in range(0, len(hidden), CHUNK)
+        ]
+        rows = torch.cat(found).view(y.shape).to(wide_dtype(y.device))
+        losses += list(torch.where(y == IGNORED, torch.nan, rows).cpu().double())
+    return torch.stack(losses)

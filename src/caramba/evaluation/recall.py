@@ -288,11 +288,7 @@ def _far_back(
 def _with_sizes(
     layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig, slots: int
 ) -> MemoryBankLayerConfig:
-    """Return the layer with this many slots and the window and width that the benchmark asks for.
-
-    Raises:
-        ConfigError: a width that whole heads do not fill.
-    """
+    """Return the layer with this many slots and the window and width that the benchmark asks for."""
     sizes: dict[str, Any] = {
         "local_window": config.local_window or layer.local_window,
         "memory_slots": slots,

@@ -183,11 +183,7 @@ def _metrics(row: dict[str, Any], source: str) -> tuple[Metric, ...]:
 
 
 def _untrained(session: Session, name: ControlName) -> Model:
-    """Build a control from the current teacher as surgery leaves it.
-
-    Raises:
-        ConfigError: the teacher or the budget does not allow it.
-    """
+    """Build a control from the current teacher as surgery leaves it."""
     teacher, student = session.model_of("teacher"), session.model_of("student")
     spec: ModelSpec = student.spec
     if name == "copy":
@@ -202,11 +198,7 @@ def _untrained(session: Session, name: ControlName) -> Model:
 
 
 def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
-    """Take a control through the student's phases, each a stage that a resumed run does not repeat.
-
-    Raises:
-        ConfigError: no phase distils the student, or the control cannot be made.
-    """
+    """Take a control through the student's phases, each a stage that a resumed run does not repeat."""
     phases = [run for run in session.group.runs if _distils(run)]
     if not phases:
         raise ConfigError(

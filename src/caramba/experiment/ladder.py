@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from caramba import kernels
 from caramba.config.benchmark import (
@@ -20,15 +29,252 @@ from caramba.config.benchmark import (
     top_of,
     without,
 )
+from caramba.config.estimate import estimate_phase, model_cost
+from caramba.config.model import ModelSpec
+from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
-from caramba.experiment.ladder_largest import find_largest, largest_row
-from caramba.experiment.ladder_steps import LadderSteps, Taken, spread, take_steps
+from caramba.experiment.fit_apart import fit_apart
+from caramba.experiment.planning import Budget, Ended, StepCandidate, Stopwatch, Trial, largest_batch
 from caramba.experiment.session import Session, StageRecord
-from caramba.model import Model, build_model
-from caramba.ops.backend import REFERENCE
+from caramba.infer.nll import windowed_nll
+from caramba.layer import attention_backends
+from caramba.model import Model, build_model, build_with_random_weights
+from caramba.ops.backend import REFERENCE, without_kernels
 from caramba.result import BenchmarkResult, Metric, PhaseResult
-from caramba.runtime import release_memory
+from caramba.runtime import AttentionChoice, MemoryMeter, free_bytes, release_memory, seed_process
+from caramba.train import FitOutcome
+
+LOGITS = 2**27  # elements of one batch of the held-out loss
+PLAIN_ATTENTION = AttentionChoice(("math",), False, "the ladder's rows before flash", uses_varlen=False)
+
+
+@dataclass(frozen=True)
+class LadderSteps:
+    """How a row's steps are taken: the phase's keys, which surroundings are on, and how many sequences.
+
+    `twin` is 0 but for runs that differ from a row's in rounding and in random numbers (dropout, stochastic rounding),
+    each with a number of its own.
+    """
+
+    keys: dict[str, Any]
+    is_flash: bool
+    has_kernels: bool
+    batch_size: int
+    accumulation: int
+    n_steps: int
+    twin: int = 0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What steps took: seconds of each optimiser step, peaks of memory, MFU per token/s, the held-out loss."""
+
+    seconds: tuple[float, ...]
+    peak_bytes: int
+    peak_allocated_bytes: float | None
+    mfu_per_tok_s: float | None
+    train_loss: float
+    val_loss: float | None
+
+
+def take_steps(
+    session: Session, config: LadderConfig, spec: ModelSpec, steps: LadderSteps, *, fresh: Model | None
+) -> Taken:
+    """Train a fresh model for a row's steps through `fit`, as any phase is trained.
+
+    Args:
+        fresh: whose weights a copy begins with; it is then evaluated on held-out text. Without, a stand-in is timed.
+
+    Raises:
+        ConfigError: the device cannot do what the row asks for.
+        OutOfMemory: the batch does not fit.
+    """
+    phase = PhaseConfig.model_validate(
+        {
+            "phase": "pretrain",
+            "trains": "student",
+            "steps": steps.n_steps,
+            "batch_size": steps.batch_size,
+            "gradient_accumulation_steps": steps.accumulation,
+            "block_size": config.block_size,
+            "scheduler": config.scheduler,
+            "warmup_steps": int(config.lr_warmup_ratio * steps.n_steps),
+            "lr": config.lr,
+            "float8_min_width": config.float8_min_width,
+            **steps.keys,
+        }
+    )
+    plan = session.plan(phase, "ladder", spec.embedder.d_model)
+    phase = phase.model_copy(update={"lr": plan.value("lr")})
+    torch.compiler.reset()
+    seed_process(session.manifest.seed, steps.twin)  # draws alone; the order of the data has its own
+    meter = MemoryMeter(session.device)
+    meter.start()  # which also gives back what the row before it left
+    if fresh is None:
+        model = build_with_random_weights(spec, session.device).train()
+    else:
+        model = copy.deepcopy(fresh).to(session.device).train()
+        if steps.twin:
+            move_by_one_ulp(model, steps.twin)
+    watch = Stopwatch(session.device, steps.n_steps, 1)
+    with tempfile.TemporaryDirectory() as folder, _surroundings(session, steps):
+        outcome = fit_apart(
+            session,
+            phase,
+            plan,
+            model,
+            Path(folder),
+            seed=session.manifest.seed,
+            callbacks=[watch],
+            flops_per_token=estimate_phase(phase, model_cost(spec), None).flops_per_token,
+        )
+    peak = meter.peak_bytes()
+    return Taken(
+        tuple(watch.seconds),
+        peak,
+        outcome.measured.get("peak_allocated_bytes"),
+        _mfu_per_tok_s(outcome),
+        outcome.loss,
+        None if fresh is None else _held_out_loss(session, config, model),
+    )
+
+
+@torch.no_grad()
+def move_by_one_ulp(model: Model, seed: int) -> None:
+    """Move every weight to the next number of its type, up or down randomly: a change as small as rounding is."""
+    weights = list(model.parameters())
+    draws = torch.Generator(weights[0].device).manual_seed(seed)
+    for weight in weights:
+        up = torch.rand(weight.shape, generator=draws, device=weight.device) < 0.5
+        weight.copy_(torch.nextafter(weight, torch.where(up, torch.inf, -torch.inf).to(weight.dtype)))
+
+
+@contextlib.contextmanager
+def _surroundings(session: Session, steps: LadderSteps) -> Iterator[None]:
+    """Attend by plain products, and run no kernel of ours, until the ladder has come to them."""
+    choice = session.attention if steps.is_flash else PLAIN_ATTENTION
+    unattached: AbstractContextManager[Any] = (
+        contextlib.nullcontext() if steps.has_kernels else without_kernels()
+    )
+    with attention_backends(session.device, choice), unattached:
+        yield
+
+
+def _mfu_per_tok_s(outcome: FitOutcome) -> float | None:
+    measured = outcome.measured
+    return measured["mfu"] / measured["tokens_per_s"] if "mfu" in measured else None
+
+
+def _held_out_loss(session: Session, config: LadderConfig, model: Model) -> float:
+    """Return the loss of the trained weights on held-out windows, computed in float32 for every row."""
+    per_batch = max(1, LOGITS // (config.block_size * model.spec.embedder.vocab_size))
+    found = windowed_nll(
+        model.to(session.device).float(),
+        session.windows("val", config.block_size),
+        windows=config.val_windows,
+        batch_size=min(per_batch, 16),
+        device=session.device,
+    )
+    return found.mean
+
+
+def spread(values: tuple[float, ...] | list[float]) -> tuple[float, float, float]:
+    """Return the median of values and the range of their middle 60%."""
+    p20, median, p80 = (float(value) for value in np.percentile(values, [20, 50, 80]))
+    return median, p20, p80
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    """A search's best trial, None where none has fitted, all trials, and why it ended there.
+
+    `ended` is `speed`: larger batches take longer per sequence; `time`: the seconds were used up; `most_batch`, or
+    `data` where the training text has fewer windows; `memory`: a larger batch does not fit.
+    """
+
+    best: Trial | None
+    trials: list[Trial]
+    ended: str
+    budget: Budget
+
+
+def find_largest(
+    session: Session,
+    config: LadderConfig,
+    spec: ModelSpec,
+    steps: LadderSteps,
+    *,
+    taken: Taken | None,
+    first: int,
+    seconds: float,
+) -> Largest:
+    """Find the largest batch of a row, one micro-batch a step.
+
+    Args:
+        taken: what the row's own batch took in steps of one micro-batch, which is not tried again.
+        first: the batch to begin with, where the row before ended: each that a compiled row tries is compiled again.
+    """
+    budget = Budget(seconds)
+    candidate = StepCandidate(1, compile_model=bool(steps.keys.get("compile_model")))
+    known = None
+    if taken is not None and len(taken.seconds) > candidate.warm_up:
+        known = Trial(
+            dataclasses.replace(candidate, batch_size=steps.batch_size), taken.seconds, taken.peak_bytes
+        )
+
+    def measure(candidate: StepCandidate) -> Trial:
+        n_steps = candidate.warm_up + candidate.timed
+        tried = dataclasses.replace(steps, batch_size=candidate.batch_size, accumulation=1, n_steps=n_steps)
+        try:
+            taken = take_steps(session, config, spec, tried, fresh=None)
+        except OutOfMemory:
+            release_memory()
+            return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
+        return Trial(candidate, taken.seconds, taken.peak_bytes)
+
+    release_memory()
+    target = config.memory_utilization * free_bytes(session.device)
+    windows = len(session.windows("train", config.block_size))
+    best, trials, ended = largest_batch(
+        measure,
+        candidate,
+        target_bytes=target,
+        most=min(config.most_batch, windows),
+        budget=budget,
+        known=known,
+        first=first,
+    )
+    return Largest(best, trials, name_limit(ended, config.most_batch, windows), budget)
+
+
+def name_limit(ended: Ended, most: int, windows: int) -> str:
+    """Say why no larger batch was taken: see `Largest`."""
+    if ended == "most":
+        return "most_batch" if most <= windows else "data"
+    return ended
+
+
+def largest_row(found: Largest, block_size: int, first: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a row's figures at its largest batch, with those of the ladder's `first` row at its own."""
+    if found.best is None:
+        has_time_left = found.ended != "time"
+        why = "not even one sequence fits" if has_time_left else "; ".join(found.budget.skipped)
+        return {"largest_skipped": why, "largest_s": found.budget.spent}
+    tok_s = found.best.samples_per_s * block_size
+    row: dict[str, Any] = {
+        "largest_batch": found.best.candidate.batch_size,
+        "largest_ended": found.ended,
+        "largest_tok_s": tok_s,
+        "largest_peak_bytes": found.best.peak_bytes,
+        "largest_trials": [trial.candidate.batch_size for trial in found.trials],
+        "largest_not_tried": "; ".join(found.budget.skipped) or None,
+        "largest_s": found.budget.spent,
+    }
+    if first is not None and "largest_tok_s" in first:
+        row["largest_speed_up"] = tok_s / first["largest_tok_s"]
+    return row
+
 
 UNITS = {
     "step_ms": "ms",

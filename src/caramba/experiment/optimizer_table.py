@@ -27,7 +27,7 @@ from caramba.experiment.session import Session, StageRecord
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, Metric, PhaseResult
 from caramba.runs.files import write_json
-from caramba.train.orchestration.interval import compute_interval
+from caramba.train.orchestration.policies import compute_interval
 from caramba.train.orchestration.trials import mean_loss
 
 FILE = "optimizers.json"

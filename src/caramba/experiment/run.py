@@ -12,7 +12,6 @@ from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
-from caramba.experiment.chats import check_chats, run_chat
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.ladder import climb_ladder
 from caramba.experiment.objectives import (
@@ -25,7 +24,7 @@ from caramba.experiment.objectives import (
 from caramba.experiment.papers import draft_paper
 from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.resolve_plans import resolve_plans
-from caramba.experiment.samples import check_samples, write_samples
+from caramba.experiment.samples import check_chats, check_samples, run_chat, write_samples
 from caramba.experiment.session import Session, StageLedger, StageRecord
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student

@@ -148,11 +148,7 @@ def labels_as(role: str, labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def attention_decisions(
-    made: RuntimePlan,
-    layers: Sequence[AttentionLayerConfig],
-    choice: AttentionChoice,
-    *,
-    has_documents: bool,
+    made: RuntimePlan, layers: Sequence[AttentionLayerConfig], choice: AttentionChoice, *, has_documents: bool
 ) -> dict[str, Decision]:
     """Return the decisions `two_part_keys` and `documents`, each if it applies.
 

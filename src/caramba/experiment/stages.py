@@ -18,6 +18,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.surgery import keeps_copied
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.console import logger
+from caramba.data import spread_windows
 from caramba.data.checkpoint.network import spec_of
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
@@ -134,8 +135,6 @@ def fit_phase(
     if custom_layers_of(model):
         check_causal(model)
     if phase.memory_resize is not None:
-        from caramba.experiment.memory_slots import resize_slots  # of few phases
-
         resize_slots(session, phase, model)
     if session.ranks is not None:
         send_command(
@@ -385,3 +384,26 @@ def _skip(session: Session, run: RunConfig, phase: PhaseConfig, reason: str) -> 
     logger.info(f"{run.id}: skipped, {reason}")
     result = PhaseResult(run.id, phase.phase, phase.trains or "student", 0, 0, 0.0, "", None, skipped=reason)
     session.ledger.add(StageRecord(result))
+
+
+WINDOWS = 8
+"""Windows of training text, spread over it, in which it is measured what is read of the slots."""
+
+
+def resize_slots(session: Session, phase: PhaseConfig, model: Model) -> None:
+    """Resize a model's memory slots by `train.memory_resize`; its optimiser is made after it.
+
+    The same weights, text and seed give the same slots, so that a phase that resumes resizes as before. Checkpoints of
+    earlier phases stay as they are.
+    """
+    resize = phase.memory_resize
+    assert resize is not None
+    windows = session.training_windows(phase)
+    tokens = torch.stack([windows[index][0] for index in spread_windows(len(windows), WINDOWS)])
+    model.eval().to(session.device)
+    stats = model.get_memory_stats(tokens.to(session.device))
+    model.resize_memory(resize.slots, is_open=resize.open)
+    logger.info(
+        f"memory slots: {resize.slots} from here on; before, of their number {stats['utilization']:.0%} were in use "
+        f"and {stats['dead_share']:.0%} dead"
+    )

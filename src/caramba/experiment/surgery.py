@@ -12,14 +12,7 @@ from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
-from caramba.data import (
-    TokenDataset,
-    Windows,
-    batches,
-    documents_of,
-    refuse_overlap,
-    spread_windows,
-)
+from caramba.data import TokenDataset, Windows, batches, documents_of, refuse_overlap, spread_windows
 from caramba.distill import block_errors
 from caramba.experiment.objectives import frozen
 from caramba.experiment.retry import retry_failed_benchmarks

@@ -192,7 +192,7 @@ def recorded(path: Path, written: Path) -> Iterator[None]:
     if root is None or path.name == RECORD or root == Path(os.path.abspath(path)).parent:
         yield
         return
-    entry = {"bytes": written.stat().st_size, "sha256": _sha256(written)}
+    entry = {"bytes": written.stat().st_size, "sha256": sha256_of(written)}
     name = _name(root, path)
     _update(root, name, [*read_record(root).get(name, []), {**entry, _AWAITED: True}])
     yield
@@ -217,7 +217,7 @@ def record_files(root: Path, files: Iterable[Path], known: Mapping[str, str] | N
     found = dict(read_record(root))
     named = {_name(root, file): file for file in files}
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing frees the interpreter
-        digests = pool.map(lambda item: (known or {}).get(item[0]) or _sha256(item[1]), named.items())
+        digests = pool.map(lambda item: (known or {}).get(item[0]) or sha256_of(item[1]), named.items())
         for (name, file), digest in zip(named.items(), digests, strict=True):
             found[name] = [{"bytes": file.stat().st_size, "sha256": digest}]
             _remember(file, digest)
@@ -358,7 +358,7 @@ def _cached_sha256(file: Path) -> str:
     if stamp not in _hashes and file.stat().st_size >= _CACHED_FROM_BYTES:
         _hashes.update(_stored_hashes())
     if stamp not in _hashes:
-        _remember(file, _sha256(file))
+        _remember(file, sha256_of(file))
     return _hashes[_stamp(file)]
 
 
@@ -383,11 +383,6 @@ def _stored_hashes() -> dict[str, str]:
 
 def _cache_file() -> Path:
     return home() / RECORD
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 __all__ = ["home", "remove_parts", "sha256_of", "whole_file", "write_json", "write_whole"]

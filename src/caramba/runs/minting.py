@@ -48,10 +48,7 @@ if TYPE_CHECKING:
 
 MOST_COLLISIONS = 1000
 MINTED = re.compile(r"\d{8}-\d{6}-([0-9a-f]{8})(-\d+)?")
-_WRITTEN_BEFORE_A_PLAN = {
-    "logs",
-    *(OVERRIDES, ENVIRONMENT, GIT_PATCH, MANIFEST, LOCK, EVENTS, SOURCES),
-}
+_WRITTEN_BEFORE_A_PLAN = {"logs", *(OVERRIDES, ENVIRONMENT, GIT_PATCH, MANIFEST, LOCK, EVENTS, SOURCES)}
 
 
 def mint(manifest: Manifest, overrides: Iterable[str], root: Path = Path("runs")) -> Path:

@@ -185,11 +185,7 @@ class CarambaModule(pl.LightningModule):
     @property
     def _own_keys(self) -> tuple[str, ...]:
         """Entries of a state that every rank has of its own."""
-        return (
-            *OF_RANK,
-            *(OF_STAGE if self.has_stages else ()),
-            *(OF_BLOCKS if self.shares_blocks else ()),
-        )
+        return (*OF_RANK, *(OF_STAGE if self.has_stages else ()), *(OF_BLOCKS if self.shares_blocks else ()))
 
     def _offload(self) -> contextlib.AbstractContextManager[Any]:
         if not self.phase.activation_offload:

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.utils.data import Subset
 
@@ -27,7 +28,7 @@ from caramba.config.train import PhaseConfig
 from caramba.config.trainer import TrainerConfig
 from caramba.console import logger
 from caramba.data import TokenDataset, count_targets
-from caramba.data.checkpoint import load_training_state
+from caramba.data.checkpoint import load_training_state, save_training_state
 from caramba.data.checkpoint.folder import LOOP, latest_sharded_state
 from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory, Preempted
@@ -50,7 +51,6 @@ from caramba.train.callbacks import (
     TimeLimit,
     stopping_callbacks,
 )
-from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import mean_targets, targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.display import Display
 from caramba.train.loggers.events import EventLogger
@@ -325,7 +325,7 @@ def _slot_statistics(
     window = memory_window(objective.model.spec.topology)
     if window is None or way == SHARDED or phase.block_size <= window:
         return []
-    from caramba.train.callbacks.slot_statistics import SlotStatistics  # of few models
+    from caramba.train.callbacks.monitoring import SlotStatistics  # of few models
 
     def write(step: int, read_mass: dict[str, list[list[float]]]) -> None:
         append_event(run_dir, MEMORY_SLOTS, phase=name, step=step, read_mass=read_mass)
@@ -430,7 +430,7 @@ def _build_loggers(
             shutil.rmtree(run_dir / "tensorboard" / phase, ignore_errors=True)
         streams.append(TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version=phase))
     if config.wandb:
-        from caramba.train.loggers.wandb import open_wandb
+        from caramba.train.loggers.named import open_wandb
 
         streams.append(open_wandb(config, settings, run_dir, phase))
     named: list[Logger] = []
@@ -453,3 +453,20 @@ def _build_loggers(
 
         streams.insert(0, Hdf5Logger(run_dir, phase))
     return [EventLogger(run_dir, phase), *streams, *named]
+
+
+class WholeCheckpointIO(CheckpointIO):
+    """Saves through a temporary file, fsync and rename; loads with weights_only."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        save_training_state(Path(path), checkpoint)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return load_training_state(Path(path))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from caramba.config.model import SurgeryConfig
 from caramba.data import TokenDataset
 from caramba.errors import ConfigError
 from caramba.evaluation.memory_gap import memory_gap, with_window
-from caramba.evaluation.position_nll import position_nll
+from caramba.evaluation.perplexity import position_nll
 from caramba.evaluation.subject import Subjects
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, RunResult

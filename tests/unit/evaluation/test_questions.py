@@ -15,7 +15,7 @@ from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError, VerificationFailed
 from caramba.evaluation import prepare_verification, verify
 from caramba.evaluation.eval_case_runner import first_integer
-from caramba.evaluation.kvcache import kvcache
+from caramba.evaluation.verification import kvcache
 from caramba.model import Model, build_model
 from caramba.result import Verdict
 

@@ -15,8 +15,7 @@ from caramba.config.suite_file import MatchItem, read_suite
 from caramba.config.verify import IntGreedyCase
 from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError
-from caramba.evaluation.custom_suite import is_right, normalise, open_suites, pass_at_k, score_suite
-from caramba.evaluation.perturb import perturb
+from caramba.evaluation.custom_suite import is_right, normalise, open_suites, pass_at_k, perturb, score_suite
 from caramba.evaluation.sandbox import run_python
 from caramba.infer import greedy_until
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tests.unit.model.model_specs import MLP, NORM, spec
 
-from caramba.experiment.ladder_largest import Largest, largest_row, name_limit
-from caramba.experiment.ladder_steps import move_by_one_ulp
+from caramba.experiment.ladder import Largest, largest_row, move_by_one_ulp, name_limit
 from caramba.experiment.planning import Budget, StepCandidate, Trial, largest_batch
 from caramba.model import build_model
 

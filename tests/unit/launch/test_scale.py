@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from caramba.launch.scale import scale_train
+from caramba.launch.freeze import scale_train
 
 
 def tree(folder: Path, train: int = 40_000_000, context: int = 8192, width: int = 576) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def test_large_files_are_hashed_once_for_all_processes(run, monkeypatch):
     file = run / "checkpoints" / "large.safetensors"
     save_tensors(file, {"w": torch.zeros(1_200_000)})
     monkeypatch.setattr(files, "_hashes", {})  # another process
-    monkeypatch.setattr(files, "_sha256", lambda file: pytest.fail(f"{file} was hashed again"))
+    monkeypatch.setattr(files, "sha256_of", lambda file: pytest.fail(f"{file} was hashed again"))
     load_tensors(file)
     files._cache_file().write_text("{")  # a damaged cache costs time alone
     monkeypatch.setattr(files, "_hashes", {})

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from caramba.distill import LanguageModelObjective
 from caramba.model import build_model
-from caramba.train.callbacks.compiling import Compilation
+from caramba.train.callbacks.model_changes import Compilation
 from tests.unit.model.model_specs import VOCAB, transformer
 
 

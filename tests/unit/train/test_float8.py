@@ -6,7 +6,7 @@ from torch import nn
 
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
 from caramba.model.topology import build_node
-from caramba.train.callbacks.float8 import float8_layers
+from caramba.train.callbacks.model_changes import float8_layers
 
 
 def test_layers_of_one_product_are_as_wide_as_it_and_others_are_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from caramba.config.benchmark import BenchmarkKind, MemoryBenchmarkConfig
@@ -198,24 +198,24 @@ def _stage(
     finished_in: str | None = None,
 ) -> StagePlan:
     trains = phase.trains or "student"
+    nothing = StagePlan(
+        group=group.name,
+        id=run.id,
+        phase=phase.phase,
+        trains=trains,
+        objective=phase.objective,
+        steps=0,
+        batch_size=phase.batch_size,
+        accumulation=phase.gradient_accumulation_steps,
+        block_size=phase.block_size,
+        lr=phase.learning_rate_at(manifest.model.embedder.d_model),
+        tokens=0,
+        total_flops=0.0,
+        estimate=None,
+    )
     skipped = _skip_note(manifest, phase, trains) if finished_in is None else f"finished in {finished_in}"
     if skipped is not None:
-        return StagePlan(
-            group=group.name,
-            id=run.id,
-            phase=phase.phase,
-            trains=trains,
-            objective=phase.objective,
-            steps=0,
-            batch_size=phase.batch_size,
-            accumulation=phase.gradient_accumulation_steps,
-            block_size=phase.block_size,
-            lr=phase.learning_rate_at(manifest.model.embedder.d_model),
-            tokens=0,
-            total_flops=0.0,
-            estimate=None,
-            note=skipped,
-        )
+        return replace(nothing, note=skipped)
     trained = teacher if trains == "teacher" else student
     if run.exp is not None:
         trained = model_cost(variant(manifest.model, run.exp))
@@ -227,42 +227,23 @@ def _stage(
     if manifest.debug.max_steps is not None:
         steps = min(steps, manifest.debug.max_steps)
     spread = spread_of(manifest)
-    estimate = (
-        None
-        if trained is None
-        else estimate_phase(
-            phase,
-            trained,
-            teacher if trains == "student" else None,
-            keeps_copied=keeps_copied(phase, manifest.model, group),
-            spread=spread,
-        )
-    )
-    tokens = None
+    estimate = tokens = flops = None
+    if trained is not None:
+        kept = keeps_copied(phase, manifest.model, group)
+        running = teacher if trains == "student" else None
+        estimate = estimate_phase(phase, trained, running, keeps_copied=kept, spread=spread)
     if isinstance(phase.batch_size, int):
         tokens = steps * phase.batch_size * phase.block_size * phase.gradient_accumulation_steps
         if not (phase.phase == "blockwise" and spread.parallel.blockwise == "blocks"):
             tokens *= spread.data_ranks
-    return StagePlan(
-        group=group.name,
-        id=run.id,
-        phase=phase.phase,
-        trains=trains,
-        objective=phase.objective,
-        steps=steps,
-        batch_size=phase.batch_size,
-        accumulation=phase.gradient_accumulation_steps,
-        block_size=phase.block_size,
-        lr=phase.learning_rate_at(manifest.model.embedder.d_model),
-        tokens=tokens,
-        total_flops=None
-        if tokens is None or estimate is None or estimate.flops_per_token is None
-        else tokens * estimate.flops_per_token,
-        estimate=estimate,
-        note=_stage_note(manifest, phase, trains, teacher, in_parts=in_parts)
+        if estimate is not None and estimate.flops_per_token is not None:
+            flops = tokens * estimate.flops_per_token
+    note = (
+        _stage_note(manifest, phase, trains, teacher, in_parts=in_parts)
         if run.exp is None
-        else _variant_note(manifest.model, run.exp),
+        else _variant_note(manifest.model, run.exp)
     )
+    return replace(nothing, steps=steps, tokens=tokens, total_flops=flops, estimate=estimate, note=note)
 
 
 def _variant_note(model: ModelSpec, exp: ExperimentName) -> str:

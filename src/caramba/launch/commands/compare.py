@@ -104,11 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compare_many(names: Sequence[str], models: tuple[str, str], args: argparse.Namespace) -> int:
-    """Print what differs between more than two runs.
-
-    Raises:
-        ConfigError: a run that is not there or is named twice, or an option that is about two runs.
-    """
+    """Print what differs between more than two runs."""
     if models[0] != models[1]:
         raise ConfigError(
             f"compare: --models {args.models} names two models for {len(names)} runs; name one model twice, as "

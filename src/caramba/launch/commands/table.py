@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-COMMON = {
-    "--quiet": "Print results and errors only.",
-    "--debug": "Show the traceback of an error.",
-}
+COMMON = {"--quiet": "Print results and errors only.", "--debug": "Show the traceback of an error."}
 MODEL = {
     "--which": "Model of the run: teacher or student; default student.",
     "--tokenizer": "Tokenizer to use: byte, a folder, or a tokenizer file; default the one stored with the model.",
@@ -111,9 +108,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "launch": Command("[overrides]", "compose, validate, freeze and run an experiment", {}),
     "init": Command(
-        "DIR",
-        "write a commented project: configuration, layer, test, and a manifest in one file",
-        COMMON,
+        "DIR", "write a commented project: configuration, layer, test, and a manifest in one file", COMMON
     ),
     "run": Command("FILE [--group NAME] [overrides]", "run a single-file manifest", {**OVERRIDES, **COMMON}),
     "compile": Command(
@@ -130,9 +125,7 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "resume": Command(
-        "RUN | SWEEP",
-        "resume an interrupted run (a run directory, runs/NAME, or latest), or sweep",
-        COMMON,
+        "RUN | SWEEP", "resume an interrupted run (a run directory, runs/NAME, or latest), or sweep", COMMON
     ),
     "rerun": Command(
         "RUN | FILE", "run a run's manifest.json again from its start, in a directory of its own", COMMON

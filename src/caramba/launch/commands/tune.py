@@ -84,11 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def _need_place(out: Path) -> None:
-    """Refuse a file that cannot be written, before what is to stand in it is measured.
-
-    Raises:
-        ConfigError: its folder cannot be made, or takes no files.
-    """
+    """Refuse a file that cannot be written, before what is to stand in it is measured."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):

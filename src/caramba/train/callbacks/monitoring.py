@@ -1,15 +1,20 @@
-"""The monitors as seen by Lightning: when they are read, and that their rows go to the loggers and the console."""
+"""The monitors, statistics of memory slots and `debug=profile` as seen by Lightning: when each is read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
+from caramba.console import logger
+from caramba.model import Model
+from caramba.model.memory import STATISTICS
 from caramba.runtime import merge_over_ranks
 from caramba.train.display import Display
-from caramba.train.throughput import PeakMemory, PhaseMeter, StepNorms, norms_of_stages
+from caramba.train.throughput import PeakMemory, PhaseMeter, PhaseProfile, StepNorms, norms_of_stages
 
 NORMS_EVERY = 50  # a copy of what trains and two passes over it: a thousandth of a step's time at this rate
 
@@ -99,3 +104,74 @@ class Monitoring(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.meter.load_state_dict(state_dict["meter"])
         self.memory.load_state_dict(state_dict["memory"])
+
+
+ROWS = 8
+"""Sequences of the first held-out batch that are measured."""
+
+
+class SlotStatistics(pl.Callback):
+    """Records `memory_KEY` of a model's memory slots after each validation, on the first rows of held-out text.
+
+    `write` gets the step and the read mass per slot, by layer. More than half of the slots dead is warned of once.
+    """
+
+    def __init__(self, model: Model, write: Callable[[int, dict[str, list[list[float]]]], None]) -> None:
+        self.model, self.write = model, write
+        self._tokens: Tensor | None = None
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:
+            self._tokens = batch[0][:ROWS]
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self._tokens is None or pl_module.has_stages or not trainer.is_global_zero:
+            return
+        stats = self.model.get_memory_stats(self._tokens)
+        pl_module.record({f"memory_{key.removeprefix('memory_')}": stats[key] for key in STATISTICS})
+        by_layer = {name: use["read_mass"].tolist() for name, use in stats["layers"].items()}
+        self.write(trainer.global_step, by_layer)
+
+
+class Profiling(pl.Callback):
+    """Profiles a few steady steps of the phase and logs the path of the files."""
+
+    def __init__(self, folder: Path, phase: str) -> None:
+        self.folder, self.phase = folder, phase
+        self._profile: PhaseProfile | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            left = trainer.max_steps - trainer.global_step
+            self._profile = PhaseProfile(self.folder, self.phase, left, trainer.strategy.root_device)
+            self._profile.start()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._profile is not None and pl_module.micro_steps == 0:
+            self._profile.begin_step()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._profile is not None and pl_module.micro_steps == 0:
+            self._profile.end_step()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+            if profile.has_written:
+                logger.path(self.folder, "profile")
+            else:
+                logger.warning(
+                    f"{self.phase}: ended before its profiled steps; nothing is written, raise debug.max_steps"
+                )
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()

@@ -13,8 +13,13 @@ from caramba.data.checkpoint.network import spec_of
 from caramba.errors import ConfigError
 from caramba.runtime import free_bytes, is_main_process
 from caramba.train.callbacks.orchestration import Orchestration
-from caramba.train.orchestration.journal import DECISIONS, Journal, choices_to_replay, digest_of
-from caramba.train.orchestration.orchestrator import Orchestrator
+from caramba.train.orchestration.orchestrator import (
+    DECISIONS,
+    Journal,
+    Orchestrator,
+    choices_to_replay,
+    digest_of,
+)
 from caramba.train.orchestration.trials import TrialData
 
 
