@@ -22,19 +22,21 @@ from tests.ops.metal_cases import (
     launcher,
     surviving,
 )
-from tests.ops.metal_emulator.library import emulated_metal
+from tests.ops.metal_emulator.library import SANITIZED, emulated_metal
 from tests.ops.metal_mutants import MUTANTS
 
 pytestmark = needs_compiler
 SAMPLES = int(os.environ.get("CARAMBA_METAL_SAMPLES", "12"))
-"""Calls of each op and dtype; scripts/metal.py takes 500."""
+"""Calls of each op and dtype; 500 passed once (docs/benchmarks/metal_emulated.json)."""
+SANITIZERS = SANITIZED if "CARAMBA_METAL_SANITIZED" in os.environ else ()
+"""Of the compiler, whose libraries the process has to load first: see docs/apple_silicon.md."""
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_random_shapes_equal_float64(op: str) -> None:
     run = launcher(op)
     samples = [(name, i, call) for name in DTYPES for i, call in enumerate(calls(op, name, SAMPLES))]
-    with emulated_metal() as emulator:
+    with emulated_metal(options=SANITIZERS) as emulator:
         emulator.prepare(lambda: [call.run(run) for _, _, call in samples])
         for name, i, call in samples:
             emulator.seed = i
@@ -76,7 +78,7 @@ def with_tail(call: Call, value: float) -> Call:
 
 
 def test_kernels_move_little_more_than_they_have_to() -> None:
-    """The shapes of the 1B presets with fewer tokens; scripts/metal.py counts those of a whole context."""
+    """The shapes of the 1B presets with fewer tokens; docs/benchmarks/metal_emulated.json has those of a whole context."""
     one_head = Case(("bf16",) * 3, (1024,), (4, 1), (32, 32, 64), capacity=1024)
     split = Call("dba_decode", torch.bfloat16, decode_call(one_head, torch.bfloat16, 0))
     with emulated_metal() as emulator:
