@@ -4,7 +4,8 @@ Usage on a GPU: python scripts/bench/run.py memory [--seconds 110] [--only state
 The file is written after every case; what there was no time or memory for is in `left_out`, with the reason.
 
 - state: bytes of a layer's cache of one sequence once it holds so many tokens
-- decode: ms a token after `--contexts` tokens, `--batch` rows, of memory and of full attention
+- decode: ms a token after `--contexts` tokens, `--batch` rows, of memory and of full attention, from the host and in a
+  CUDA graph
 - peak: allocated bytes over `--decoded` tokens after the first few, of one row and `--peak-blocks` blocks
 - prefill: seconds of prompts of `--prompts` tokens, one row
 - train: tokens/s of forward and backward, eager and compiled by blocks, of memory by the queries of a chunk of its op,
@@ -31,10 +32,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from caramba import kernels
-from caramba.cache import Context
+from caramba.cache import Context, DeviceContext
 from caramba.config.model import ModelSpec
 from caramba.infer import prefill
+from caramba.infer.device_steps import capture_graph, next_logits, replay_graph
 from caramba.infer.engine import Engine
+from caramba.lower.lowering import lower
 from caramba.model import Model, build_model, build_with_random_weights
 from caramba.model.topology import compilable_regions
 
@@ -134,16 +137,18 @@ def training_rows(sides: Sides, is_compiled: bool) -> Iterator[Row]:
 
 @torch.inference_mode()
 def decode(sides: Sides) -> Iterator[Row]:
-    """Steps from the host, as memory slots run them. Full attention also runs as a captured graph of a static cache."""
+    """Steps from the host, and as a captured graph: full attention's is that of a plain loop with a static cache."""
     options = sides.options
-    for side in ("memory", "full", "full_graph"):
+    makers = {
+        "memory": host_steps,
+        "memory_graph": memory_graph_steps,
+        "full": host_steps,
+        "full_graph": full_graph_steps,
+    }
+    for side, make in makers.items():
         model = sides.model(side.removesuffix("_graph"), options.chunk)
         for length in options.contexts:
-            turn = (
-                graph_steps(sides, model, length)
-                if side == "full_graph"
-                else host_steps(sides, model, length)
-            )
+            turn = make(sides, model, length)
             turn()
             seconds = device_seconds(turn, sides.device) / options.steps
             yield {"side": side, "context": length, "ms_per_token": 1e3 * seconds}
@@ -160,7 +165,36 @@ def host_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
     return turn
 
 
-def graph_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
+def memory_graph_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
+    """Greedy steps on a `DeviceContext`, captured as `caramba generate` does; on a CPU one after the other."""
+    rows, n_steps = sides.options.batch, sides.options.steps
+    lower(model, sides.device, "decode", is_compiled=False)
+    step = DeviceContext(sides.filled(model, rows, length, 2 * n_steps))
+    token = sides.tokens(model, rows, 1)[:, 0]
+
+    def trial(given: Tensor) -> Tensor:
+        step.device_lengths.fill_(length)
+        return next_logits(model, given, step)
+
+    def run(given: Tensor) -> Tensor:
+        logits = next_logits(model, given, step)
+        given.copy_(logits.argmax(-1))
+        return logits
+
+    graph = None
+    if sides.device.type == "cuda":
+        graph = capture_graph(token, run, trial, in_place=True)
+        step.device_lengths.fill_(length)
+
+    def turn() -> None:
+        for _ in range(n_steps):
+            step.advance()
+            run(token) if graph is None else replay_graph(graph, token)
+
+    return turn
+
+
+def full_graph_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
     rows, n_steps = sides.options.batch, sides.options.steps
     decoder = StaticDecoder(model, rows, length + 2 * n_steps, is_compiled=False)
     decoder.at.fill_(length)
@@ -269,6 +303,8 @@ def summarise(rows: list[Row], options: argparse.Namespace) -> Row:
     short, long = options.prompts[0], options.prompts[-1]
     state_bytes = [row["bytes_per_layer"] for row in rows if row["case"] == "state"]
     memory_far = pick("decode", "ms_per_token", side="memory", context=far)
+    has_graph = pick("decode", "ms_per_token", side="memory_graph", context=far) is not None
+    best = "memory_graph" if has_graph else "memory"
     ratios = {
         is_compiled: max(
             (
@@ -284,13 +320,15 @@ def summarise(rows: list[Row], options: argparse.Namespace) -> Row:
         "state_is_constant": len(set(state_bytes)) == 1 if state_bytes else None,
         "peak_rise": pick("peak", "rise"),
         "decode_far_over_near": ratio(
-            memory_far, pick("decode", "ms_per_token", side="memory", context=near)
+            pick("decode", "ms_per_token", side=best, context=far),
+            pick("decode", "ms_per_token", side=best, context=near),
         ),
         "decode_full_over_memory": ratio(
             pick("decode", "ms_per_token", side="full", context=far), memory_far
         ),
         "decode_full_graph_over_memory": ratio(
-            pick("decode", "ms_per_token", side="full_graph", context=far), memory_far
+            pick("decode", "ms_per_token", side="full_graph", context=far),
+            pick("decode", "ms_per_token", side=best, context=far),
         ),
         "prefill_long_over_short": ratio(
             pick("prefill", "seconds", side="memory", tokens=long),

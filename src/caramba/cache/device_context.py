@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import CacheFull, ConfigError
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream
+
+if TYPE_CHECKING:
+    from caramba.cache.memory_bank import RingStep
 
 IDLE = -1
 """Length of a slot that is not in use: it takes part in a forward, but reads and writes nothing and stays idle."""
@@ -45,7 +48,8 @@ class DeviceContext:
 
     In the first kind `ctx` stores the tokens as if it had run the steps itself, and can continue after them. Call
     `truncate` for a rollback and `sync_from_host` after any other change; after `select` or `load_state_dict` make a
-    new one. The other two leave its counts as they are. Memory past a row's length is never read.
+    new one. The other two leave its counts as they are. Memory past a row's length is never read. Memory slots run in
+    the first kind alone; a step that is repeated at its position, with its token, leaves them as they are.
 
     The tail of a quantised cache becomes blocks between two steps, in `advance`, or by the caller of `set_lengths`:
     the host counts, so it knows when, and a step stays the same work in the same memory.
@@ -54,6 +58,8 @@ class DeviceContext:
         places: where in the caches' `allocations` this step's tokens go, int32 [B], once a forward has begun.
         packed: tokens that each sequence stores as quantised blocks, int32 [B]; None if no stream is quantised.
         device_lengths: tokens stored before this step, int32 [B].
+        n_dropped: tokens that rings no longer hold, int32 [1], by `LayerCache.ring_size`.
+        rings: what layers of equal rings share in a step, by the same.
         seqlens: tokens stored including this step's, int32 [B], once a forward has begun.
         offset: position of this step's tokens, once a forward has begun, int32 [B, T].
         width: tokens per sequence that a forward takes, at most `MAX_QUERIES` of the decode attention.
@@ -73,16 +79,19 @@ class DeviceContext:
         reason = refusal(ctx, is_ragged=is_ragged)
         if reason is not None:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
-        some = next(iter(ctx.caches[0].tensors.values()))
+        some, sizes = ctx.caches[0], {cache.ring_size for cache in ctx.caches}
         self.ctx, n_packed = ctx, ctx.n_packed
         with torch.inference_mode(False):
             self.device_lengths = torch.full(
-                (some.batch_size,), ctx.position, dtype=torch.int32, device=some.device
+                (some.batch_size,), ctx.position, dtype=torch.int32, device=some.memory[0].device
             )
             self.packed = None if n_packed is None else torch.full_like(self.device_lengths, n_packed)
+            self.n_dropped = {size: torch.zeros_like(self.device_lengths[:1]) for size in sizes if size}
+        self.rings: dict[int, RingStep] = {}
         self.seqlens = self.places = self.device_lengths
         self.offset = self.device_lengths.clone()[:, None]
-        self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
+        limits = (tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
+        self.limit = min(limits, default=torch.iinfo(torch.int32).max)
         self.width = 1
         self.last = self.limit - 1
         self.lengths: list[int] = []
@@ -91,6 +100,7 @@ class DeviceContext:
         self._cursor, self._is_counted = 0, False
         self.angles: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.separate_ropes: Sequence[Any] | None = None
+        self._reload_dropped()
 
     @classmethod
     def ragged(cls, ctx: Context, lengths: Sequence[int], last: int | None = None) -> DeviceContext:
@@ -107,6 +117,9 @@ class DeviceContext:
     @classmethod
     def slots(cls, ctx: Context) -> DeviceContext:
         """Return a context of slots that are idle until `set_lengths`."""
+        reason = refusal(ctx, has_slots=True)
+        if reason is not None:
+            raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
         slots = cls(ctx)
         slots.has_slots = True
         slots.device_lengths.fill_(IDLE)
@@ -133,6 +146,12 @@ class DeviceContext:
         self.device_lengths.fill_(self.ctx.position)
         if self.packed is not None:
             self.packed.fill_(self.ctx.n_packed or 0)
+        self._reload_dropped()
+
+    def _reload_dropped(self) -> None:
+        counts = {cache.ring_size: cache.n_dropped for cache in self.ctx.caches}
+        for size, n_dropped in self.n_dropped.items():
+            n_dropped.fill_(counts[size])
 
     def truncate(self, n_tokens: int) -> None:
         """Roll the context back to its first `n_tokens` tokens, on the host and on the device."""
@@ -168,7 +187,7 @@ class DeviceContext:
         stored = self.device_lengths
         if self.is_ragged and not self._is_counted:
             self._refuse_full(max(self.lengths) + self.width)
-        self._cursor, self.angles = 0, {}
+        self._cursor, self.angles, self.rings = 0, {}, {}
         self.seqlens = stored + self.width
         if self.is_ragged:
             steps = torch.arange(self.width, dtype=torch.int32, device=stored.device)
@@ -219,7 +238,9 @@ class DeviceContext:
                 f"context: {n_tokens} tokens in {self._cursor} of {len(self.ctx.caches)} caches, expected "
                 f"{self.width} in all; set width to the tokens per row, with a context of this model"
             )
-        self.angles = {}
+        self.angles, self.rings = {}, {}
+        for size, n_dropped in self.n_dropped.items():
+            n_dropped.copy_(torch.maximum(n_dropped, self.device_lengths[:1] + (1 - size)))
         self.device_lengths.add_((self.device_lengths >= 0).to(torch.int32) if self.has_slots else self.width)
         if self.is_ragged and not self._is_counted:
             self.lengths = [n + self.width for n in self.lengths]
@@ -255,16 +276,19 @@ def _upload(numbers: Sequence[int], into: Tensor) -> None:
     into.copy_(given, non_blocking=into.is_cuda)
 
 
-def refusal(ctx: Context, *, is_ragged: bool = False) -> str | None:
+def refusal(ctx: Context, *, is_ragged: bool = False, has_slots: bool = False) -> str | None:
     """Return why steps on a context cannot run by themselves on the device, None where they can.
 
     The tail of a quantised cache is packed between steps, which rows that are rewound (`is_ragged`) do not allow.
+    Neither these nor rows of an engine (`has_slots`) are at one position, as rings need them.
     """
     if not ctx.caches:
         return "the model has no cache"
     for cache in ctx.caches:
         if cache.is_for_host:
             return "a layer reads its cache from the host"
+        if (is_ragged or has_slots) and cache.ring_size is not None:
+            return "a layer with memory slots needs all rows at one position"
         if not is_ragged and cache.is_rotated:
             return "the cache is Hadamard-rotated"
         kinds = {tensor.config.kind for tensor in cache.tensors.values()}

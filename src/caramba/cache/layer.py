@@ -78,6 +78,19 @@ class LayerCache:
         return min([tensor.n_tokens for tensor in self._tensors.values()])
 
     @property
+    def ring_size(self) -> int | None:
+        """Places of a ring of the last tokens, token t at t % ring_size; None where all are stored.
+
+        Steps on the device then need all sequences at one position.
+        """
+        return None
+
+    @property
+    def n_dropped(self) -> int:
+        """Tokens seen that are no longer stored as such."""
+        return 0
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of the allocated buffers."""
         return sum(tensor.allocated_bytes for _, tensor in self._every())

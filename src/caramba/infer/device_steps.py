@@ -282,14 +282,17 @@ def choose_steps(host: EagerDecoder) -> tuple[Steps, DecodeForm, str | None]:
     return DeviceDecoder(host, is_compiled="compiled" in form, is_captured="graph" in form), form, None
 
 
-def step_refusal(model: Model, ctx: Context, *, is_ragged: bool = False) -> str | None:
+def step_refusal(
+    model: Model, ctx: Context, *, is_ragged: bool = False, has_slots: bool = False
+) -> str | None:
     """Return why a model's steps on a context cannot run by themselves on the device, None where they can."""
-    refused = refusal(ctx, is_ragged=is_ragged)
+    refused = refusal(ctx, is_ragged=is_ragged, has_slots=has_slots)
     if refused is not None:
         return refused
     weight = model.embedder.token.weight
     widths = [tensor.width for cache in ctx.caches for tensor in cache.tensors.values()]
-    if implementation("dba_decode", weight.device) != REFERENCE and not kernel_takes(weight.dtype, widths):
+    has_own_kernels = widths and implementation("dba_decode", weight.device) != REFERENCE
+    if has_own_kernels and not kernel_takes(weight.dtype, widths):
         return f"the kernels take no heads of {max(widths)} in {weight.dtype}"
     limit = DeviceContext(ctx, is_ragged=is_ragged).limit
     reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.cache import Context, DeviceContext
-from caramba.cache.memory_bank import MemoryLayerKVCache
+from caramba.cache.memory_bank import MemoryLayerKVCache, RingStep
+from caramba.cache.tensor import refuse_gradients
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.memory_bank import LONGEST_CHUNK, MemoryBankLayerConfig
 from caramba.errors import ConfigError
@@ -21,7 +22,15 @@ from caramba.layer.projection import StandardProjection, split_heads
 from caramba.layer.rope import rotate
 from caramba.layer.write_rate import hold_rate
 from caramba.ops.backend import upcast
-from caramba.ops.memory_bank import LOWEST, MemoryState, memory_bank, slot_reads, write_slots
+from caramba.ops.memory_bank import (
+    LOWEST,
+    MemoryState,
+    memory_bank,
+    memory_bank_step,
+    slot_reads,
+    write_slots,
+    write_slots_,
+)
 
 GATE_STD = 0.5
 MAX_BIAS = 4.0
@@ -131,25 +140,25 @@ class MemoryBankLayer(AttentionLayer):
 
     def read(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         """Return the concatenated head outputs. Shape: [B, T, M] -> [B, T, H*Dv]."""
-        if isinstance(ctx, DeviceContext | StoredDocuments):
+        if isinstance(ctx, StoredDocuments):
             raise ConfigError(
                 f"MemoryBankLayer: got a {type(ctx).__name__}, and the host reads its cache; use the context itself"
             )
         projection = self.projection
-        q = projection.q_norm(split_heads(projection.q(x), self.dims.n_heads))
-        k = projection.k_norm(split_heads(projection.k(x), self.dims.n_kv_heads))
-        v = split_heads(projection.v(x), self.dims.n_kv_heads)
+        q, k, v = projection.linears(x, None)
+        q = projection.q_norm(split_heads(q, self.dims.n_heads))
+        k = projection.k_norm(split_heads(k, self.dims.n_kv_heads))
+        v = split_heads(v, self.dims.n_kv_heads)
         k = k.to(v.dtype)
+        if isinstance(ctx, DeviceContext):
+            self.check_step(ctx, x.shape[1])
+            return self._step(q, k, v, ctx).transpose(1, 2).flatten(2)
         if ctx is None or isinstance(ctx, Documents):
             positions = 0 if ctx is None else ctx.positions
             first = None if ctx is None else ctx.first
             heads, _ = self._attend(q, k, v, positions, positions, None, first)
             return heads.transpose(1, 2).flatten(2)
-        cache = ctx.next_cache()
-        if not isinstance(cache, MemoryLayerKVCache):
-            raise ConfigError(
-                f"MemoryBankLayer: got a {type(cache).__name__}; make the context with this model's new_context()"
-            )
+        cache = self._next_cache(ctx)
         n_tokens, earlier = x.shape[1], cache.read_stored()
         k, v = (torch.cat((old.to(new.dtype), new), dim=2) for old, new in zip(earlier, (k, v), strict=True))
         state = cache.state
@@ -164,6 +173,50 @@ class MemoryBankLayer(AttentionLayer):
             )
         cache.put(k[:, :, n:], v[:, :, n:], state, n_tokens)
         return heads.transpose(1, 2).flatten(2)
+
+    def _next_cache(self, ctx: Context | DeviceContext) -> MemoryLayerKVCache:
+        cache = ctx.next_cache()
+        if not isinstance(cache, MemoryLayerKVCache):
+            raise ConfigError(
+                f"MemoryBankLayer: got a {type(cache).__name__}; make the context with this model's new_context()"
+            )
+        return cache
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, ctx: DeviceContext) -> Tensor:
+        """Return head outputs [B, H, 1, Dv] of one token, queries and keys before RoPE; write the cache in place.
+
+        All depends on tensors of fixed shapes and addresses, so that it can be captured.
+        """
+        refuse_gradients(k)
+        cache, dtype, rope = self._next_cache(ctx), v.dtype, self.projection.rope
+        size = cache.ring_size
+        step = ctx.rings.get(size)
+        if step is None:
+            step = RingStep.of(cache, ctx.device_lengths[:1], ctx.n_dropped[size])
+            ctx.rings[size] = step
+        left_k, left_v = (x.index_select(2, step.left).to(dtype) for x in cache.ring)
+        for into, x in zip(cache.ring, (k, v), strict=True):
+            into.index_copy_(2, step.place, x.to(into.dtype))
+        ring_k, ring_v = (x.to(dtype) for x in cache.ring)
+        decay, write = (gate.masked_fill(step.is_written, 0) for gate in self.gates(left_k, left_v))
+        wide = torch.promote_types(dtype, torch.float32)
+        near_q = slot_q = self.projection.scale_queries(q, wide)
+        slot_k = left_k
+        if rope is not None:
+            key = rope.key, size
+            if key not in ctx.angles:
+                cos, sin = rope(step.positions, step.positions.shape[1], k.device)
+                ctx.angles[key] = cos[0], sin[0]
+            cos, sin = ctx.angles[key]
+            ring_k = rotate(ring_k, cos[:, :size], sin[:, :size])
+            near_q = rotate(near_q, cos[:, -1:], sin[:, -1:])
+            if self.config.memory_rope:
+                slot_q, slot_k = near_q, rotate(left_k, cos[:, size:-1], sin[:, size:-1], dtype)
+        left = slot_k, left_v, decay, write
+        write_slots_(cache.state, *(x[:, :, :1] for x in left))
+        seen = write_slots(cache.state, *(x[:, :, 1:] for x in left))
+        share = upcast(self.read_gate).sigmoid() if self.config.memory_read == "gated" else None
+        return memory_bank_step(near_q, ring_k, ring_v, slot_q, seen, step.is_hidden, share)
 
     def _attend(
         self,

@@ -120,6 +120,35 @@ def memory_bank(
         return torch.lerp(near.to(mix.dtype), slots.out.to(mix.dtype), mix).to(q.dtype), slots.state
 
 
+def memory_bank_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_q: Tensor,
+    state: MemoryState,
+    is_hidden: Tensor,
+    share: Tensor | None = None,
+) -> Tensor:
+    """Return `memory_bank` of one query that writes nothing, on keys in any order.
+
+    Shape: q, slot_q [B, H, 1, D]; k [B, K, S, D], v [B, K, S, Dv]; is_hidden bool [S], keys that count for nothing;
+    share [H]. Returns [B, H, 1, Dv] in v's dtype.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        groups, n_keys = (k.shape[1], -1), k.shape[2]
+        q, slot_q = (upcast(x[:, :, 0]).unflatten(1, groups) for x in (q, slot_q))
+        near = (q @ upcast(k).mT).masked_fill(is_hidden, -torch.inf)
+        far = (slot_q @ state.keys.mT).masked_fill((state.mass <= 0)[:, :, None], NOTHING)
+        if share is None:
+            p = torch.cat((near, far), dim=-1).softmax(-1)
+            out = upcast(p[..., :n_keys].to(v.dtype) @ v) + p[..., n_keys:] @ state.values
+        else:
+            of_window = upcast(near.softmax(-1).to(v.dtype) @ v)
+            has_slots = (state.mass > 0).any(-1)[..., None, None]
+            out = torch.lerp(of_window, far.softmax(-1) @ state.values, share.view(*groups, 1) * has_slots)
+        return out.flatten(1, 2)[:, :, None].to(v.dtype)
+
+
 def slot_reads(
     q: Tensor,
     k: Tensor,
@@ -158,6 +187,14 @@ def write_slots(state: MemoryState, slot_k: Tensor, v: Tensor, decay: Tensor, wr
         kept[..., None] * state.values + weights.mT @ upcast(v),
         kept * state.mass + weights.sum(2),
     )
+
+
+def write_slots_(state: MemoryState, slot_k: Tensor, v: Tensor, decay: Tensor, write: Tensor) -> None:
+    """Write one token [B, K, 1, ·] in place, as `write_slots` does. Decays are at least `LOWEST`."""
+    kept, write = decay.exp().mT, write.mT
+    state.keys.mul_(kept).addcmul_(write, upcast(slot_k))
+    state.values.mul_(kept).addcmul_(write, upcast(v))
+    state.mass.mul_(kept[..., 0]).add_(write[..., 0])
 
 
 def read_slots(

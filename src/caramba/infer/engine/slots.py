@@ -70,7 +70,7 @@ class Slots:
         self.ctx = model.new_context(n + self.n_ahead, config.max_len, self.kind, static=True)
         self.rows = [self.ctx.row(index) for index in range(n + self.n_ahead)]
         stepped = self.ctx.row(0, n)
-        refused = step_refusal(model, stepped)
+        refused = step_refusal(model, stepped, has_slots=True)
         self.step = DeviceContext.slots(stepped) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
         self._row_limit = model.row_limit()
@@ -292,7 +292,7 @@ class Slots:
         if config.prefix_cache_bytes:
             return "prefix_cache_bytes fills slots with what was kept"
         probe = self.model.new_context(1, 1, self.kind, static=True)
-        return step_refusal(self.model, probe)
+        return step_refusal(self.model, probe, has_slots=True)
 
     def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
         """Let slots decode from these logits, [n, V], which those of rows ahead wait with."""
