@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from verdicts import memory_bound, read_bandwidth_of, settings_of, share_of_linear, sitting_of
+from verdicts import memory_bound, read_bandwidth_of
 
-from caramba.artifacts.style import label_ticks, new_figure, short_number, styled, to_png, whole_number
+from caramba.artifacts.style import label_ticks, new_figure, short_number, styled, to_png
 
 TICKS = 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10  # TB/s
 SIDE_COLOURS = {
@@ -20,7 +20,6 @@ SIDE_COLOURS = {
 }
 OTHERS = ("#56B4E9", "#CC79A7", "#F0E442", "#000000")
 """Of sides that have no colour of their own, as recipes of float8, in turn."""
-STRATEGY_COLOURS = {"single": "#000000", "ddp": "#0072B2", "fsdp2": "#D55E00"}
 POSITIONS = "0_15", "16_63", "64_127", "128_255", "256_511", "512_1023", "1024_2047"
 MARKERS = "osD^v"
 """By settings, in turn."""
@@ -122,77 +121,6 @@ def draw_training(data: dict[str, Any]) -> bytes | None:
         label_ticks(axes.xaxis, short_number)
         figure.legend(loc="outside lower center", ncols=3)
         return to_png(figure, {})
-
-
-def draw_scaling(data: dict[str, Any]) -> bytes | None:
-    """Return the curves as PNG; nothing where no row has a base of its sitting on several devices.
-
-    Tokens/s of a row on the left; on the right its share of linear, which is of one device in the same sitting.
-    """
-    rows = [row for row in data["rows"] if share_of_linear(data, row) is not None]
-    if all(row["devices"] == 1 for row in rows):
-        return None
-    counts = sorted({row["devices"] for row in rows})
-    base = max(row["tokens_per_s"] for row in rows if row["strategy"] == "single")
-    curves: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row["devices"]):
-        if row["strategy"] != "single":
-            curves.setdefault((row["strategy"], settings_of(row), sitting_of(row)), []).append(row)
-    with styled():
-        figure = new_figure(10.0, 4.6)
-        speeds, shares = figure.subplots(1, 2)
-        line = {"color": "#888888", "linewidth": 1.2, "linestyle": "--"}
-        speeds.plot(counts, [base * count for count in counts], label="linear (fastest single)", **line)
-        shares.plot(counts, [1.0] * len(counts), **line)
-        settings = list(dict.fromkeys(words for _, words, _ in curves))
-        for (strategy, words, sitting), found in curves.items():
-            # One device is of every curve, whether its strategy ran there or not: it is what linear is of.
-            alone = {} if found[0]["devices"] == 1 else _alone(data, sitting)
-            at = {
-                **alone,
-                **{row["devices"]: (row["tokens_per_s"], share_of_linear(data, row)) for row in found},
-            }
-            name = strategy + ("" if words == "default settings" else f", {words}")
-            style = {
-                "color": STRATEGY_COLOURS.get(strategy, "#009E73"),
-                "marker": MARKERS[settings.index(words) % len(MARKERS)],
-                "label": f"{name} ({sitting})" if sitting else name,
-            }
-            for axes, index in ((speeds, 0), (shares, 1)):
-                axes.plot(list(at), [pair[index] for pair in at.values()], **style)
-        for strategy in dict.fromkeys(strategy for strategy, _, _ in curves):
-            if (must := data["must"].get(strategy)) is not None:
-                shares.axhline(
-                    must, color=STRATEGY_COLOURS.get(strategy, "#009E73"), linewidth=1.2, linestyle=":"
-                )
-                shares.annotate(  # next to the axes, where no curve is
-                    f"{strategy} must {must:.0%}",
-                    (1.0, must),
-                    xycoords=("axes fraction", "data"),
-                    xytext=(4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=9,
-                    color=STRATEGY_COLOURS.get(strategy, "#009E73"),
-                )
-        speeds.set_ylim(0)
-        speeds.set_title(f"Tokens/s, {data['batch']} x {data['block']:,} a device", loc="left")
-        label_ticks(speeds.yaxis, short_number)
-        lowest = min(share_of_linear(data, row) or 0.0 for row in rows)
-        shares.set_ylim(min(0.85, lowest - 0.02), 1.01)
-        shares.set_title("Share of linear, in one sitting", loc="left")
-        label_ticks(shares.yaxis, lambda value: f"{value:.0%}")
-        for axes in (speeds, shares):
-            axes.set_xticks(counts)
-            label_ticks(axes.xaxis, whole_number)
-            axes.set_xlabel(f"devices ({data['machine']['device']})")
-        figure.legend(*speeds.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        return to_png(figure, {})
-
-
-def _alone(data: dict[str, Any], sitting: str) -> dict[int, tuple[float, float]]:
-    rows = [row for row in data["rows"] if row["strategy"] == "single" and sitting_of(row) == sitting]
-    return {1: (rows[0]["tokens_per_s"], 1.0)}
 
 
 def draw_kernels(data: dict[str, Any]) -> bytes:

@@ -1,7 +1,6 @@
 """Run one benchmark: python scripts/bench/run.py CASE [options], or --list for the cases.
 
 Every case writes one JSON file, by default docs/benchmarks/CASE.json, that report.py makes docs/benchmarks.md from.
-Several devices: torchrun --nproc-per-node N scripts/bench/run.py CASE [options].
 """
 
 from __future__ import annotations

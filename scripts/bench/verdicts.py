@@ -111,84 +111,6 @@ def training_verdicts(part: Row) -> list[str]:
     return ["", f"{'; '.join(said)}."] if said else []
 
 
-def sitting_of(row: Row) -> str:
-    """Return what a row's sitting is called; nothing in a file of one sitting."""
-    return row.get("sitting", "")
-
-
-def settings_of(row: Row) -> str:
-    """Return a row's settings in words."""
-    return ", ".join(f"{key}={value}" for key, value in row.get("settings", {}).items()) or "default settings"
-
-
-def share_of_linear(data: Row, row: Row) -> float | None:
-    """Return a row's speed over that of `single` in its sitting times its devices; nothing where none ran there."""
-    alone = [
-        other["tokens_per_s"]
-        for other in data["rows"]
-        if other["strategy"] == "single" and sitting_of(other) == sitting_of(row)
-    ]
-    return row["tokens_per_s"] / (alone[0] * row["devices"]) if alone else None
-
-
-def scaling_verdicts(data: Row) -> list[str]:
-    """Whether strategies scale as they must, each by its best row on the most devices, and their losses agree."""
-    rows, most = data["rows"], max(row["devices"] for row in data["rows"])
-    said = []
-    for strategy in sorted({row["strategy"] for row in rows if row["devices"] == most} & data["must"].keys()):
-        several = [row for row in rows if (row["strategy"], row["devices"]) == (strategy, most)]
-        shares = [(share, row) for row in several if (share := share_of_linear(data, row)) is not None]
-        if not shares or most == 1:
-            continue
-        share, best = max(shares, key=lambda pair: pair[0])
-        must = data["must"][strategy]
-        said.append(
-            f"{strategy} {share:.1%} with {settings_of(best)} (must {must:.0%}): {met(share >= must)}"
-        )
-    lines = [f"Best row of a strategy on {most} devices, of linear: {'; '.join(said)}."] if said else []
-    apart, within = losses_apart(data), data["must"]["losses_within"]
-    return [
-        *lines,
-        f"Largest difference of a step's loss between rows of as many devices: {apart:.1e} (must, with products in "
-        f"bfloat16: {within:g}): {met(apart <= within)}.",
-    ]
-
-
-def losses_apart(data: Row) -> float:
-    """Return how far the losses of equal steps differ at most, among rows of as many devices."""
-    curves: dict[int, list[list[float]]] = {}
-    for row in data["rows"]:
-        curves.setdefault(row["devices"], []).append(row["losses"])
-    steps = (step for several in curves.values() for step in zip(*several, strict=True))
-    return max(max(step) - min(step) for step in steps)
-
-
-def one_device(data: Row, row: Row) -> Row:
-    """Return the row of one device of the same form and sitting."""
-    place = row["form"], sitting_of(row)
-    return next(
-        one for one in data["rows"] if one["devices"] == 1 and (one["form"], sitting_of(one)) == place
-    )
-
-
-def losses_from_one_device(data: Row) -> float:
-    return max(
-        abs(ours - theirs)
-        for row in data["rows"]
-        for ours, theirs in zip(row["losses"], one_device(data, row)["losses"], strict=True)
-    )
-
-
-def faster_forms(data: Row) -> list[str]:
-    """Whether the fastest split row of every form is faster than one device in its sitting."""
-    gains: dict[str, float] = {}
-    for row in data["rows"]:
-        if row["devices"] > 1:
-            gain = one_device(data, row)["step_s"] / row["step_s"]
-            gains[row["form"]] = max(gain, gains.get(row["form"], 0.0))
-    return [f"{form} {gain:.2f}x, {met(gain > 1)}" for form, gain in gains.items()]
-
-
 def summary(folder: Path = DEFAULT_FOLDER) -> Iterable[tuple[str, str, str]]:
     """Return the main figures: the JSON's name, what, and value."""
 
@@ -207,11 +129,8 @@ def summary(folder: Path = DEFAULT_FOLDER) -> Iterable[tuple[str, str, str]]:
     ladder = {item["what"]: item["got"] for item in read("ladder")["musts"]}
     yield "ladder", "training ladder, fastest row over row 0", f"{ladder['speed over row 0']:.1f}x"
     scaling = read("scaling")
-    ddp = max(
-        share_of_linear(scaling, row) or 0
-        for row in scaling["rows"]
-        if (row["strategy"], row["devices"]) == ("ddp", 4)
-    )
+    shares = (row["of_linear"] for row in scaling["rows"] if (row["strategy"], row["devices"]) == ("ddp", 4))
+    ddp = max(share for share in shares if share is not None)
     yield "scaling", "pretraining of a 1B model by ddp on four H200", f"{ddp:.1%} of linear"
     decode = next(row for row in read("inference")["rows"] if row["side"] == "captured")
     yield "inference", f"decode of a 1B model, {decode['case']}", f"{decode['tok_s']:,.0f} tokens/s"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,37 +16,33 @@ from caramba.train import state_path
 from tests.integration.commands import SMALL, caramba, only_run
 from tests.integration.test_ranks_started import LIMIT_S, ranks_at_work, started
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "run.py"
 WITHIN = 2e-2  # bfloat16 products, whose order differs between strategies
+
+
+def train_on_gpus(folder: Path, cache: Path, *more: str) -> tuple[list[float], list[float]]:
+    """Return the held-out losses of 12 steps, and the norms of gradients on record."""
+    folder.mkdir()
+    words = (
+        *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none"),
+        *("device=cuda", "train.steps=12", "train.eval_every=12", "settings.instrument=none", *SMALL),
+    )
+    done = caramba([*words, *more], folder, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [item["values"] for item in read_events(only_run(folder)) if item["event"] == "metrics"]
+    losses, norms = ([row[key] for row in rows if key in row] for key in ("val_loss", "grad_norm"))
+    return losses, norms
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("compiled", [True, False])
-def test_strategies_agree_on_two_gpus(tmp_path: Path, compiled: bool) -> None:
-    words = [
-        "--size",
-        "tiny",
-        "--batch",
-        "4",
-        "--block",
-        "128",
-        "--steps",
-        "12",
-        "--out",
-        str(tmp_path / "a.json"),
-    ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(BENCH), "scaling", *words, *([] if compiled else ["--no-compile"])],
-        capture_output=True,
-        text=True,
-        timeout=300,
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_strategies_agree_on_two_gpus(tmp_path: Path, cache: Path, compiled: str) -> None:
+    ranks = ("parallel.dp=2", "launcher=torchrun", f"train.compile={compiled}")
+    ddp, fsdp2 = (
+        train_on_gpus(tmp_path / name, cache, f"parallel={name}", *ranks)[0] for name in ("ddp", "fsdp2")
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ddp, fsdp2 = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert (ddp["strategy"], fsdp2["strategy"]) == ("ddp", "fsdp2")
-    assert ddp["losses"] == pytest.approx(fsdp2["losses"], abs=WITHIN)
+    assert ddp
+    assert ddp == pytest.approx(fsdp2, abs=WITHIN)
 
 
 @pytest.mark.gpu
@@ -56,29 +50,16 @@ def test_strategies_agree_on_two_gpus(tmp_path: Path, compiled: bool) -> None:
 def test_a_model_split_over_two_gpus_trains_as_on_one(tmp_path: Path, cache: Path) -> None:
     """Stages send what the residual stream is in, float32, however narrow the blocks compute; layers that two ranks
     share are trained by FSDP2 besides, compiled as a phase compiles by itself."""
-    words = (
-        *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none"),
-        *("device=cuda", "train.steps=12", "train.eval_every=12", "settings.instrument=none", *SMALL),
-    )
+    losses, norms = train_on_gpus(tmp_path / "one", cache)
+    stages = train_on_gpus(tmp_path / "stages", cache, "parallel=pipeline", "launcher=torchrun")[0]
+    assert stages == pytest.approx(losses, abs=WITHIN)
     heads = ("parallel=fsdp2_tp", "parallel.dp=1", "parallel.tp=2", "launcher=torchrun")
-    losses, norms = [], []
-    for name, more in (
-        ("one", ()),
-        ("stages", ("parallel=pipeline", "launcher=torchrun")),
-        ("heads", heads),
-        ("heads and sequence", (*heads, "parallel.sequence_parallel=true")),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        done = caramba([*words, *more], folder, cache)
-        assert done.returncode == 0, done.stdout + done.stderr
-        events = [json.loads(line) for line in (only_run(folder) / "events.jsonl").read_text().splitlines()]
-        rows = [event["values"] for event in events if event["event"] == "metrics"]
-        losses += [row["val_loss"] for row in rows if "val_loss" in row]
-        norms.append([row["grad_norm"] for row in rows if "grad_norm" in row])
-    assert losses[1:] == pytest.approx([losses[0]] * 3, abs=WITHIN)
-    for found in norms[2:]:  # in a few steps losses hardly show that some weights are not trained
-        assert found == pytest.approx(norms[0], rel=WITHIN)
+    for name in ("false", "true"):
+        more = (*heads, f"parallel.sequence_parallel={name}")
+        found, its_norms = train_on_gpus(tmp_path / name, cache, *more)
+        assert found == pytest.approx(losses, abs=WITHIN)
+        # In a few steps losses hardly show that some weights are not trained.
+        assert its_norms == pytest.approx(norms, rel=WITHIN)
 
 
 @pytest.mark.gpu

@@ -20,11 +20,11 @@ from typing import Any
 import models
 import numpy as np
 import torch
-from cases.static_decode import StaticDecoder
 from models import bytes_of_step, cache_kind, prompts_of
 from plots import draw_inference
 from record import Record, Row
 from registry import check_names
+from static_decode import StaticDecoder
 from timing import interleave, read_rate, wall_seconds
 
 from caramba import kernels

@@ -26,6 +26,7 @@ from torch._functorch import config as functorch_config
 
 from caramba import kernels
 from caramba.ops import implementation
+from caramba.ops.adamw import adamw_step
 from caramba.ops.backend import all_ops
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
 from caramba.ops.lion import lion_step
@@ -226,6 +227,7 @@ def measure(
 
 EPS, SEED, P = 1e-5, 12345, 0.1
 LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+ADAMW = LION | {"eps": 1e-8}
 
 
 def drawer(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -253,6 +255,33 @@ def lion(w: Tensor, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def our_lion(w: Tensor, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     lion_step(list(w.unbind()), list(m.unbind()), list(g.unbind()), **LION)
     return w, m
+
+
+def adamw(w: Tensor, m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW's first update of one tensor in place, in plain torch."""
+    wide, moment, square, slope = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (w, m, v, g))
+    moment = moment.lerp(slope, 1 - ADAMW["beta1"])
+    square = square.lerp(slope * slope, 1 - ADAMW["beta2"])
+    size = moment / (1 - ADAMW["beta1"]) / ((square / (1 - ADAMW["beta2"])).sqrt() + ADAMW["eps"])
+    w.copy_(wide * (1 - ADAMW["lr"] * ADAMW["weight_decay"]) - ADAMW["lr"] * size)
+    m.copy_(moment)
+    v.copy_(square)
+    return w, m, v
+
+
+def our_adamw(w: Tensor, m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    adamw_of((w, m, v, g))()
+    return w, m, v
+
+
+def adamw_of(stacked: tuple[Tensor, ...]) -> Callable[[], None]:
+    w, m, v, g = (list(x.unbind()) for x in stacked)
+
+    def step() -> None:
+        steps = torch.zeros(len(w), device=w[0].device).unbind()  # here, as a captured call runs again
+        adamw_step(w, m, v, steps, g, **ADAMW)
+
+    return step
 
 
 def lion_of(stacked: tuple[Tensor, ...]) -> Callable[[], None]:
@@ -324,6 +353,10 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
     def tensors_of(n: int) -> tuple[Tensor, ...]:
         return tuple(draw(n, 1024, 1024).detach() for _ in range(3))
 
+    def states_of(n: int) -> tuple[Tensor, ...]:
+        w, m, g = tensors_of(n)
+        return w, m, (g * g).detach(), g
+
     size = dtype.itemsize
     turned = 2 * heads * width * size
     gated = (3 * d_ff * size, 5 * d_ff * size)
@@ -359,6 +392,11 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
             *("norm, gate, up", "small_batch_linear", 1, f"{{rows}} x {model} by {d_ff} x 2", product_of),
             lambda x, w, norm: small_batch_linear(x, w, norm=norm, eps=EPS, gated=True),
             *(gate_up, 2 * d_ff * model * size),
+        ),
+        Case(
+            *("adamw", "adamw_step", 64, "{rows} tensors of 1024 x 1024", states_of, our_adamw, adamw),
+            7 * 1024 * 1024 * size,
+            host=adamw_of,
         ),
         Case(
             *("lion", "lion_step", 64, "{rows} tensors of 1024 x 1024", tensors_of, our_lion, lion),

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from cases.static_decode import StaticDecoder
 from models import cache_kind, llama_spec
 from record import Record, Row
 from registry import check_names
+from static_decode import StaticDecoder
 from timing import device_seconds, wall_seconds
 from torch import Tensor
 from torch.nn import functional as F
