@@ -81,8 +81,8 @@ class OptimizerTable:
         self.spec = session.model_of(role).spec
         self.rows: list[Row] = []
         self.began = time.perf_counter()
-        self.took: dict[str, tuple[float, float]] = {}
-        """Seconds of each row's last run around its training, and of a step."""
+        self.took: dict[str, list[tuple[float, float]]] = {}
+        """Seconds of each row's runs around their training, and of a step."""
 
     @property
     def measured(self) -> list[Row]:
@@ -90,15 +90,19 @@ class OptimizerTable:
         return [row for row in self.rows if row["skipped"] is None]
 
     def need_time(self, row: str, *steps: int) -> None:
-        """Check that runs of a row, each of so many steps, would end in time: they are taken to be as its last one.
+        """Check that runs of a row, each of so many steps, would end in time.
+
+        They are taken to be as the row's fastest, or as AdamW's before its second: a first one may compile kernels.
 
         Raises:
             NoTimeLeftError: they would not.
         """
         limit = self.config.seconds
-        if limit is None or not self.took:
+        known = [self.took.get(name, []) for name in (row, "adamw")]
+        runs = next((one for one in known if len(one) > 1), None)
+        if limit is None or runs is None:
             return
-        around, per_step = self.took.get(row) or self.took["adamw"]
+        around, per_step = map(min, zip(*runs, strict=True))
         needed = len(steps) * around + sum(steps) * per_step
         left = max(0.0, limit - (time.perf_counter() - self.began))
         if needed > left:
@@ -195,7 +199,8 @@ class OptimizerTable:
         per_step = config.batch_size * config.block_size
         halves = self._held_out(phase, model)
         curve, every = losses.smooth(), max(1, phase.steps // POINTS)
-        self.took[row] = (time.perf_counter() - began - losses.wall, losses.wall / steps)
+        around = time.perf_counter() - began - losses.wall
+        self.took.setdefault(row, []).append((around, losses.wall / steps))
         return {
             "seed": seed,
             "steps": outcome.steps,
