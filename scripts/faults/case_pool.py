@@ -6,12 +6,10 @@ A case follows from a seed and a number alone, so that results do not depend on 
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,23 +55,6 @@ def main(
     if words.json is not None:
         words.json.write_text(f"{text}\n", encoding="utf-8")
     return int(any(result[key] for key in bad))
-
-
-def limit_memory(more_bytes: int) -> None:
-    """Let this process allocate so much more than it has."""
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, used + more_bytes))
-
-
-def list_faults(found: Mapping[int, Found]) -> dict[str, Any]:
-    """Return how many cases are wrong, with the first of them."""
-    wrong = [f"case {index}: {row['fault']}" for index, row in sorted(found.items()) if row["fault"]]
-    return {"wrong": len(wrong), "examples": wrong[:20]}
-
-
-def count_kinds(rows: Iterable[Found], key: str) -> dict[str, int]:
-    """Return how many cases have each value of a key; a case whose process died is `died`."""
-    return dict(sorted(collections.Counter(str(row.get(key, "died")) for row in rows).items()))
 
 
 def outcomes(
