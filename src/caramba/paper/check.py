@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from caramba.errors import CarambaError, nearest
 from caramba.paper.evidence import Evidence
 from caramba.paper.latex import NotAllowed, Scanned, Use, scan
-from caramba.paper.numbers import Names, adjacent, as_prose, in_formulas, in_prose
+from caramba.paper.numbers import Names, adjacent, in_prose
 from caramba.paper.records import Record
-from caramba.paper.vocabulary import DIRECTIONS, OPERATIONS
 
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
 MOST = 12
-UNGROUNDED = (
-    "is a number that no artifact vouches for; write \\result{KEY}, \\setting{PATH}, \\derived{ratio}{KEY}{KEY}, "
-    "\\citednumber{CITATION}{VALUE} or \\citeyear{CITATION}, or use words"
-)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Why a section cannot be taken: where, what was found, and what to do."""
-
-    section: str
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.section}, line {self.line}: {self.text}"
+OPERATIONS, DIRECTIONS = ("ratio", "difference", "percent_change"), ("less", "more", "equal")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A section that was read: what it uses, and its problems, of which an accepted one has none."""
+    """A section that was read: what it uses, and its problems with their lines, of which an accepted one has none."""
 
     scanned: Scanned
-    problems: tuple[Problem, ...]
+    problems: tuple[str, ...]
 
 
 def check_section(
@@ -52,18 +36,18 @@ def check_section(
     try:
         scanned = scan(body)
     except NotAllowed as error:
-        return Checked(Scanned(), (Problem(name, error.line, error.text),))
+        return Checked(Scanned(), (f"{name}, line {error.line}: {error.text}",))
     problems = [(text, use.line) for use in scanned.uses for text in _wrong(use, evidence, cited)]
     if not numbers_are_free:
-        problems += _numbers(scanned, section_names(scanned, evidence, cited))
-    return Checked(scanned, tuple(Problem(name, line, text) for text, line in problems))
+        names = section_names(scanned, evidence, cited)
+        problems += [*scanned.wrong, *adjacent(scanned.text), *in_prose(scanned.text, names)]
+    return Checked(scanned, tuple(f"{name}, line {line}: {text}" for text, line in problems))
 
 
-def report(problems: Sequence[Problem]) -> str:
+def report(problems: Sequence[str]) -> str:
     """Return problems as text for the model or a person."""
-    shown = [str(problem) for problem in problems[:MOST]]
     more = [f"… and {len(problems) - MOST} more"] if len(problems) > MOST else []
-    return "\n".join([*shown, *more])
+    return "\n".join([*problems[:MOST], *more])
 
 
 def derive(operation: str, first: str, second: str, evidence: Evidence) -> float:
@@ -108,6 +92,14 @@ def check_claim(first: str, second: str, direction: str, evidence: Evidence) -> 
 def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[str]:
     """Return what is wrong with a use of a command that names something."""
     first, *others = use.arguments
+    known: Mapping[str, Mapping[str, object]] = {
+        "setting": evidence.settings, "figure": evidence.figures, "table": evidence.tables, "citation": cited,
+    }  # fmt: skip
+
+    def unknown(kind: str, where: str, name: str = first) -> list[str]:
+        hint = nearest(name, known[kind]) or f"; {where}"
+        return [] if name in known[kind] else [f"{name!r} is no {kind}{hint}"]
+
     try:
         match use.command:
             case "result" | "resultvalue":
@@ -117,22 +109,19 @@ def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[st
             case "claim":
                 return check_claim(first, others[0], others[1], evidence)
             case "setting":
-                return _unknown(first, evidence.settings, "setting", "get_experiment_manifest lists them")
-            case "artifactfigure":
-                return _unknown(first, evidence.figures, "figure", "list_artifacts lists them")
-            case "artifacttable":
-                return _unknown(first, evidence.tables, "table", "list_artifacts lists them")
+                return unknown("setting", "get_experiment_manifest lists them")
+            case "artifactfigure" | "artifacttable":
+                return unknown(use.command.removeprefix("artifact"), "list_artifacts lists them")
             case "citednumber":
-                wrong = _unknown(first, cited, "citation", "add_citation makes a key, and one work is named")
+                wrong = unknown("citation", "add_citation makes a key, and one work is named")
                 if wrong or cited[first].states(others[0]):
                     return wrong
                 return [f"{others[0]!r} does not stand in the abstract of {first}; quote a number that does"]
             case "label" if not _LABEL.fullmatch(first):
                 return [f"label {first!r}: expected letters, digits, : - and _, such as sec:setup"]
             case command if command.startswith("cite"):
-                keys = [key.strip() for key in first.split(",")]
-                where = "add_citation makes a key"
-                return [text for key in keys for text in _unknown(key, cited, "citation", where)]
+                keys = map(str.strip, first.split(","))
+                return [text for key in keys for text in unknown("citation", "add_citation makes a key", key)]
             case _:
                 pass
     except CarambaError as error:
@@ -140,19 +129,7 @@ def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[st
     return []
 
 
-def _unknown(name: str, known: Mapping[str, object], kind: str, where: str) -> list[str]:
-    return [] if name in known else [f"{name!r} is no {kind}{nearest(name, known) or f'; {where}'}"]
-
-
 def section_names(scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> Names:
     """Return the words of a section that may hold digits: of the manifest, and of titles of works that it cites."""
     titles = [cited[key].title for key in scanned.citation_keys() if key in cited]
     return Names([*evidence.names, evidence.name, *titles])
-
-
-def _numbers(scanned: Scanned, names: Names) -> Iterator[tuple[str, int]]:
-    found = [item for part in scanned.paragraphs for item in in_formulas(part)]
-    for part in map(as_prose, scanned.paragraphs):
-        found += [(text, line, False) for text, line in adjacent(part)]
-        found += [(text, line, True) for text, line in in_prose(part, names)]
-    return ((f"{text!r} {UNGROUNDED}" if is_number else text, line) for text, line, is_number in found)

@@ -1,14 +1,22 @@
-"""paper.tex: a preamble and an order that code writes, around sections that are written by a model or a person."""
+"""What code writes of a paper: paper.tex around the sections of a model or a person, and results.tex.
+
+results.tex holds the macros by which a text names numbers, settings, figures and tables, and what each prints. Only
+names that the text uses are defined, so a name that code does not know stops LaTeX as well as the gate.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from caramba.artifacts.latex import escape
+from caramba.artifacts.latex import escape, typeset
+from caramba.artifacts.tables import number
 from caramba.config.paper import SECTIONS, PaperConfig, SectionName
 from caramba.errors import ConfigError
+from caramba.paper.check import derive
+from caramba.paper.evidence import Evidence, unit_tex
+from caramba.paper.latex import Scanned, named
 
 TITLES: dict[SectionName, str] = {
     name: {"methodology": "Method"}.get(name, name.replace("_", " ").capitalize()) for name in SECTIONS
@@ -38,33 +46,24 @@ _SECTION = re.compile(
 
 
 def build_paper(
-    config: PaperConfig,
-    default_title: str,
-    note: str,
-    sections: Mapping[str, str],
-    *,
-    has_citations: bool,
-    appendix: str = "",
+    config: PaperConfig, evidence: Evidence, sections: Mapping[str, str], *, has_citations: bool
 ) -> str:
-    """Return paper.tex. Sections that are not written yet are left out; `note` is TeX, for below the title."""
-    authors = r" \and ".join(escape(name) for name in config.authors)
-    kind = r"Technical report" if config.paper_type == "technical_report" else ""
+    """Return paper.tex. Sections that are not written yet are left out; a note names the run below the title."""
+    note = rf"Drafted from run \texttt{{{escape(evidence.run_id)}}} of \texttt{{{escape(evidence.name)}}}."
+    if evidence.proxy:
+        note += rf" Numbers marked \emph{{proxy}} rest on a proxy teacher: {escape(evidence.proxy)}."
+    written = [_section(name, sections[name]) for name in config.sections if name in sections]
     lines = [
         _PREAMBLE,
-        rf"\title{{{escape(config.title or default_title)}\thanks{{{note}}}}}",
-        rf"\author{{{authors}}}",
-        rf"\date{{{kind}}}",
-        r"\begin{document}",
-        r"\maketitle",
+        rf"\title{{{escape(config.title or evidence.name)}\thanks{{{note}}}}}",
+        r"\author{" + r" \and ".join(map(escape, config.authors)) + "}",
+        rf"\date{{{'Technical report' if config.paper_type == 'technical_report' else ''}}}",
+        "\\begin{document}\n\\maketitle",
+        *(f"\n{part}" for part in (*written, evidence.appendix) if part),
+        *(["\n\\bibliographystyle{plainnat}\n\\bibliography{references}"] if has_citations else []),
+        "\\end{document}\n",
     ]
-    for name in config.sections:
-        if name in sections:
-            lines += ["", _section(name, sections[name])]
-    if appendix:
-        lines += ["", appendix]
-    if has_citations:
-        lines += ["", r"\bibliographystyle{plainnat}", r"\bibliography{references}"]
-    return "\n".join([*lines, r"\end{document}", ""])
+    return "\n".join(lines)
 
 
 def read_paper(file: Path) -> dict[str, str]:
@@ -88,8 +87,8 @@ def read_paper(file: Path) -> dict[str, str]:
     return found
 
 
-def outside_of_sections(text: str, common: Collection[str]) -> list[str]:
-    """Return what code writes, to be compared with another text that has the sections `common` too.
+def outside_of_sections(file: Path, common: Collection[str]) -> list[str]:
+    """Return what code writes in a paper.tex, to be compared with another one that has the sections `common` too.
 
     These are the lines outside of sections, and headings: of a section in `common` in place, of another only
     one that code would not write. Blank lines say nothing.
@@ -101,7 +100,8 @@ def outside_of_sections(text: str, common: Collection[str]) -> list[str]:
             return f"{_OPEN}{found['name']}\n{around}"
         return "" if around == "".join(_around(found["name"])) else around
 
-    return [line.rstrip() for line in _SECTION.sub(kept, text).splitlines() if line.strip()]
+    text = _SECTION.sub(kept, file.read_text(encoding="utf-8"))
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def _around(name: str) -> tuple[str, str]:
@@ -116,3 +116,68 @@ def _around(name: str) -> tuple[str, str]:
 def _section(name: SectionName, body: str) -> str:
     opening, closing = _around(name)
     return f"{_OPEN}{name}\n{opening}{body.strip()}\n{closing}{_CLOSE}{name}"
+
+
+PROXY_MARK = r"\textsuperscript{\emph{proxy}}"
+
+_COMMANDS = r"""\makeatletter
+\newcommand{\caramba@look}[2]{%
+  \@ifundefined{caramba@#1@\detokenize{#2}}%
+    {\PackageError{caramba}{no #1 is called \detokenize{#2}}{Name one of report.json or manifest.json.}}%
+    {\ifmmode\text{\@nameuse{caramba@#1@\detokenize{#2}}}\else\@nameuse{caramba@#1@\detokenize{#2}}\fi}}
+\newcommand{\caramba@define}[3]{\@namedef{caramba@#1@\detokenize{#2}}{#3}}
+\DeclareRobustCommand{\result}[1]{\caramba@look{result}{#1}}
+\DeclareRobustCommand{\resultvalue}[1]{\caramba@look{resultvalue}{#1}}
+\DeclareRobustCommand{\setting}[1]{\caramba@look{setting}{#1}}
+\DeclareRobustCommand{\derived}[3]{\caramba@look{derived}{#1 #2 #3}}
+\DeclareRobustCommand{\claim}[3]{}
+\DeclareRobustCommand{\citednumber}[2]{#2~\citep{#1}}
+\newcommand{\artifactfigure}[2]{\begin{figure}[tb]\centering
+  \includegraphics[width=\linewidth]{figures/\detokenize{#1}}%
+  \caption{#2\carambaproxy}\label{fig:\detokenize{#1}}\end{figure}}
+\newcommand{\artifacttable}[1]{\input{tables/\detokenize{#1}}}
+"""
+
+
+def results_tex(sections: Sequence[Scanned], evidence: Evidence) -> str:
+    """Return results.tex for sections that passed the gate, each definition after a comment with its source."""
+    lines = [
+        f"% Numbers of run {_comment(evidence.run_id)}, written by code from report.json "
+        f"({evidence.report_sha256[:12]}) and manifest.json ({evidence.manifest_sha256[:12]}).",
+        _COMMANDS.rstrip(),
+        rf"\newcommand{{\carambaproxy}}{{{' ' + PROXY_MARK if evidence.proxy else ''}}}",
+    ]
+
+    def define(command: str, name: str, shown: str, source: str = "", *, is_proxy: bool = False) -> None:
+        mark = PROXY_MARK if is_proxy else ""
+        lines.extend([f"% {_comment(source)}"] if source else [])
+        lines.append(rf"\caramba@define{{{command}}}{{{name}}}{{{shown}{mark}}}")
+
+    for command in ("result", "resultvalue"):
+        for (key,) in named(command, sections):
+            one = evidence.result(key)
+            kind = "standard error" if one.is_standard_error else "dispersion"
+            has_spread = command == "result" and one.spread is not None
+            spread = f", {kind} {one.spread!r} of n={one.n}" if has_spread else ""
+            source = f"{key} = {one.value!r} {one.unit}{spread}, from {one.source}"
+            define(
+                command, key, one.tex if command == "result" else one.value_tex, source, is_proxy=one.is_proxy
+            )
+    for operation, first, second in named("derived", sections):
+        value, one, other = (
+            derive(operation, first, second, evidence),
+            evidence.result(first),
+            evidence.result(second),
+        )
+        unit = {"ratio": "", "difference": unit_tex(one.unit), "percent_change": r"\,\%"}[operation]
+        define(
+            "derived", f"{operation} {first} {second}", typeset(number(value)) + unit,
+            f"{operation} of {first} and {second} = {value!r}", is_proxy=one.is_proxy or other.is_proxy,
+        )  # fmt: skip
+    for (path,) in named("setting", sections):
+        define("setting", path, evidence.settings[path])
+    return "\n".join([*lines, r"\makeatother", ""])
+
+
+def _comment(text: str) -> str:
+    return " ".join(text.split())

@@ -1,31 +1,43 @@
-"""PaperDrafter: the loop between a language model, its tools and the gate, from artifacts to an adopted version."""
+"""PaperDrafter: the loop between a language model, its tools and the gate, from artifacts to an adopted version.
+
+A draft begins with the folder's versions, an open conversation, and what a person did to paper.tex, which is taken over
+as written, or refused to the person before anything is paid for.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
+import json
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from caramba.config.paper import PaperConfig
 from caramba.console import logger
-from caramba.paper.arguments import tool_schemas
+from caramba.errors import ConfigError
 from caramba.paper.budget import BudgetLedger, Parent, Spent
+from caramba.paper.check import report
 from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable
 from caramba.paper.compile import need_latex
-from caramba.paper.draft import Draft, load_draft
+from caramba.paper.document import outside_of_sections, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
-from caramba.paper.folder import PAPER, PDF, PaperFolder
-from caramba.paper.gate import Passed
+from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
+from caramba.paper.gate import Gate, Passed
 from caramba.paper.journal import Journal
-from caramba.paper.opening import open_draft, take_edits
+from caramba.paper.latex import NotAllowed, scan
+from caramba.paper.records import Record, read_bibliography
 from caramba.paper.search import Literature
-from caramba.paper.tools import Toolbox
+from caramba.paper.tools import Toolbox, first_messages, tool_schemas
 from caramba.paper.transport import at_server
 from caramba.runs import lock
+from caramba.runs.files import sha256_of
 
 MOST_SILENT = 3  # replies in a row without a call, before anything is written
 
@@ -89,35 +101,148 @@ class PaperDrafter:
         price = model.price()
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
-            draft = load_draft(paper.draft_file)
-            open_draft(draft, paper, self.config, evidence, group or "", update=update)
-            ledger = BudgetLedger(self.config.budget, draft.spent, price, way_on, self._parent)
-            return _Session(self.config, evidence, paper, draft, model, ledger, self._sleep).run()
+            session = _Session(self.config, evidence, paper, model, self._sleep)
+            session.open(group or "", update=update)
+            spent = session.draft.spent
+            return session.run(BudgetLedger(self.config.budget, spent, price, way_on, self._parent))
 
 
 class _Session:
-    """One opened draft in progress, its folder locked."""
+    """One draft in progress, its folder locked."""
 
     def __init__(
         self,
         config: PaperConfig,
         evidence: Evidence,
         folder: PaperFolder,
-        draft: Draft,
         model: LanguageModel,
-        ledger: BudgetLedger,
         sleep: Callable[[float], None],
     ) -> None:
-        self.config, self.evidence, self.folder, self.draft = config, evidence, folder, draft
-        self.model, self.ledger = model, ledger
+        self.config, self.evidence, self.folder, self.model = config, evidence, folder, model
+        self.draft, self.gate = load_draft(folder.draft_file), Gate(config, evidence)
         literature = Literature(config.citations, sleep=sleep)
         self.tools = Toolbox(
-            config, evidence, draft, folder, literature, lambda messages: self._ask(messages).text
+            self.gate, self.draft, folder, literature, lambda messages: self._ask(messages).text
         )
-        self.schemas = tool_schemas(self.tools.names())
+        self.schemas = tool_schemas(self.tools.tools())
 
-    def run(self) -> Drafted:
+    def open(self, group: str, *, update: bool) -> None:
+        """Bring the draft to where it resumes.
+
+        Raises:
+            ConfigError: there is a paper and `update` is false, it is on another run, or an edit cannot be kept.
+        """
+        draft, config, evidence, root = self.draft, self.config, self.evidence, self.folder.root
+        head = self.folder.head() or {}
+        has_replies = any(message["role"] == "assistant" for message in draft.messages)
+        # A draft that was stopped before it had a reply is nothing yet: it begins again.
+        if not update and (head or draft.sections or has_replies or draft.spent.tokens):
+            there = f"version {head['version']}" if head else "an unfinished draft"
+            raise ConfigError(
+                f"{root}: holds {there} of a paper; --update resumes it, --output-dir DIR begins another"
+            )
+        this = (evidence.run_id, group)
+        known = (draft.run_id, draft.group) if draft.run_id else (head.get("run_id"), head.get("group"))
+        if known[0] and known != this:
+            shown = [f"run {name}" + (f" (group {of})" if of else "") for name, of in (known, this)]
+            raise ConfigError(
+                f"{root}: holds a paper on {shown[0]}, and this is {shown[1]}; name another folder with "
+                "--output-dir, or update it with its own run"
+            )
+        self.folder.heal()
+        if head and not draft.sections:
+            bodies = read_paper(self.folder.version_path(head["version"]) / PAPER)
+            draft.sections = {
+                name: Section(body, head["sections"][name]["by"]) for name, body in bodies.items()
+            }
+            draft.cited = dict(head["citations"])
+            draft.records |= TypeAdapter(dict[str, Record]).validate_python(head["records"])
+        if config.citations.bibliography is not None:
+            draft.records |= read_bibliography(Path(config.citations.bibliography).expanduser())
+        if taken := self._take_edits():
+            logger.info(f"paper: keeps what was edited by hand in {', '.join(taken)}")
+        self._refuse_left_out(draft.sections)
+        # A new edit is a new draft, with a budget of its own.
+        is_open = draft.is_open and update and taken is None
+        # With another title or instruction it is another conversation.
+        opening = hashlib.sha256(json.dumps(first_messages(config, evidence, "")).encode()).hexdigest()
+        if not is_open or draft.report_sha256 != evidence.report_sha256 or draft.opening_sha256 != opening:
+            draft.messages = first_messages(config, evidence, self._state())
+            draft.spent = draft.spent if is_open else Spent()
+        draft.is_open, draft.run_id, draft.group = True, *this
+        draft.report_sha256, draft.opening_sha256 = evidence.report_sha256, opening
+
+    def _state(self) -> str:
+        """Say what is written, and what the checks now find in it."""
+        if not self.draft.sections:
+            return "Nothing is written yet. Begin with get_paper_template, get_experiment_results and list_artifacts."
+        found = self.gate.problems(self.draft.sections, self.draft.citable())
+        wrong = f" These no longer hold:\n{report(found)}" if found else ""
+        return f"The paper is written; read it with read_tex_file and update what the run has changed.{wrong}"
+
+    def _take_edits(self) -> tuple[str, ...] | None:
+        """Take over the sections of paper.tex that a person changed since it was last seen, and return their names.
+
+        Returns None where nothing was changed since.
+
+        Raises:
+            ConfigError: what was changed cannot be kept, or the gate refuses it. The draft is as it was then.
+        """
+        draft, gate, head, file = self.draft, self.gate, self.folder.head(), self.folder.root / PAPER
+        if head is None or not file.is_file():
+            return None
+        digest = sha256_of(file)
+        # What was taken over into an adopted version is no edit any more, also where a kill kept that from being noted.
+        has_taken = draft.taken_from == head["version"] and draft.taken_sha256 != ""
+        if digest == (draft.taken_sha256 if has_taken else head["files"][PAPER]):
+            return None
+        version = self.folder.version_path(head["version"]) / PAPER
+        theirs, ours = read_paper(file), read_paper(version)
+        self._refuse_left_out(sorted(theirs))
+        if outside_of_sections(file, theirs.keys() & ours.keys()) != outside_of_sections(
+            version, theirs.keys() & ours.keys()
+        ):
+            raise ConfigError(
+                f"{file}: text outside of the sections, their order or a heading was changed, and code writes that; "
+                f"move it into a section, or take it back as in versions/{head['version']:03d}/{PAPER} (title, "
+                "authors and sections are options of `caramba paper`)"
+            )
+        # What was seen before is no new edit: an update of the model's since then is kept.
+        before = draft.taken if has_taken else ours
+        changed = {name: Section(body, HUMAN) for name, body in theirs.items() if body != before.get(name)}
+        removed = [name for name in before if name not in theirs]
+        sections = {name: item for name, item in {**draft.sections, **changed}.items() if name not in removed}
+        # A person cites an entry of the bibliography by its own key.
+        keys = [key for section in changed.values() for key in _cited_in(section.body)]
+        own = {key: f"bib:{key}" for key in keys if f"bib:{key}" in draft.records}
+        cited = {
+            **{key: name for key, name in own.items() if name not in draft.cited.values()},
+            **draft.cited,
+        }
+        citable = dataclasses.replace(draft, cited=cited).citable()
+        wrong = report(gate.problems(changed, citable))
+        if changed and not gate.problems(sections, citable):
+            ordered = {name: sections[name] for name in self.config.sections if name in sections}
+            wrong = gate.try_out(ordered, citable).refusal
+        if wrong:
+            raise ConfigError(
+                f"{file}: what was edited cannot be kept as it is; change it and resume with --update. {wrong}"
+            )
+        draft.sections, draft.cited = sections, cited
+        draft.taken_from, draft.taken_sha256, draft.taken = head["version"], digest, theirs
+        return (*changed, *removed)
+
+    def _refuse_left_out(self, there: Iterable[str]) -> None:
+        """Refuse sections that a paper has and its options leave out."""
+        if left_out := [name for name in there if name not in self.config.sections]:
+            raise ConfigError(
+                f"paper.sections leaves out {', '.join(left_out)}, which the paper has; add it, or remove it from "
+                f"{self.folder.root / PAPER}"
+            )
+
+    def run(self, ledger: BudgetLedger) -> Drafted:
         """Continue until a version is adopted."""
+        self.ledger = ledger
         self._note("begun", run=self.evidence.run_id, model=self.config.model)
         logger.info(f"paper: {self.config.model}{at_server(self.config.api)} writes in {self.folder.root}")
         while True:
@@ -143,7 +268,10 @@ class _Session:
                 )
                 # What a request adds to the one before: all of it together is every request.
                 self.folder.note(
-                    "request", model=self.config.model, added=messages[index + 1 :], tools=self.tools.names()
+                    "request",
+                    model=self.config.model,
+                    added=messages[index + 1 :],
+                    tools=list(self.tools.tools()),
                 )
                 reply = self._ask(messages, self.schemas)
                 messages.append(reply.message())
@@ -154,13 +282,12 @@ class _Session:
 
     def _finish(self) -> Drafted | None:
         """Adopt the draft as a version, or tell the model what is missing."""
-        draft, gate = self.draft, self.tools.gate
-        missing = [name for name in self.config.sections if name not in draft.sections]
-        unwritten = Passed(refusal=f"not finished: {', '.join(missing)} not written")
-        passed = unwritten if missing else gate.try_out(draft.sections, draft.citable())
-        refusal = passed.refusal
-        if refusal is None and passed.unresolved:
-            refusal = f"not finished: these lead nowhere: {', '.join(passed.unresolved)}"
+        draft, gate = self.draft, self.gate
+        missing = self.tools.missing()
+        passed = Passed() if missing else gate.try_out(draft.sections, draft.citable())
+        refusal = f"not finished: {', '.join(missing)} not written" if missing else passed.refusal
+        if passed.unresolved:
+            refusal = refusal or f"not finished: these lead nowhere: {', '.join(passed.unresolved)}"
         refusal = refusal or gate.unknown_digits(draft.sections, draft.citable()) or self._edited_since()
         if refusal is not None:
             draft.messages.append({"role": "user", "content": refusal})
@@ -179,7 +306,7 @@ class _Session:
 
     def _edited_since(self) -> str | None:
         """Take over what a person saved in paper.tex while the draft ran, and say so to the model."""
-        taken = take_edits(self.folder, self.draft, self.tools.gate)
+        taken = self._take_edits()
         if taken is None:
             return None
         logger.info(f"paper: keeps what was edited by hand meanwhile in {', '.join(taken) or 'no section'}")
@@ -208,3 +335,10 @@ class _Session:
 
     def _save(self) -> None:
         self.draft.save(self.folder.draft_file)
+
+
+def _cited_in(body: str) -> list[str]:
+    try:
+        return scan(body).citation_keys()
+    except NotAllowed:
+        return []  # the gate says why

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+import io
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
 from caramba.errors import CarambaError
-from caramba.paper.check import Checked, Problem, check_section, report
+from caramba.paper.check import Checked, check_section, report, section_names
 from caramba.paper.compile import Compiled, compile_paper
-from caramba.paper.document import build_paper
-from caramba.paper.draft import HUMAN, Section
+from caramba.paper.document import build_paper, results_tex
 from caramba.paper.evidence import Evidence, read_artifact
-from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PDF, RESULTS
-from caramba.paper.macros import list_names, provenance_note, results_tex
-from caramba.paper.printed import unknown_digits
+from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
+from caramba.paper.latex import named
 from caramba.paper.records import Record
+
+Sections = Mapping[str, Section]
+Cited = Mapping[str, Record]
 
 
 @dataclass(frozen=True)
@@ -38,47 +45,40 @@ class Gate:
         # What is adopted was compiled when it was written.
         self._last: tuple[Mapping[str, bytes], Compiled] | None = None
 
-    def problems(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> list[Problem]:
+    def problems(self, sections: Sections, cited: Cited) -> list[str]:
         """Return what the checks find in the sections, without compiling them."""
         return [problem for checked in self._check(sections, cited) for problem in checked.problems]
 
-    def _check(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> list[Checked]:
+    def _check(self, sections: Sections, cited: Cited) -> list[Checked]:
         return [check_section(name, section.body, self.evidence, cited, numbers_are_free=section.by == HUMAN)
                 for name, section in sections.items()]  # fmt: skip
 
-    def unknown_digits(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> str | None:
+    def unknown_digits(self, sections: Sections, cited: Cited) -> str | None:
         """Return the refusal of the independent check on what the model wrote, None when it passes."""
         theirs = {name: section.body for name, section in sections.items() if section.by != HUMAN}
         wrong = unknown_digits(theirs, self.evidence, cited)
         return "refused:\n" + "\n".join(wrong) if wrong else None
 
-    def try_out(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> Passed:
+    def try_out(self, sections: Sections, cited: Cited) -> Passed:
         """Check the sections and compile the paper that they make, in a folder that is thrown away."""
         checked = self._check(sections, cited)
-        found = [problem for item in checked for problem in item.problems]
-        if found:
+        if found := [problem for item in checked for problem in item.problems]:
             return Passed(refusal=f"refused, {len(found)} problem(s):\n{report(found)}")
         scanned = [item.scanned for item in checked]
         keys = list(dict.fromkeys(key for part in scanned for key in part.citation_keys() if key in cited))
+        bodies = {name: section.body for name, section in sections.items()}
         try:
-            figures = {
-                f"figures/{name}": read_artifact(*self.evidence.figures[name])
-                for name in list_names("artifactfigure", scanned)
-            }
+            figures = {f"figures/{name}": read_artifact(*self.evidence.figures[name])
+                       for (name,) in named("artifactfigure", scanned)}  # fmt: skip
         except CarambaError as error:
             return Passed(refusal=f"refused: {error}")
-        paper = build_paper(
-            self.config, self.evidence.name, provenance_note(self.evidence),
-            {name: section.body for name, section in sections.items()},
-            has_citations=bool(keys), appendix=self.evidence.appendix,
-        )  # fmt: skip
         files = {
-            PAPER: paper.encode(),
+            PAPER: build_paper(self.config, self.evidence, bodies, has_citations=bool(keys)).encode(),
             RESULTS: results_tex(scanned, self.evidence).encode(),
             BIBLIOGRAPHY: "\n".join(cited[key].bibtex(key) for key in keys).encode(),
             **figures,
             **{f"tables/{name}.tex": self.evidence.tables[name].encode()
-               for name in list_names("artifacttable", scanned)},
+               for (name,) in named("artifacttable", scanned)},
         }  # fmt: skip
         if self._last is None or self._last[0] != files:
             self._last = files, compile_paper(files)
@@ -86,3 +86,66 @@ class Gate:
         if compiled.pdf is None:
             return Passed(refusal=f"refused, the paper does not compile:\n{compiled.error}")
         return Passed({**files, PDF: compiled.pdf}, None, compiled.undefined)
+
+
+# Every command that code fills prints nothing, as do counters and names; an underscore prints a sign that text holds.
+_BLIND = r"""\documentclass[11pt]{article}
+\usepackage[utf8]{inputenc}
+\usepackage{amsmath,amssymb,booktabs}
+\usepackage[margin=1in]{geometry}
+\pagestyle{empty}\raggedright\hyphenpenalty=10000\exhyphenpenalty=10000
+\DeclareMathOperator{\softmax}{softmax}
+\DeclareMathOperator*{\argmin}{argmin}
+\DeclareMathOperator*{\argmax}{argmax}
+\newcommand{\result}[1]{}\newcommand{\resultvalue}[1]{}\newcommand{\setting}[1]{}
+\newcommand{\derived}[3]{}\newcommand{\citednumber}[2]{}\newcommand{\claim}[3]{}
+\newcommand{\artifactfigure}[2]{\par #2\par}\newcommand{\artifacttable}[1]{}
+\newcommand{\blind}[1][]{ #1 \blindnext}\newcommand{\blindnext}[2][]{ #1 }
+\let\cite\blind\let\citep\blind\let\citet\blind\let\citealt\blind\let\citealp\blind
+\let\citeauthor\blind\let\citeyear\blind
+\renewcommand{\ref}[1]{}\renewcommand{\eqref}[1]{}\renewcommand{\pageref}[1]{}\newcommand{\autoref}[1]{}
+\renewcommand{\thefigure}{}\renewcommand{\thetable}{}\renewcommand{\theequation}{}\renewcommand{\thefootnote}{}
+\renewcommand{\theenumi}{}\renewcommand{\theenumii}{}\renewcommand{\theenumiii}{}\renewcommand{\theenumiv}{}
+\renewcommand{\thesubsection}{}\renewcommand{\thesubsubsection}{}
+\renewcommand{\_}{=}
+\begin{document}
+%s
+\end{document}
+"""
+
+
+def unknown_digits(sections: Mapping[str, str], evidence: Evidence, cited: Cited) -> list[str]:
+    """Return, by section, what the PDF prints with digits that are no known name and no index of a formula.
+
+    The independent check: it reads what LaTeX printed of a text without macros, not what the reader of `latex` saw.
+
+    Raises:
+        ConfigError: pypdf is not installed.
+    """
+    need_library("pypdf", "paper", "paper")
+    pypdf: Any = importlib.import_module("pypdf")
+    wrong: list[str] = []
+    for section, body in sections.items():
+        if not any(letter.isnumeric() for letter in body):
+            continue
+        compiled = compile_paper({PAPER: (_BLIND % body).encode()}, passes=1)
+        if compiled.pdf is None:
+            wrong.append(f"{section}: does not compile without its numbers:\n{compiled.error}")
+            continue
+        scanned = check_section(section, body, evidence, cited, numbers_are_free=True).scanned
+        names, before = section_names(scanned, evidence, cited), ""
+        shown: list[str] = []
+        for word in " ".join(
+            page.extract_text() for page in pypdf.PdfReader(io.BytesIO(compiled.pdf)).pages
+        ).split():
+            plain = re.sub(r"(?<=\w)=(?=\w)", "_", word).strip(".,:;?!*()[]'\"")
+            if any(letter.isnumeric() for letter in plain) and not names.knows(plain, before):
+                shown.append(plain)
+            before = plain
+        if Counter(letter for word in shown for letter in word if letter.isnumeric()) - Counter(
+            scanned.digits
+        ):
+            wrong.append(
+                f"{section}: the compiled page shows digits that no name or macro vouches for: {shown}"
+            )
+    return wrong

@@ -5,11 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from caramba.paper import vocabulary as words
-from caramba.paper.latex import Text
-
+Text = list[tuple[str, int]]
+"""Characters and the marks below, each with its line."""
 Found = tuple[str, int]
-"""A number or what is wrong, and its line."""
+"""What is wrong, and its line."""
+
+# No section may hold these. They represent what is printed: by code, a number or the name of an author before one, ...
+VALUE, REFERENCE, YEAR, AUTHOR = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+HOLE = "\ufffc"  # ... what is neither a letter nor a number, ...
+# ... and in a row of a formula: a letter, a group that prints nothing, a script and a cell, of a number or of others.
+LETTER, EMPTY, _NUMBERED_SCRIPT, _SCRIPT, _NUMBERED_CELL = "\ue018", "\ue017", "\ue019", "\ue01b", "\ue01c"
+BREAK = " ; "  # between paragraphs, cells and items, which are separate on the page
+
+UNGROUNDED = (
+    "is a number that no artifact vouches for; write \\result{KEY}, \\setting{PATH}, \\derived{ratio}{KEY}{KEY}, "
+    "\\citednumber{CITATION}{VALUE} or \\citeyear{CITATION}, or use words"
+)
 
 # Number formats, norms, ranks and devices, whose digits count nothing in the paper.
 _NAMES = (
@@ -18,7 +29,7 @@ _NAMES = (
     "a100 h100 h200 b200 gpt-2 gpt-3 gpt-4 t5"
 )
 KNOWN_NAMES = frozenset(_NAMES.split())
-_WORDS = re.compile(rf"[^\s()\[\]{{}};\"'/\u2013\u2014{words.HOLE}]+")
+_WORDS = re.compile(rf"[^\s()\[\]{{}};\"'/\u2013\u2014{HOLE}]+")
 _NAME = re.compile(r"[a-z][\w.+-]*")
 _LINKS = re.compile(r"[-_/:\s]+")
 
@@ -42,28 +53,17 @@ class Names:
         return any(phrase in text for text in self._phrases)
 
 
-_UNPRINTED = frozenset((words.FORMULA, words.DISPLAY, words.FORMULA_END, words.EMPTY))
-_HOLES = frozenset((words.SCRIPT, words.SCRIPT_END, words.CELL, words.CELL_END, words.LETTER, *words.DIGITS))
-
-
-def as_prose(text: Text) -> Text:
-    """Return a paragraph with holes in place of what formulas print besides letters and signs."""
-    return [
-        (words.HOLE if item[0] in _HOLES else item[0], item[1]) for item in text if item[0] not in _UNPRINTED
-    ]
-
-
 def in_prose(text: Text, names: Names) -> Iterator[Found]:
-    """Yield the numbers and number words of a paragraph (from `as_prose`) that are no name."""
+    """Yield the numbers and number words of a text that are no name."""
     letters = "".join(letter for letter, _ in text)
     before = ""
     for found in _WORDS.finditer(letters):
         word = found[0].strip(".,:?!*")
         if any(letter.isnumeric() for letter in word) and not names.knows(word, before):
-            yield word, text[found.start()][1]
+            yield f"{word!r} {UNGROUNDED}", text[found.start()][1]
         before = word
     for claim, start in claims(letters):
-        yield claim, text[start][1]
+        yield f"{claim!r} {UNGROUNDED}", text[start][1]
 
 
 # Words between which nothing ends: neither a sentence nor a bracket nor a cell.
@@ -101,7 +101,7 @@ def claims(text: str) -> Iterator[tuple[str, int]]:
     """
     for pattern in (_CLAIM, _ROMAN):
         for found in pattern.finditer(text):
-            yield " ".join(found[0].replace(words.HOLE, " ").split()), found.start()
+            yield " ".join(found[0].replace(HOLE, " ").split()), found.start()
 
 
 GLUED = (
@@ -111,121 +111,89 @@ GLUED = (
 BASELESS = (
     "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no base"
 )
-_FORMULA = re.compile(f"[{words.FORMULA}{words.DISPLAY}]([^{words.FORMULA_END}]*)")
-_OPEN, _CLOSE = words.SCRIPT + words.CELL, words.SCRIPT_END + words.CELL_END
-_INNERMOST = re.compile(f"[{_OPEN}]([^{_OPEN}{_CLOSE}]*)[{_CLOSE}]")
-_NUMBERED_SCRIPT, _OTHER_SCRIPT, _NUMBERED_CELL = "\ue019", "\ue01b", "\ue01c"
-_NUMBER = re.compile(f"[0-9]+|{words.VALUE}|{_NUMBERED_CELL}")
-_PARTS = re.compile(r"[^=+*/<>\u00d7\n-]+")  # between operators
-_HAS_LETTER = re.compile(rf"[^\W\d]|{words.LETTER}")
-_PLAIN_DIGITS = str.maketrans(words.DIGITS, "0123456789")
-# A script, the letter, script or closed bracket before it that is its base, and the empty group that it may hold.
-_SCRIPTED = re.compile(
-    rf"([^\W\d_]|[{words.LETTER}{words.SCRIPT_END}]|[^\s(\[{{]\s*[)\]}}|])?{words.SCRIPT}({words.EMPTY})?"
-)
+_NUMBER = re.compile(f"[0-9]+|{VALUE}|{_NUMBERED_CELL}")
+_HAS_LETTER = re.compile(rf"[^\W\d]|{LETTER}")
+# An operator, or a comma or bar that follows a letter, separates two numbers.
+_PARTS = re.compile(rf"(?:(?!(?:[^\W\d]|{LETTER})[^0-9{VALUE}{_NUMBERED_CELL}]*[,;:|])[^=+*/<>\u00d7\n-])+")
+_BASE = re.compile(rf"(?:[^\W\d_]|[{LETTER}{_SCRIPT}{_NUMBERED_SCRIPT}]|[^\s(\[{{]\s*[)\]}}|])\Z")
+_NEAR = 60  # characters before a script that are looked at for its base
 
 
-def in_formulas(text: Text) -> Iterator[tuple[str, int, bool]]:
-    """Yield what is wrong with the numbers of formulas, and whether it is a number itself.
+def is_base(row: Text) -> bool:
+    """Whether what a row ends with can have a sub- or superscript."""
+    return _BASE.search("".join(letter for letter, _ in row[-_NEAR:])) is not None
 
-    Numbers without an operator between them are read together, and scripts need a base. A number alone is structure as
-    an index or exponent of one digit, and as 0, 1 or 2 in a displayed formula, a fraction or a root.
+
+def mark_of(row: Text, *, is_script: bool) -> str:
+    """Return what represents a script or a cell, which is a row of its own, in the row that it is in."""
+    letters = "".join(letter for letter, _ in row)
+    has_number = _NUMBER.search(letters) is not None
+    if is_script:
+        return _NUMBERED_SCRIPT if has_number and len(letters) == 1 else _SCRIPT
+    if has_number:
+        return VALUE if VALUE in letters else _NUMBERED_CELL
+    return LETTER if _HAS_LETTER.search(letters) else EMPTY
+
+
+def check_row(row: Text, *, is_script: bool, is_inner: bool) -> Iterator[Found]:
+    """Yield what is wrong with the numbers of a row: those without an operator between them are read together.
+
+    A number alone is structure as an index or exponent of one digit, and as 0, 1 or 2 in a displayed formula, a
+    fraction or a root.
     """
-    letters = "".join(letter for letter, _ in text).translate(_PLAIN_DIGITS)
-    for found in _FORMULA.finditer(letters):
-        inside, lines = found[1], [line for _, line in text[found.start(1) : found.end(1)]]
-        for script in _SCRIPTED.finditer(inside):
-            if script[1] is None or script[2] is not None:
-                yield BASELESS, lines[script.start()], False
-        while part := _INNERMOST.search(inside):
-            start, row, is_script = part.start(), part[1], part[0][0] == words.SCRIPT
-            yield from _in_row(row, lines[start:], is_script=is_script, is_inner=not is_script)
-            number = _NUMBER.search(row)
-            if is_script:
-                mark = _NUMBERED_SCRIPT if number and len(row) == 1 else _OTHER_SCRIPT
-            elif number:
-                mark = words.VALUE if words.VALUE in row else _NUMBERED_CELL
-            else:
-                mark = words.LETTER if _HAS_LETTER.search(row) else words.EMPTY
-            inside = inside[:start] + mark + inside[part.end() :]
-            del lines[start + 1 : part.end()]
-        yield from _in_row(inside, lines, is_script=False, is_inner=letters[found.start()] == words.DISPLAY)
+    letters = "".join(letter for letter, _ in row)
+    for part in _PARTS.finditer(letters):
+        numbers = list(_NUMBER.finditer(letters, part.start(), part.end()))
+        if not numbers:
+            continue
+        start, number = numbers[0].start(), numbers[0][0]
+        joined = re.sub(r"[^0-9.,:]", "", letters[start : numbers[-1].end()])[:60] or "fractions side by side"
+        is_joined = len(numbers) > 1 or letters[start - 1 : start] == _NUMBERED_SCRIPT
+        is_structure = (is_script and len(number) == 1) or (is_inner and number in ("0", "1", "2"))
+        if is_joined and any(item[0] == VALUE for item in numbers):
+            yield GLUED, row[start][1]
+        elif is_joined or not (number in (VALUE, _NUMBERED_CELL) or is_structure):
+            yield f"{joined!r} {UNGROUNDED}", row[start][1]
 
 
-def _in_row(
-    row: str, lines: list[int], *, is_script: bool, is_inner: bool
-) -> Iterator[tuple[str, int, bool]]:
-    for part in _PARTS.finditer(row):
-        runs: list[list[re.Match[str]]] = []
-        for number in _NUMBER.finditer(row, part.start(), part.end()):
-            gap = row[runs[-1][-1].end() : number.start()] if runs else ""
-            if runs and not (_HAS_LETTER.search(gap) and re.search("[,;:|]", gap)):
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-        for run in runs:
-            start, number = run[0].start(), run[0][0]
-            joined = re.sub(r"[^0-9.,:]", "", row[start : run[-1].end()])
-            is_structure = (is_script and len(number) == 1) or (is_inner and number in ("0", "1", "2"))
-            if len(run) > 1 or row[start - 1 : start] == _NUMBERED_SCRIPT:
-                has_value = any(item[0] == words.VALUE for item in run)
-                text = GLUED if has_value else joined[:60] or "fractions side by side"
-                yield text, lines[start], not has_value
-            elif number not in (words.VALUE, _NUMBERED_CELL) and not is_structure:
-                yield joined, lines[start], True
-
-
-_V = words.VALUE
-_ANY = f"{_V}{words.REFERENCE}{words.YEAR}"
-_MEETING = re.compile(rf"[{_ANY}](?=(?P<joint>[\s.,:;'`\"eE|\u00b7]*)[{_ANY}])")
-_LISTED = re.compile(r"[.,:]\s+|[\s;]*;\s+")  # ends a sentence or parts a list, as on paper
-_PATTERNS = {
-    "a minus before a value changes it; \\result and \\derived print the sign that a value has": re.compile(
-        rf"(?:^|[^\w)\]}}\ufffc{_V}-])[-\u2212\u2013]+\s*(?={_V})|(?<!{_V} )\b(?:minus|negative)\s+(?={_V})"
-    ),
-    "letters are directly behind a value and would scale it; put a space before a unit": re.compile(
-        rf"{_V}(?!(?:x|th|D|B)(?![^\W\d_]))(?=[^\W\d_])"
-    ),
-    "a value touches digits and reads as one number with them; put words between them": re.compile(
-        rf"[0-9][.,]?{_V}|{_V}[.,]?[0-9]"
-    ),
-}
-_NUMBERED = re.compile(
-    r"(?:\b(?:tables?|tabs?\.?|figures?|figs?\.?|sections?|secs?\.?|equations?|eqs?\.?|appendix|appendices|chapters?|"
-    rf"pages?|p\.|items?|lines?|footnotes?)|\u00a7|(?-i:\bSee)|\(see)[\s(]*$|"
-    rf"{words.REFERENCE}(?:,\s+|\)?,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*)\(?$",
+_ANY = f"{VALUE}{REFERENCE}{YEAR}"
+_LISTED = rf"(?:[.,:]\s+|[\s;]*;\s+)[{_ANY}]"  # ends a sentence or parts a list, as on paper
+_WORDED = (
+    r"tables?|tabs?\.?|figures?|figs?\.?|sections?|secs?\.?|equations?|eqs?\.?|appendix|appendices|chapters?|"
+    r"pages?|p\.|items?|lines?|footnotes?"
+)
+# References behind their word and behind each other, and years behind an author or in parentheses: read as such.
+_NAMED = re.compile(
+    rf"(?:\b(?:{_WORDED})|\u00a7|(?-i:\bSee)|\(see)[\s(]*{REFERENCE}"
+    rf"(?:(?:,\s+|\)?,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*)\(?{REFERENCE})*|"
+    rf"(?:{AUTHOR}|(?-i:\b[A-Z][^\W\d_]+)|\bal\.)(?:['\u2019]s?)?,?\s*{YEAR}(?=\s*(?:\Z|[).,;:\]?!]))|"
+    rf"\([^()]{{0,60}}{YEAR}(?=\s*[).,;:\]?!])",
     re.IGNORECASE,
 )
-_AUTHORED = re.compile(rf"(?:{words.AUTHOR}|\b[A-Z][^\W\d_]+|\bal\.)(?:['\u2019]s?)?,?\s*$")
-_BEHIND_YEAR = re.compile(r"\s*(?:$|[).,;:\]?!])")
-_NEAR = 60  # characters before a mark that are looked at
-
-VALUES_MEET = (
-    "numbers that commands print stand side by side and read as one; put words or a comma and a space there"
-)
-UNNAMED = (
+_WRONG = {
+    "numbers that commands print stand side by side and read as one; put words or a comma and a space "
+    "there": re.compile(rf"[{_ANY}](?!{_LISTED})(?=[\s.,:;'`\"eE|\u00b7]*[{_ANY}])"),
+    "a minus before a value changes it; \\result and \\derived print the sign that a value has": re.compile(
+        rf"(?:^|[^\w)\]}}{HOLE}{VALUE}-])[-\u2212\u2013]+\s*(?={VALUE})|(?<!{VALUE} )\b(?:minus|negative)\s+(?={VALUE})"
+    ),
+    "letters are directly behind a value and would scale it; put a space before a unit": re.compile(
+        rf"{VALUE}(?!(?:x|th|D|B)(?![^\W\d_]))(?=[^\W\d_])"
+    ),
+    "a value touches digits and reads as one number with them; put words between them": re.compile(
+        rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]"
+    ),
     "a reference without its word reads as a number; write Table, Figure, Section, Equation or page before it, as in "
-    "Table~\\ref{tab:caramba-NAME}"
-)
-YEAR_LOOSE = (
+    "Table~\\ref{tab:caramba-NAME}": re.compile(REFERENCE),
     "the year or number of a cited work reads as a measured one here; write it in parentheses or behind its author's "
-    "name, with punctuation after it, or use \\citep or \\citet"
-)
+    "name, with punctuation after it, or use \\citep or \\citet": re.compile(YEAR),
+}
 
 
 def adjacent(text: Text) -> Iterator[Found]:
     """Yield what is wrong with the places of values, references and years: two settings with a point between them are
     3.3 on paper."""
     letters = "".join(letter for letter, _ in text)
-    for what, pattern in _PATTERNS.items():
-        yield from ((what, text[found.start()][1]) for found in pattern.finditer(letters))
-    for found in _MEETING.finditer(letters):
-        if not _LISTED.fullmatch(found["joint"]):
-            yield VALUES_MEET, text[found.start()][1]
-    for at, letter in enumerate(letters):
-        before = letters[max(0, at - _NEAR) : at] if letter in (words.REFERENCE, words.YEAR) else ""
-        if letter == words.REFERENCE and not _NUMBERED.search(before):
-            yield UNNAMED, text[at][1]
-        is_named = _AUTHORED.search(before) or before.rfind("(") > before.rfind(")")
-        if letter == words.YEAR and not (is_named and _BEHIND_YEAR.match(letters, at + 1)):
-            yield YEAR_LOOSE, text[at][1]
+    loose = _NAMED.sub(lambda found: re.sub(f"[{REFERENCE}{YEAR}]", HOLE, found[0]), letters)
+    for what, pattern in _WRONG.items():
+        where = loose if pattern.pattern in (REFERENCE, YEAR) else letters
+        yield from ((what, text[found.start()][1]) for found in pattern.finditer(where))

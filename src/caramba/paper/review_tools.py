@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,12 +14,11 @@ from caramba.config.base import Config
 from caramba.config.manifest import Manifest
 from caramba.config.paper import Action, ReviewConfig, Score, SectionName, Topic
 from caramba.config.parse import parse_as
-from caramba.errors import AgentError, CarambaError, nearest
-from caramba.paper.arguments import Prefix, Words, by_name, read_arguments
+from caramba.errors import AgentError, nearest
 from caramba.paper.evidence import Evidence
 from caramba.paper.research.proposal import TRIALS, Patches, Proposal, Trials, arm_manifest
 from caramba.paper.review import Reviewed, check_paper
-from caramba.paper.untrusted import encodable
+from caramba.paper.tools import Prefix, Words, by_name, call_tool
 from caramba.runs.manifest import manifest_sha256
 
 MOST_FINDINGS, MOST_LISTED = 20, 100
@@ -109,20 +107,14 @@ class ReviewToolbox:
         self.proposals: dict[str, Proposal] = {}
         self.submitted: SubmitReview | None = None
 
-    def names(self) -> list[str]:
+    def tools(self) -> dict[str, type[Config]]:
         """Return the tools of this review."""
         may_propose = self.config.auto_generate_experiments and self.config.max_proposed_experiments > 0
-        return [name for name in REVIEW_TOOLS if may_propose or name not in _PROPOSING]
+        return {name: tool for name, tool in REVIEW_TOOLS.items() if may_propose or name not in _PROPOSING}
 
     def call(self, name: str, text: str) -> str:
         """Carry out a call and return its result as JSON."""
-        try:
-            if name not in self.names():
-                raise AgentError(f"there is no tool {name!r}{nearest(name, self.names()) or ''}")
-            result = self._answer(read_arguments(name, text, REVIEW_TOOLS))
-        except CarambaError as error:
-            result = {"error": str(error)}
-        return encodable(json.dumps(result, ensure_ascii=False))
+        return call_tool(name, text, self.tools(), self._answer)
 
     def _answer(self, asked: Config) -> dict[str, Any]:
         match asked:

@@ -9,14 +9,14 @@ from typing import Any
 
 from caramba.config.manifest import Manifest
 from caramba.config.paper import Action, Persona, ReviewConfig, Strictness
-from caramba.paper.arguments import tool_schemas
 from caramba.paper.budget import BudgetLedger, Parent, Spent
 from caramba.paper.client import LanguageModel, ModelUnusable
 from caramba.paper.evidence import Evidence
 from caramba.paper.journal import Journal
 from caramba.paper.research.proposal import Proposal
 from caramba.paper.review import Reviewed, check_paper
-from caramba.paper.review_tools import REVIEW_TOOLS, ReviewToolbox, as_findings
+from caramba.paper.review_tools import ReviewToolbox, as_findings
+from caramba.paper.tools import tool_schemas
 
 FOCUS: dict[Persona, str] = {
     "senior_researcher": "novelty, significance, complete evaluation, clear presentation",
@@ -97,7 +97,7 @@ class PaperReviewer:
         """
         rules = check_paper(sections, evidence)
         tools = ReviewToolbox(self.config, evidence, sections, titles, base)
-        schemas = tool_schemas(tools.names(), REVIEW_TOOLS)
+        schemas = tool_schemas(tools.tools())
         spent = Spent()
         ledger = BudgetLedger(self.config.budget, spent, self.price, self.way_on, self.parent)
         messages = _opening(self.config, sections, evidence)

@@ -15,7 +15,7 @@ from tests.needs import need
 from tests.paper_servers import LiteratureServer, calls, chat_server, says
 
 from caramba.config.paper import PaperConfig
-from caramba.paper.draft import Section
+from caramba.paper.folder import Section
 
 need("litellm")
 pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")

@@ -11,8 +11,7 @@ import pytest
 
 from caramba.errors import ConfigError
 from caramba.paper import folder as module
-from caramba.paper.draft import Draft, Section, load_draft
-from caramba.paper.folder import PaperFolder
+from caramba.paper.folder import Draft, PaperFolder, Section, load_draft
 from caramba.paper.records import Record
 from caramba.runs.files import sha256_of
 

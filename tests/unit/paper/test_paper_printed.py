@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from caramba.paper.evidence import Evidence
-from caramba.paper.printed import unknown_digits
+from caramba.paper.gate import unknown_digits
 from caramba.paper.records import Record
 
 pytest.importorskip("pypdf", reason="the extra `paper` is not installed")

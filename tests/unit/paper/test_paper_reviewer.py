@@ -120,7 +120,7 @@ def test_no_more_experiments_than_allowed_and_none_where_off(run: Path, evidence
         "propose_experiment", json.dumps({**PROPOSAL, "name": "two"})
     )
     off = ReviewToolbox(ReviewConfig(auto_generate_experiments=False), evidence, SECTIONS, TITLES, manifest)
-    assert "propose_experiment" not in off.names()
+    assert "propose_experiment" not in off.tools()
 
 
 def test_a_model_that_never_submits_ends_the_review(run: Path, evidence: Evidence) -> None:

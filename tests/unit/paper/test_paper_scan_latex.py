@@ -73,9 +73,8 @@ def accepted(count: int) -> list[tuple[str, Counter[str]]]:
             scanned = scan(body)
         except NotAllowed:
             continue
-        texts = [letter for part in scanned.paragraphs for letter, _ in part]
-        texts += scanned.digits_of_formulas()
-        seen = Counter(letter for letter in "".join(texts) if letter.isdigit())
+        texts = [letter for letter, _ in scanned.text]
+        seen = Counter(letter for letter in [*texts, *scanned.digits] if letter.isdigit())
         if seen or "%" in body or "\\" in body:
             found.append((body, seen))
     return found

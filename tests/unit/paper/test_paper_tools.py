@@ -14,13 +14,11 @@ from tests.needs import need
 from tests.paper_servers import calls, chat_server, says
 
 from caramba.config.paper import PaperConfig
-from caramba.errors import AgentError
-from caramba.paper.arguments import read_arguments
-from caramba.paper.draft import Draft
 from caramba.paper.evidence import Evidence
-from caramba.paper.folder import PaperFolder
+from caramba.paper.folder import Draft, PaperFolder
+from caramba.paper.gate import Gate
 from caramba.paper.search import Literature
-from caramba.paper.tools import Toolbox
+from caramba.paper.tools import ListArtifacts, Toolbox
 
 need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
@@ -46,20 +44,24 @@ def test_no_call_stops_a_draft(
         assert re.search(message, server.results()[0]["error"])
 
 
-def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
-    with pytest.raises(AgentError, match="write_tex_file: the arguments are no JSON"):
-        read_arguments("write_tex_file", '{"sections":' + "[" * 50_000)
+@pytest.fixture(name="box")
+def _box(config: Make, evidence: Evidence, tmp_path: Path) -> Toolbox:
+    plain = config()
+    folder, literature = PaperFolder(tmp_path / "new"), Literature(plain.citations)
+    return Toolbox(Gate(plain, evidence), Draft(), folder, literature, lambda messages: "{}")
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused(box: Toolbox) -> None:
+    answer = json.loads(box.call("write_tex_file", '{"sections":' + "[" * 50_000))
+    assert answer["error"].startswith("write_tex_file: the arguments are no JSON")
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), ValueError("odd"), RecursionError("deep")], ids=repr)
 def test_a_call_that_fails_in_an_unforeseen_way_is_told(
-    error: Exception, config: Make, evidence: Evidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, box: Toolbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*arguments: object) -> dict[str, Any]:
         raise error
 
-    monkeypatch.setattr(Toolbox, "_answer", failing)
-    plain = config()
-    folder, literature = PaperFolder(tmp_path / "new"), Literature(plain.citations)
-    box = Toolbox(plain, evidence, Draft(), folder, literature, lambda messages: "{}")
+    monkeypatch.setattr(ListArtifacts, "answer", failing)
     assert json.loads(box.call("list_artifacts", "{}"))["error"].startswith("list_artifacts: ")

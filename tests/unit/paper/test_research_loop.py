@@ -36,7 +36,6 @@ def _without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment.Comparison, "_plan", lambda self, name, manifest: None)
     monkeypatch.setattr(loop, "need_latex", lambda where: None)
     monkeypatch.setattr(loop, "read_limits", lambda config: None)
-    monkeypatch.setattr("caramba.paper.printed.unknown_digits", lambda *arguments: [])
     monkeypatch.setattr("caramba.paper.gate.unknown_digits", lambda *arguments: [])
 
 
