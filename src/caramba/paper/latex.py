@@ -277,7 +277,9 @@ class _Reader:
         for node in nodes:
             is_text = isinstance(node, self.tex.LatexCharsNode)
             items += zip(node.chars, itertools.count(node.pos)) if is_text else [(node, node.pos)]
-        left = iter(items)
+        left = iter(
+            [pair for pair in items if not (in_math and isinstance(pair[0], str) and pair[0].isspace())]
+        )
         for item, at in left:
             self.line = self._lines[at]
             if in_math and isinstance(item, str) and item in "^_":
@@ -312,7 +314,7 @@ class _Reader:
         elif self.in_math and letter in "0123456789":
             self.found.digits += letter
             self._put(HOLE, letter)
-        elif not (self.in_math and (letter.isspace() or letter in "'~")):
+        elif not (self.in_math and letter in "'~"):
             self._put(" " if letter in "~\n\t" else letter)
 
     def _group(self, nodes: list[Any], *, in_math: bool) -> None:
