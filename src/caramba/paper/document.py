@@ -16,7 +16,7 @@ from caramba.config.paper import SECTIONS, PaperConfig, SectionName
 from caramba.errors import ConfigError
 from caramba.paper.check import derive
 from caramba.paper.evidence import Evidence, unit_tex
-from caramba.paper.latex import Scanned, named
+from caramba.paper.latex import Scanned, list_names
 
 TITLES: dict[SectionName, str] = {
     name: {"methodology": "Method"}.get(name, name.replace("_", " ").capitalize()) for name in SECTIONS
@@ -154,7 +154,7 @@ def results_tex(sections: Sequence[Scanned], evidence: Evidence) -> str:
         lines.append(rf"\caramba@define{{{command}}}{{{name}}}{{{shown}{mark}}}")
 
     for command in ("result", "resultvalue"):
-        for (key,) in named(command, sections):
+        for (key,) in list_names(command, sections):
             one = evidence.result(key)
             kind = "standard error" if one.is_standard_error else "dispersion"
             has_spread = command == "result" and one.spread is not None
@@ -163,7 +163,7 @@ def results_tex(sections: Sequence[Scanned], evidence: Evidence) -> str:
             define(
                 command, key, one.tex if command == "result" else one.value_tex, source, is_proxy=one.is_proxy
             )
-    for operation, first, second in named("derived", sections):
+    for operation, first, second in list_names("derived", sections):
         value, one, other = (
             derive(operation, first, second, evidence),
             evidence.result(first),
@@ -174,7 +174,7 @@ def results_tex(sections: Sequence[Scanned], evidence: Evidence) -> str:
             "derived", f"{operation} {first} {second}", typeset(number(value)) + unit,
             f"{operation} of {first} and {second} = {value!r}", is_proxy=one.is_proxy or other.is_proxy,
         )  # fmt: skip
-    for (path,) in named("setting", sections):
+    for (path,) in list_names("setting", sections):
         define("setting", path, evidence.settings[path])
     return "\n".join([*lines, r"\makeatother", ""])
 

@@ -341,4 +341,4 @@ def _cited_in(body: str) -> list[str]:
     try:
         return scan(body).citation_keys()
     except NotAllowed:
-        return []  # the gate says why
+        return []  # the gate reports why

@@ -18,7 +18,7 @@ from caramba.paper.compile import Compiled, compile_paper
 from caramba.paper.document import build_paper, results_tex
 from caramba.paper.evidence import Evidence, read_artifact
 from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
-from caramba.paper.latex import named
+from caramba.paper.latex import list_names
 from caramba.paper.records import Record
 
 Sections = Mapping[str, Section]
@@ -69,7 +69,7 @@ class Gate:
         bodies = {name: section.body for name, section in sections.items()}
         try:
             figures = {f"figures/{name}": read_artifact(*self.evidence.figures[name])
-                       for (name,) in named("artifactfigure", scanned)}  # fmt: skip
+                       for (name,) in list_names("artifactfigure", scanned)}  # fmt: skip
         except CarambaError as error:
             return Passed(refusal=f"refused: {error}")
         files = {
@@ -78,7 +78,7 @@ class Gate:
             BIBLIOGRAPHY: "\n".join(cited[key].bibtex(key) for key in keys).encode(),
             **figures,
             **{f"tables/{name}.tex": self.evidence.tables[name].encode()
-               for (name,) in named("artifacttable", scanned)},
+               for (name,) in list_names("artifacttable", scanned)},
         }  # fmt: skip
         if self._last is None or self._last[0] != files:
             self._last = files, compile_paper(files)

@@ -150,7 +150,7 @@ class Use:
 
 @dataclass
 class Scanned:
-    """What a section uses and prints: the digits of its formulas, and what is wrong with them, apart from its text."""
+    """What a section uses and prints: the digits of its formulas, and what is wrong with them, are separate from its text."""
 
     uses: list[Use] = field(default_factory=lambda: [])
     text: Text = field(default_factory=lambda: [])
@@ -163,7 +163,7 @@ class Scanned:
         return [key.strip() for use in uses for key in use.arguments[0].split(",")]
 
 
-def named(command: str, sections: Iterable[Scanned]) -> list[tuple[str, ...]]:
+def list_names(command: str, sections: Iterable[Scanned]) -> list[tuple[str, ...]]:
     """Return the arguments that a command has in the sections, each once."""
     uses = (use for part in sections for use in part.uses)
     return list(dict.fromkeys(use.arguments for use in uses if use.command == command))

@@ -125,7 +125,7 @@ def is_base(row: Text) -> bool:
 
 
 def mark_of(row: Text, *, is_script: bool) -> str:
-    """Return what represents a script or a cell, which is a row of its own, in the row that it is in."""
+    """Return what represents a script or a cell in the row that it is in."""
     letters = "".join(letter for letter, _ in row)
     has_number = _NUMBER.search(letters) is not None
     if is_script:

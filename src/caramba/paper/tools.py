@@ -1,4 +1,4 @@
-"""What the writing model is told and can do: read the run, search, and hand in sections. Nothing else has an effect.
+"""What the writing model reads and can do: read the run, search, and hand in sections. Nothing else has an effect.
 
 A tool is a class: its fields are a closed schema of arguments, its docstring is what the model reads of it.
 """
