@@ -150,7 +150,7 @@ class Use:
 
 @dataclass
 class Scanned:
-    """What a section uses and prints: the digits of its formulas, and what is wrong with them, are separate from its text."""
+    """What a section uses and prints. The digits of formulas, and what is wrong in them, are separate."""
 
     uses: list[Use] = field(default_factory=lambda: [])
     text: Text = field(default_factory=lambda: [])
