@@ -4,30 +4,27 @@ Random weights of a preset serve, as cost does not depend on them. Variants take
 all, and each repeat's ratio is taken to the headless forward of the same repeat.
 `maps` leaves W_q and W_o as they are (a latent student), `attention KL` adds 0.1 KL(A_t || A_s) on 64 queries,
 `drift` reads the student's own states, and `naive` is one block a step with full teacher and student forwards, heads
-included. Kernels are attached as in a run; `plain queries` leaves out the one of latent queries, `--kernels queries`
-has that one alone, so that the teacher runs as without any. The split of a step is timed between marks, by device
-events on a GPU.
+included. The split of a step is timed between marks, by device events on a GPU.
 
 Usage: python scripts/bench/run.py blockwise_cost [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
-    [--compile] [--kernels auto|queries|reference] [--only NAME ...] [--out FILE] [OVERRIDE ...]
+    [--compile] [--only NAME ...] [--out FILE] [OVERRIDE ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib
+import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from record import Record
 from registry import check_names
-from timing import wall_seconds
+from timing import interleave, wall_seconds
 
 from caramba import kernels
 from caramba.distill import BlockSchedule, BlockwiseObjective, capture_attention_io, relative_l1
@@ -35,19 +32,14 @@ from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
 from caramba.lower.lowering import lower
 from caramba.model import Model, Trace, build_model
-from caramba.ops import has_kernel
-from caramba.ops.backend import attach, without_kernels
 from caramba.optim import clip_gradients
 from caramba.runtime import synchronize
 from caramba.surgery import pair_attention
 
 WARM_UP = 2
-QUERIES = ("latent_queries", "latent_queries_backward")
-PLAIN = "plain queries"
 PARTS: tuple[str, ...] = ("teacher", "student forward", "backward", "optimiser")
 OUT = None
-OPTIONS = """--model=tiny_dba --batch=8 --block=128 --repeats=10 --amp --compile --kernels=auto|queries|reference
-    --only=* overrides*"""
+OPTIONS = "--model=tiny_dba --batch=8 --block=128 --repeats=10 --amp --compile --only=* overrides*"
 SMOKE_OPTIONS = "--repeats 1 --batch 1 --block 16 --device cpu"
 
 
@@ -75,8 +67,6 @@ class Bench:
         }
         if all(layer.config.is_latent for _, _, layer in self.pairs):
             self.objectives["maps"] = self.objective(keeps_copied=True)
-        if self.has_queries_kernel:
-            self.objectives[PLAIN] = self.objective()
         self.sequential = [
             self.objective(schedule=BlockSchedule([name], steps=10**9, is_sequential=True))
             for name, _, _ in self.pairs
@@ -98,16 +88,6 @@ class Bench:
                 module.forward = torch.compile(module.forward)
         trained = [parameter for _, parameter in self.objectives["all"].trainable()]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-
-    @property
-    def has_queries_kernel(self) -> bool:
-        return has_kernel(QUERIES[0], self.tokens) and all(
-            layer.config.is_latent for _, _, layer in self.pairs
-        )
-
-    def taken(self, name: str) -> AbstractContextManager[None]:
-        """What holds while the objective `name` is timed."""
-        return without_kernels(*QUERIES) if name == PLAIN else nullcontext()
 
     def objective(self, **how: Any) -> BlockwiseObjective:
         return BlockwiseObjective(self.student, self.teacher, self.pairs, **how)
@@ -190,30 +170,16 @@ class Bench:
     def variants(self) -> dict[str, Callable[[], object]]:
         """What is timed, by name; the first is what the others are compared with."""
 
-        def concurrent(name: str) -> Callable[[], object]:
-            def run() -> None:
-                with self.taken(name):
-                    self.step(self.objectives[name])
-
-            return run
-
         return {
             "headless teacher forward": self.headless,
             "truncated teacher forward": self.run_truncated,
-            **{f"concurrent, {name}": concurrent(name) for name in sorted(self.objectives)},
+            **{
+                f"concurrent, {name}": functools.partial(self.step, objective)
+                for name, objective in sorted(self.objectives.items())
+            },
             "sequential, a step of each block": lambda: [self.step(item) for item in self.sequential],
             "naive, a step of each block": self.naive,
         }
-
-
-def attach_kernels(device: torch.device, which: str) -> None:
-    """Attach the kernels that there are, or those of latent queries alone."""
-    if which == "auto":
-        kernels.load(device)
-    elif which == "queries" and device.type == "cuda":
-        module = importlib.import_module("caramba.kernels.triton.latent_queries")
-        for op in QUERIES:
-            attach(op, device.type, "triton", getattr(module, op))
 
 
 def measure(bench: Bench, words: argparse.Namespace, record: Record) -> None:
@@ -221,52 +187,41 @@ def measure(bench: Bench, words: argparse.Namespace, record: Record) -> None:
     variants, is_cuda = bench.variants(), bench.device.type == "cuda"
     check_names("--only", words.only, variants)
     first = next(iter(variants))
-    variants = {
+    chosen = {
         name: call for name, call in variants.items() if name in (words.only or variants) or name == first
     }
-    times: dict[str, list[float]] = {name: [] for name in variants}
     peaks: dict[str, int] = {}
-    parts: dict[str, dict[str, list[float]]] = {
-        name: {part: [] for part in PARTS}
-        for name in bench.objectives
-        if name != "drift" and f"concurrent, {name}" in variants
-    }
-    for repeat in range(words.repeats + WARM_UP):
-        is_warm = repeat >= WARM_UP
-        for name, call in variants.items():
-            bench.train_only(bench.objectives.get(name.removeprefix("concurrent, "), bench.objectives["all"]))
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            seconds = wall_seconds(call, bench.device)
-            if is_warm:
-                times[name].append(1000 * seconds)
-                peaks |= {name: torch.cuda.max_memory_allocated()} if is_cuda else {}
-        for name, spent in parts.items():
-            bench.train_only(bench.objectives[name])
-            with bench.taken(name):
-                split = bench.split(bench.objectives[name])
-            for part, value in split.items() if is_warm else ():
-                spent[part].append(value)
+
+    def milliseconds(name: str) -> float:
+        bench.train_only(bench.objectives.get(name.removeprefix("concurrent, "), bench.objectives["all"]))
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = wall_seconds(chosen[name], bench.device)
+        if is_cuda:
+            peaks[name] = torch.cuda.max_memory_allocated()
+        return 1000 * seconds
+
+    def split(name: str) -> Any:
+        bench.train_only(bench.objectives[name])
+        return bench.split(bench.objectives[name])
+
+    turns = {"repeats": words.repeats, "warm": WARM_UP}
+    times = interleave({name: functools.partial(milliseconds, name) for name in chosen}, **turns)
+    objectives = [name for name in bench.objectives if name != "drift" and f"concurrent, {name}" in chosen]
+    splits: dict[str, Any] = interleave(
+        {name: functools.partial(split, name) for name in objectives}, **turns
+    )
+    parts = {name: {part: [one[part] for one in found] for part in PARTS} for name, found in splits.items()}
     record.save(ms=times, parts_ms=parts, peak_memory_bytes=peaks)
+    for name, values in times.items():
+        print(f"{name}: {statistics.median(values):.2f} ms ({min(values):.2f} to {max(values):.2f})")
 
 
 def run(words: argparse.Namespace, record: Record) -> None:
     device = record.device
-    attach_kernels(device, words.kernels)
+    kernels.load(device)
     bench = Bench(words, device)
-    names = ("model", "batch", "block", "amp", "kernels")
+    names = ("model", "batch", "block", "amp")
     record.start(**{key: getattr(words, key) for key in names}, compiled=words.compile)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=words.amp), attention_backends(device):
         measure(bench, words, record)
-    times, parts, peaks = (record.data[key] for key in ("ms", "parts_ms", "peak_memory_bytes"))
-    base = times["headless teacher forward"]
-    for name, values in times.items():
-        over = [value / other for value, other in zip(values, base, strict=True)]
-        print(
-            f"{name:34s} {statistics.median(values):9.2f} ms ({min(values):.2f} to {max(values):.2f}), headless "
-            f"{statistics.median(over):.3f}x ({min(over):.3f} to {max(over):.3f}), peak "
-            f"{peaks.get(name, 0) / 1e9:.2f} GB"
-        )
-    for name, spent in parts.items():
-        cells = ", ".join(f"{part} {statistics.median(values):.2f}" for part, values in spent.items())
-        print(f"parts of a step, {name}, ms: {cells}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -106,13 +107,9 @@ def state(sides: Sides) -> Iterator[Row]:
 
 
 def train(sides: Sides) -> Iterator[Row]:
-    for is_compiled in sides.options.compiled:
-        yield from training_rows(sides, bool(is_compiled))
-
-
-def training_rows(sides: Sides, is_compiled: bool) -> Iterator[Row]:
-    options, window = sides.options, None
-    for side, chunk in (("window", None), *(("memory", chunk) for chunk in options.chunks)):
+    options, window = sides.options, 0.0
+    shapes = [("window", None), *(("memory", chunk) for chunk in options.chunks)]
+    for is_compiled, (side, chunk) in itertools.product(map(bool, options.compiled), shapes):
         model = sides.model(side, chunk).train()
         for region in compilable_regions(model.topology) if is_compiled else ():
             region.forward = torch.compile(region.forward)
@@ -125,7 +122,7 @@ def training_rows(sides: Sides, is_compiled: bool) -> Iterator[Row]:
 
         step()
         seconds = statistics.median(device_seconds(step, sides.device) for _ in range(3))
-        window = window or seconds
+        window = seconds if side == "window" else window
         yield {
             "side": side,
             "chunk": chunk,
@@ -290,53 +287,34 @@ def run(options: argparse.Namespace, record: Record) -> None:
 
 
 def summarise(rows: list[Row], options: argparse.Namespace) -> Row:
-    """Return the ratios that matter, of what was measured."""
+    """Return the ratios that matter, None for what was not measured."""
 
-    def pick(case: str, key: str, **where: Any) -> float | None:
-        wanted = {"case": case} | where
-        return next((row[key] for row in rows if wanted.items() <= row.items()), None)
+    def values(case: str, key: str, *by: str) -> dict[Any, float]:
+        of_case = (row for row in reversed(rows) if row["case"] == case)
+        return {tuple(row[name] for name in by): row[key] for row in of_case}
 
-    def ratio(over: float | None, under: float | None) -> float | None:
-        return None if over is None or not under else over / under
+    def ratio(found: dict[Any, float], over: Any, under: Any) -> float | None:
+        return found[over] / found[under] if over in found and found.get(under) else None
 
-    near, far = options.contexts[0], options.contexts[-1]
-    short, long = options.prompts[0], options.prompts[-1]
-    state_bytes = [row["bytes_per_layer"] for row in rows if row["case"] == "state"]
-    memory_far = pick("decode", "ms_per_token", side="memory", context=far)
-    has_graph = pick("decode", "ms_per_token", side="memory_graph", context=far) is not None
-    best = "memory_graph" if has_graph else "memory"
-    ratios = {
-        is_compiled: max(
-            (
-                row["over_window"]
-                for row in rows
-                if row["case"] == "train" and row["side"] == "memory" and row["compiled"] == is_compiled
-            ),
-            default=None,
-        )
+    states = {row["bytes_per_layer"] for row in rows if row["case"] == "state"}
+    steps = values("decode", "ms_per_token", "side", "context")
+    prompts = values("prefill", "seconds", "side", "tokens")
+    speeds = values("train", "over_window", "side", "compiled", "chunk").items()
+    best = {
+        is_compiled: max((speed for key, speed in speeds if key[:2] == ("memory", is_compiled)), default=None)
         for is_compiled in (False, True)
     }
+    near, far = options.contexts[0], options.contexts[-1]
+    side = "memory_graph" if ("memory_graph", far) in steps else "memory"
+    longest, shortest = ("memory", options.prompts[-1]), ("memory", options.prompts[0])
     return {
-        "state_is_constant": len(set(state_bytes)) == 1 if state_bytes else None,
-        "peak_rise": pick("peak", "rise"),
-        "decode_far_over_near": ratio(
-            pick("decode", "ms_per_token", side=best, context=far),
-            pick("decode", "ms_per_token", side=best, context=near),
-        ),
-        "decode_full_over_memory": ratio(
-            pick("decode", "ms_per_token", side="full", context=far), memory_far
-        ),
-        "decode_full_graph_over_memory": ratio(
-            pick("decode", "ms_per_token", side="full_graph", context=far),
-            pick("decode", "ms_per_token", side=best, context=far),
-        ),
-        "prefill_long_over_short": ratio(
-            pick("prefill", "seconds", side="memory", tokens=long),
-            pick("prefill", "seconds", side="memory", tokens=short),
-        ),
-        "train_over_window": ratios[False],
-        "train_over_window_compiled": ratios[True],
-        "first_token_speedup": ratio(
-            pick("prefix", "mean_s", memory_cache=False), pick("prefix", "mean_s", memory_cache=True)
-        ),
+        "state_is_constant": len(states) == 1 if states else None,
+        "peak_rise": values("peak", "rise").get(()),
+        "decode_far_over_near": ratio(steps, (side, far), (side, near)),
+        "decode_full_over_memory": ratio(steps, ("full", far), ("memory", far)),
+        "decode_full_graph_over_memory": ratio(steps, ("full_graph", far), (side, far)),
+        "prefill_long_over_short": ratio(prompts, longest, shortest),
+        "train_over_window": best[False],
+        "train_over_window_compiled": best[True],
+        "first_token_speedup": ratio(values("prefix", "mean_s", "memory_cache"), (False,), (True,)),
     }
