@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from caramba.data.benchmark_text import open_benchmark_text as open_benchmark_text
-    from caramba.data.contamination import refuse_overlap as refuse_overlap
     from caramba.data.corpus import Corpus as Corpus
     from caramba.data.corpus import open_corpus as open_corpus
     from caramba.data.dataset import IGNORED as IGNORED
@@ -24,11 +22,13 @@ if TYPE_CHECKING:
     from caramba.data.dataset import epoch_permutation as epoch_permutation
     from caramba.data.dataset import open_windows as open_windows
     from caramba.data.dataset import pack_best_fit as pack_best_fit
+    from caramba.data.dataset import refuse_overlap as refuse_overlap
     from caramba.data.dataset import samples_of as samples_of
     from caramba.data.dataset import spread_windows as spread_windows
     from caramba.data.folder import open_token_folder as open_token_folder
     from caramba.data.folder import write_token_folder as write_token_folder
     from caramba.data.stream import TokenStream as TokenStream
+    from caramba.data.token_file import open_benchmark_text as open_benchmark_text
     from caramba.data.tokenizer import ByteTokenizer as ByteTokenizer
     from caramba.data.tokenizer import Tokenizer as Tokenizer
     from caramba.data.tokenizer import count_bytes as count_bytes

@@ -26,11 +26,10 @@ from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
-from caramba.data.benchmark_text import open_benchmark_text
 from caramba.data.folder import TokenFolder, open_token_folder, shard_name, write_token_folder
-from caramba.data.source import open_source, source_identity
+from caramba.data.sources import open_source, source_identity
 from caramba.data.stream import Tokens, split_at
-from caramba.data.token_file import TokenFile, open_token_file
+from caramba.data.token_file import TokenFile, open_benchmark_text, open_token_file
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError

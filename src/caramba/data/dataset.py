@@ -1,7 +1,8 @@
-"""Windows of tokens in memory-mapped files: one stream, or separate or packed documents; and their resumable order."""
+"""Windows of tokens in memory-mapped files: one stream, or separate or packed documents; their order and overlap."""
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -467,3 +468,41 @@ def documents_of(batch: Sequence[Tensor]) -> Tensor | None:
 def samples_of(batch: Sequence[Tensor]) -> Tensor | None:
     """Return the samples' indices [B] of a batch that carries them."""
     return next((part for part in batch[2:] if part.dim() == 1), None)
+
+
+LEAST_TOKENS = 64  # shorter documents are equal by chance, or boilerplate
+
+
+def refuse_overlap(corpus: Corpus, windows: TokenDataset, indices: Sequence[int], *, what: str) -> None:
+    """Check that no document which windows of the train split read is in the evaluation split too.
+
+    Documents of fewer than 64 tokens do not count, and it makes no difference whether documents are separate. A flat
+    file names no documents, so there is nothing to compare: its splits share no position.
+
+    Raises:
+        DataError: a document is in both; the message names it.
+    """
+    if corpus.index is None:
+        return
+    starts, held_out = corpus.index
+    packs = isinstance(windows, DocumentDataset | PackedDataset)
+    firsts = windows.documents_of(indices) if packs else documents_read(starts, indices, windows.block_size)
+    chosen = np.searchsorted(starts, firsts)
+    lengths = np.diff(starts, append=corpus.train.size)
+    chosen = chosen[lengths[chosen] >= LEAST_TOKENS]
+    read = {_hash(corpus.train, int(starts[each]), int(lengths[each])): int(starts[each]) for each in chosen}
+    sizes = np.diff(held_out, append=corpus.val.size)
+    for each in np.flatnonzero(np.isin(sizes, lengths[chosen])):
+        first = int(held_out[each])
+        same = read.get(_hash(corpus.val, first, int(sizes[each])))
+        if same is not None:
+            raise DataError(
+                f"{what}: the document of {sizes[each]} tokens at token {same} of {corpus.paths[0]} is also in the "
+                f"evaluation split, at token {first} of {corpus.paths[1]}; remove one of them, or make the folder with "
+                "`caramba prepare text`, which holds documents out by their hash"
+            )
+
+
+def _hash(tokens: Tokens, first: int, length: int) -> bytes:
+    ids = np.asarray(tokens[first : first + length]).astype(np.int64)
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()

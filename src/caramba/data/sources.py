@@ -1,16 +1,21 @@
-"""Streams of documents that can resume from a recorded position: text files, and data sets through `datasets`."""
+"""Texts to tokenise: files, data sets of the hub or local ones, and those of a plugin."""
 
+# pyright: reportMissingImports=false
+# The library is an optional extra, and its own annotations are loose.
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from caramba.errors import DataError
+from caramba.config.extension import DataSourceConfig, build_extension, user_traceback
+from caramba.config.plugins import read_source
+from caramba.errors import DataError, ExtensionFailedError
+from caramba.runs.deadline import TimedOut, run_with_timeout
 
 MOST_DOCUMENT_CHARACTERS = 1 << 20
 _CHUNK_BYTES = 1 << 20
@@ -215,3 +220,119 @@ def _place_to_cut(text: str) -> int:
         if place >= 0:
             return place + len(mark)
     return MOST_DOCUMENT_CHARACTERS
+
+
+def open_source(config: DataSourceConfig) -> Callable[[str], Iterator[str]]:
+    """Return a function that yields the texts of a split, from the beginning at each call.
+
+    Raises:
+        ConfigError: the target is not of its kind.
+    """
+    made = build_extension(config, config)
+    return lambda split: _texts(config, made, split)
+
+
+def source_identity(config: DataSourceConfig) -> dict[str, str]:
+    """Return what tells one source from another: its type, its keys, and the SHA-256 of its code."""
+    schema = type(config).__module__
+    keys = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return {"source": config.type, "keys": keys, "code": read_source(schema).identity}
+
+
+def _texts(config: DataSourceConfig, made: Any, split: str) -> Iterator[str]:
+    where = f"{config.key} ({config.type})"
+    n_texts = 0
+    try:
+        for text in made.texts(split):
+            if not isinstance(text, str):
+                raise DataError(f"{where}: texts({split!r}) yields {type(text).__name__}, expected text")
+            n_texts += 1
+            yield text
+    except DataError:
+        raise
+    except Exception as error:
+        raise ExtensionFailedError(f"{where}: texts({split!r}) failed: {user_traceback(error)}") from error
+    if not n_texts:
+        raise DataError(f"{where}: texts({split!r}) yields nothing; expected documents of both splits")
+
+
+FINEWEB = "HuggingFaceFW/fineweb"
+FINEWEB_SAMPLE = "sample-10BT"
+_WAIT_SECONDS = 8
+_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".zst": "json"}
+_WAYS_ON = (
+    "check the network or a proxy; or fetch its parquet files elsewhere, copy them here and give them with --from PATH;"
+    " or use `caramba prepare text PATH` or `caramba prepare stdlib`, which need no network"
+)
+
+
+def open_hub(repository: str, config: str | None, revision: str | None, field: str = "text") -> HubSource:
+    """Open a hub data set's train split as a stream, pinned to the commit that `revision` is now.
+
+    Raises:
+        DataError: `datasets` is not installed, or the hub does not answer in eight seconds or refuses.
+    """
+    datasets = _datasets()
+    commit = _commit(repository, revision)
+    try:
+        stream = datasets.load_dataset(
+            repository, name=config, split="train", streaming=True, revision=commit
+        )
+    except Exception as error:  # every layer below it raises its own kind
+        raise DataError(
+            f"{repository} at {commit}: cannot be opened ({type(error).__name__}: {error}); {_WAYS_ON}"
+        ) from error
+    identity = {"corpus": repository, "config": config, "revision": commit}
+    return HubSource(stream, identity, field)
+
+
+def open_local(paths: list[Path], field: str = "text") -> HubSource:
+    """Open parquet or JSON-lines files, or folders of them, as a stream; the same code as a hub data set's.
+
+    Raises:
+        DataError: `datasets` is not installed, or there are no such files, or they are of two formats.
+    """
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [file for file in files if file.suffix in _BUILDERS and file.is_file()]
+    builders = {_BUILDERS[file.suffix] for file in files}
+    if len(builders) != 1:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: {len(files)} data files of {sorted(builders) or 'no known format'};"
+            " expected .parquet files, or .jsonl files (also .jsonl.gz, .jsonl.zst), not both"
+        )
+    stream = _datasets().load_dataset(
+        builders.pop(), data_files=[str(file) for file in files], split="train", streaming=True
+    )
+    listing = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return HubSource(stream, {"corpus": "local data set", "files": listing}, field)
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            "caramba prepare fineweb: the `datasets` library is not installed; pip install 'caramba[data]', or use"
+            " `caramba prepare text PATH`, which needs nothing more"
+        ) from error
+    return datasets
+
+
+def _commit(repository: str, revision: str | None) -> str:
+    """Ask the hub for the commit of a revision; in a thread, since a name server may take minutes to say no."""
+    from huggingface_hub import HfApi
+
+    cause: Exception | None = None
+    said = f"no answer in {_WAIT_SECONDS} s"
+    try:
+        info = run_with_timeout(
+            _WAIT_SECONDS, lambda: HfApi().dataset_info(repository, revision=revision, timeout=_WAIT_SECONDS)
+        )
+        if info.sha:
+            return str(info.sha)
+    except Exception as error:
+        if not isinstance(error, TimedOut):
+            cause, said = error, f"{type(error).__name__}: {error}"
+    raise DataError(
+        f"{repository}: the hub cannot be reached ({' '.join(said.split())[:200]}); {_WAYS_ON}"
+    ) from cause

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from caramba.config.attention import COPIED
 from caramba.data import documents_of, samples_of
-from caramba.distill.block_loss import AttentionDivergence, sample_queries
-from caramba.distill.block_step import BlockStep
+from caramba.distill.block_loss import AttentionDivergence, BlockStep, sample_queries
 from caramba.distill.capture import OnCall, capture_attention_io, replace_attention
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule

@@ -47,7 +47,7 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
     lora = phase.lora and _lora(model, phase.lora)
     if phase.loss is not None:
         from caramba.config.extension import build_extension
-        from caramba.distill.plugin_loss import PluginLossObjective
+        from caramba.distill.objective import PluginLossObjective
 
         return PluginLossObjective(
             model, build_extension(phase.loss, phase.loss), name=phase.loss.type, lora=lora

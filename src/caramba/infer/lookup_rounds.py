@@ -1,4 +1,4 @@
-"""Rounds of prompt lookup on the device: forward, draw, what is kept, and the next drafts, all of it one CUDA graph."""
+"""Prompt lookup on the device: rounds in one CUDA graph, and the loop and the controller of the host around them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.device_steps import Captured, capture_graph
-from caramba.infer.row import GenerationRow
+from caramba.infer.drafting import DraftLength
+from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.sampling import chosen_tokens, uniforms
-from caramba.infer.verification import seen_along
-from caramba.infer.verify_forwards import WIDTHS, VerifyForwards
+from caramba.infer.verification import WIDTHS, SpeculativeStats, VerifyForwards, seen_along
 from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.prompt_lookup_step import prompt_lookup_step
 from caramba.runtime.device import wide_dtype
@@ -200,3 +200,150 @@ class LookupRounds:
         made = capture_graph(self.live, lambda _: self._round(), trial)
         restore()
         return made
+
+
+PRICE_ALONE, PRICE_TOGETHER = 0.4, 0.2
+"""What a forward over 2 to 8 tokens of a row takes longer than one over 1, in forwards over 1: of one row, whose
+products then go to tensor cores, and of several, whose products are there already.
+
+On an H200 a 1B model verifies 8 tokens in 1.18 ms where a step takes 0.87; how many they are counts for little. The
+price is a constant, not timed: which forwards run must not depend on the clock, as their roundings differ.
+"""
+FIRST_WORTH = (0.4, 0.8, 1.4, 2.0)
+"""Accepted drafts behind a run of 1, 2, 3, and more tokens, before a row has shown any."""
+RATE = 1 / 12
+
+
+class DraftController:
+    """Learns how many drafts after a match of each length become text, and estimates the gain of drafting next.
+
+    Drafts cost nothing to look up, so those that are not verified are judged as well, by the text that comes.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.config = config
+        # How many are verified together hardly changes what it takes, so their number does not adapt.
+        self.length = DraftLength(config.model_copy(update={"spec_k_adaptive": False}))
+        self.worth = {size: FIRST_WORTH[min(size, 4) - 1] for size in range(1, config.max_ngram + 1)}
+        self._open: list[
+            tuple[int, Sequence[int], int]
+        ] = []  # run, drafts, and those that became text so far
+
+    def expected_accepted(self, size: int, left: int) -> float:
+        """Return the tokens that drafts behind a run of `size` tokens are expected to add, of at most `left`.
+
+        It is 0 where there are none or drafting has stopped, and `left` where it does not adapt.
+        """
+        if size == 0 or left < 1 or self.length.next(left) == 0:
+            return 0.0
+        return min(self.worth[size], left) if self.config.spec_k_adaptive else float(left)
+
+    def learn(self, size: int, drafts: Sequence[int], tokens: Sequence[int], drafted: int) -> int:
+        """Update from the tokens after offered drafts, `drafted` of them verified; return the number accepted."""
+        accepted = common_prefix_len(drafts[:drafted], tokens)
+        self.length.update(drafted, accepted, len(tokens))
+        offered = self._open if size == 0 else [*self._open, (size, drafts, 0)]
+        self._open = []
+        for run, own, n_before in offered:
+            n = n_before + common_prefix_len(own[n_before:], tokens)
+            if n == n_before + len(tokens) and n < len(own):
+                self._open.append((run, own, n))
+            else:
+                self.worth[run] += RATE * (n - self.worth[run])
+        return accepted
+
+
+def common_prefix_len(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many tokens two texts begin with in common."""
+    for at, (mine, theirs) in enumerate(zip(drafts, tokens, strict=False)):
+        if mine != theirs:
+            return at
+    return min(len(drafts), len(tokens))
+
+
+class LookupLoop:
+    """Rounds of some rows until all have ended. Each draws as the plain Generator does, from the same numbers.
+
+    What the device waits for is as little as can be: of a round the host reads a few numbers, chooses the width of the
+    next one, queues it, and takes tokens and text while it runs. A stop text is therefore found when one more round is
+    in progress, which then counts for nothing.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[GenerationRow],
+        rounds: LookupRounds,
+        speculation: SpeculativeConfig,
+        stats: SpeculativeStats,
+    ) -> None:
+        self.rows, self.rounds, self.stats = rows, rounds, stats
+        self.paces = [DraftController(speculation) for _ in rows]
+        self.most = min(speculation.spec_k, N_DRAFTS)
+        self.price = PRICE_ALONE if len(rows) == 1 else PRICE_TOGETHER
+        self._left = [row.max_new_tokens for row in rows]  # tokens to come, 0 for a row that has ended
+        self._sizes = [0] * len(rows)
+        self._drafts: list[list[int]] = [[] for _ in rows]
+
+    def run(self, logits: Tensor, on_text: OnText | None) -> None:
+        """Write the rows' texts. Shape: logits behind the prompts [B, V]."""
+        rounds, n_drafts, is_first = self.rounds, 0, True
+        rounds.first(logits)
+        while True:
+            found = rounds.read()
+            was_live = [left > 0 for left in self._left]
+            for index, is_live in enumerate(was_live):
+                if is_live:
+                    self._count(index, found.tokens[index][: found.kept[index]])
+            verified, n_drafts = n_drafts, self._next(found)
+            goes_on = any(self._left)
+            if goes_on:
+                rounds.launch(n_drafts)
+                self.stats.steps += 1
+            logprobs = found.logprobs()
+            for index, is_live in enumerate(was_live):
+                if is_live:
+                    self._take(index, found, logprobs[index], on_text)
+                    if not is_first:
+                        self._learn(index, found, verified)
+            self._sizes, self._drafts, is_first = found.sizes, found.drafts, False
+            if not any(self._left):
+                return
+
+    def _count(self, index: int, tokens: Sequence[int]) -> None:
+        """Count new tokens of a row, and see whether they end it: before its text is taken, which takes longer."""
+        row = self.rows[index]
+        self._left[index] = max(0, self._left[index] - len(tokens))
+        if any(token in row.eos_ids for token in tokens):
+            self._left[index] = 0
+        if not self._left[index]:
+            self.rounds.retire(index)
+
+    def _next(self, found: Round) -> int:
+        """Return how many drafts to verify next: as many as there may be, or none, which is a plain step."""
+        gains = [
+            # The verifying forward adds a token itself, so the last one is never drafted.
+            pace.expected_accepted(size, min(self.most, left - 1))
+            for pace, size, left in zip(self.paces, found.sizes, self._left, strict=True)
+        ]
+        n_live = sum(left > 0 for left in self._left)
+        total = sum(gains)
+        return self.most if total > 0 and total >= self.price * n_live else 0
+
+    def _take(self, index: int, found: Round, logprobs: Sequence[float], on_text: OnText | None) -> None:
+        row, n = self.rows[index], found.kept[index]
+        row.take(found.tokens[index][:n], logprobs[:n], on_text)
+        if row.finish is not None and self._left[index]:
+            self._left[index] = 0
+            self.rounds.retire(index)
+
+    def _learn(self, index: int, found: Round, verified: int) -> None:
+        """Count how a round went that verified up to so many drafts."""
+        pace, stats, size = self.paces[index], self.stats, self._sizes[index]
+        before, drafted = pace.length.fallbacks, verified if size else 0
+        tokens = found.tokens[index][: found.kept[index]]
+        accepted = pace.learn(size, self._drafts[index][: self.most], tokens, drafted)
+        stats.row_steps += 1
+        stats.drafted += drafted
+        stats.accepted += accepted
+        stats.judged += min(accepted + 1, drafted)
+        stats.fallbacks += pace.length.fallbacks - before

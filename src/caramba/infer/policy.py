@@ -18,12 +18,14 @@ from caramba.infer.device_steps import resolve_form
 from caramba.infer.eval_text import EvalText
 from caramba.infer.policy_measure import (
     WINDOWS,
+    MeasuredFormat,
+    PlanFile,
     Quality,
     cache_bytes,
     measure_quality,
+    numbers,
     time_decode,
 )
-from caramba.infer.policy_plan import MeasuredFormat, PlanFile, numbers
 from caramba.kernels import get_backend_info
 from caramba.model import Model, model_hash
 from caramba.model.identity import plain_tensors

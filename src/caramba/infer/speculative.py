@@ -28,20 +28,18 @@ from caramba.infer.device_steps import (
     compilations,
     resolve_form,
     step_refusal,
+    step_threads,
 )
 from caramba.infer.drafting import Drafter, LookupDrafter, ModelDrafter
 from caramba.infer.generator import Generated, Generator, eval_mode
-from caramba.infer.lookup_loop import LookupLoop
-from caramba.infer.lookup_rounds import LookupRounds
+from caramba.infer.lookup_rounds import LookupLoop, LookupRounds
 from caramba.infer.prompts import Prompt
 from caramba.infer.ragged import Network, device_of, prefill_rows
 from caramba.infer.row import GenerationRow, OnText
 from caramba.infer.scoring import KINDS
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import identity_of
-from caramba.infer.threads import step_threads
-from caramba.infer.verification import SpeculativeStats, Verifier
-from caramba.infer.verify_forwards import VerifyForwards
+from caramba.infer.verification import SpeculativeStats, Verifier, VerifyForwards
 from caramba.lower.lowering import lower
 from caramba.model import EarlyExit, Model
 from caramba.ops.dba_decode import MAX_QUERIES

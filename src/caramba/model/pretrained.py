@@ -70,7 +70,7 @@ def load_pretrained(
         if not is_remote(config):
             return load_hf_folder(path, expected=expected, device=device, where=where), labels
         check_network(spec_of_folder(path), expected, path, where)
-        from caramba.model.remote_folder import load_remote_folder  # runs code of the folder; most have none
+        from caramba.model.hf_folder import load_remote_folder  # runs code of the folder; most have none
 
         return load_remote_folder(path, device=device, where=where), labels
     metadata = read_model_metadata(path)

@@ -383,3 +383,29 @@ def fused_decode_available(cache: _Cache, device: torch.device | str) -> bool:
         return False
     is_read = cache.names in DECOUPLED or cache.n_packed is not None
     return is_read and not (cache.is_rotated or cache.keeps_first_tokens)
+
+
+def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Tensor | None) -> None:
+    """Check a tensor of rows, its residual, and vectors as long as a row.
+
+    Raises:
+        ConfigError: x is not floating point, the residual differs from it, or a vector is not floating [D] on its
+            device.
+    """
+    if not x.is_floating_point() or x.dim() < 1:
+        raise ConfigError(
+            f"{op}: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating dtype and one axis at least"
+        )
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
+    ):
+        raise ConfigError(f"{op}: residual is {describe(residual)}, expected {describe(x)}, as x")
+    width = x.shape[-1]
+    for name, vector in affine.items():
+        if vector is None:
+            continue
+        fits = vector.dim() == 1 and vector.shape[0] == width and vector.is_floating_point()
+        if not fits or vector.device != x.device:
+            raise ConfigError(
+                f"{op}: {name} is {describe(vector)}, expected floating ({width},) on {x.device}"
+            )

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op, caramba_op, direct, empty_upcast, upcast
+from caramba.ops.backend import call_op, caramba_op, check_rows, direct, empty_upcast, upcast
 from caramba.ops.layer_norm import fake_gradients, normalise, normalise_backward, scale_and_shift
 from caramba.ops.philox import dropout_mask, resolve_probability
-from caramba.ops.rows import check_rows
 
 Activation = Literal["relu", "gelu", "silu"]
 

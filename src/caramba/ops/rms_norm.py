@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops.backend import call_op, caramba_op, direct, empty_upcast, upcast
-from caramba.ops.rows import check_rows
+from caramba.ops.backend import call_op, caramba_op, check_rows, direct, empty_upcast, upcast
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

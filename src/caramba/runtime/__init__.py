@@ -6,6 +6,7 @@ from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
     from caramba.runtime.device import MemoryMeter as MemoryMeter
+    from caramba.runtime.device import activations_on_host as activations_on_host
     from caramba.runtime.device import address_limit as address_limit
     from caramba.runtime.device import apply_determinism as apply_determinism
     from caramba.runtime.device import check_gpu as check_gpu
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from caramba.runtime.distributed import merge_over_ranks as merge_over_ranks
     from caramba.runtime.distributed import send_from_main as send_from_main
     from caramba.runtime.gradient_average import GradientAverage as GradientAverage
-    from caramba.runtime.offload import activations_on_host as activations_on_host
     from caramba.runtime.runtime_plan import Decision as Decision
     from caramba.runtime.runtime_plan import RuntimePlan as RuntimePlan
     from caramba.runtime.runtime_plan import apply_threads as apply_threads

@@ -13,13 +13,15 @@ import random
 import re
 import resource
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from caramba.config.train import CPU_PRECISIONS, PhaseConfig, check_precision, dtype_of
 from caramba.errors import ConfigError
@@ -395,3 +397,34 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
             return  # none was saved for this GPU: it keeps its own
         saved = saved[index]
     torch.cuda.set_rng_state(saved, device)
+
+
+LEAST_BYTES = 1 << 20  # smaller ones cost a copy each and hold nothing
+
+
+@contextmanager
+def activations_on_host(parameters: Iterable[Tensor], least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+    """Offload activations saved for backward to host memory, and copy them back on use.
+
+    Host memory is pinned for a CUDA device. `parameters`, which stay on the device anyway, and tensors below
+    `least_bytes` are not offloaded.
+
+    Copies are queued in order with the computation, so nothing waits on the host's side and gradients are the same.
+    """
+    resident = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if tensor.nbytes < least_bytes or tensor.untyped_storage().data_ptr() in resident:
+            return tensor
+        # Strides stay as they are: compiled backwards rely on them.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -14,7 +14,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.data import Tokenizer
 from caramba.errors import CarambaError
 from caramba.infer.engine import Engine, Event, RequestHandle
-from caramba.infer.stream import TextStream
+from caramba.infer.row import TextStream
 from caramba.serve.failure import ApiError
 from caramba.serve.metrics import Metrics
 from caramba.serve.schema import Finish, Usage

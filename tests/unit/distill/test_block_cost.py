@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.distill import BlockwiseObjective, attention_kl, sample_queries
-from caramba.distill.block_loss import AttentionDivergence, attention_log_probabilities
-from caramba.distill.block_step import BlockStep
+from caramba.distill.block_loss import AttentionDivergence, BlockStep, attention_log_probabilities
 from caramba.layer import AttentionLayer, LatentProjection, score
 from caramba.lower.lowering import lower
 from caramba.model import build_model

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.distill.block_loss import mean_abs, mean_l1
-from caramba.distill.block_step import BlockStep
+from caramba.distill.block_loss import BlockStep, mean_abs, mean_l1
 from caramba.layer import AttentionLayer, Documents
 
 LATENT = {

@@ -9,9 +9,15 @@ import torch
 
 from caramba.config.generate import SpeculativeConfig
 from caramba.data import ByteTokenizer
-from caramba.infer import Generator, SpeculativeGenerator, verify_forwards
-from caramba.infer.draft_controller import FIRST_WORTH, RATE, DraftController, common_prefix_len
-from caramba.infer.lookup_rounds import N_DRAFTS, LookupRounds
+from caramba.infer import Generator, SpeculativeGenerator, verification
+from caramba.infer.lookup_rounds import (
+    FIRST_WORTH,
+    N_DRAFTS,
+    RATE,
+    DraftController,
+    LookupRounds,
+    common_prefix_len,
+)
 from caramba.infer.verification import SpeculativeStats
 from caramba.model import Model, build_model
 from tests.unit.model.model_specs import transformer
@@ -25,7 +31,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards as they would be compiled, without the minutes that compilation takes."""
-    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
+    monkeypatch.setattr(verification, "compile_logits", lambda *_, run: run)
 
 
 @pytest.fixture(scope="module", params=["gqa_scaled", "decoupled_tie", "latent_gate"])
@@ -89,7 +95,7 @@ def test_rounds_verify_several_tokens_only_where_drafts_pay(monkeypatch: pytest.
     assert widths == [0] * 39
     assert stats_of(generator).drafted == 0
     monkeypatch.undo()
-    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
+    monkeypatch.setattr(verification, "compile_logits", lambda *_, run: run)
     monkeypatch.setattr(LookupRounds, "launch", lambda rounds, n: widths.append(n) or launch(rounds, n))
     widths.clear()
     generator.generate([[5]])  # and another token: there is no draft at first

@@ -18,10 +18,9 @@ from caramba.config.parse import parse_as
 from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError, DataError
 from caramba.infer import EvalText, Generator, policy
-from caramba.infer.decode_plan import planned
-from caramba.infer.needle import make_needles
+from caramba.infer.generator import planned
 from caramba.infer.policy import CachePolicy, FormatCandidate, choose
-from caramba.infer.policy_measure import Quality
+from caramba.infer.policy_measure import Quality, make_needles
 from caramba.infer.policy_probe import fed_tokens
 from caramba.model import Model, build_model
 from tests.unit.model.model_specs import transformer

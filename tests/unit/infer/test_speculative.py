@@ -12,7 +12,7 @@ import torch
 
 from caramba.config.generate import GenerateConfig
 from caramba.errors import ConfigError
-from caramba.infer import Generator, SpeculativeGenerator, device_steps, speculative, verify_forwards
+from caramba.infer import Generator, SpeculativeGenerator, device_steps, speculative, verification
 from caramba.infer.device_steps import DeviceDecoder, EagerDecoder
 from caramba.infer.sampling import distribution
 from caramba.infer.verification import SpeculativeStats, verify_drafts
@@ -204,7 +204,7 @@ def test_rows_of_a_batch_are_the_rows_alone(other: Model, name: str, method: str
 def test_verifying_steps_on_the_device_write_the_same(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
+    monkeypatch.setattr(verification, "compile_logits", lambda *_, run: run)
     values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "cache_kind": "fp32", "spec_k": 9}
     model = sharp(name)
     plain = SpeculativeGenerator(model, spec_method=method, **values)
@@ -223,7 +223,7 @@ def test_verifying_steps_on_the_device_write_the_same(
 def test_a_text_within_dynamic_rope_is_batched_whatever_its_bucket(
     original: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_forwards, "compile_logits", lambda *_, run: run)
+    monkeypatch.setattr(verification, "compile_logits", lambda *_, run: run)
     scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": original}
     model = build_model(spec(block("standard", rope_scaling=scaling)), seed=0).eval()
     values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8}

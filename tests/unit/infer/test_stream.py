@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from caramba.data import ByteTokenizer, Tokenizer
 from caramba.data.tokenizer import train_bpe
-from caramba.infer.stream import TextStream
+from caramba.infer.row import TextStream
 
 TEXT = st.text(alphabet="abcé€😀 \n", max_size=24)
 BPE = train_bpe(["abc abc aabbcc é€ é€ 😀😀 ab\nc"] * 4, 300)

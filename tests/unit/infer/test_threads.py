@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from caramba.infer import Generator, threads
+from caramba.infer import Generator, device_steps
+from caramba.infer.device_steps import step_threads
 from caramba.infer.engine import Engine
 from caramba.infer.step import StepState
-from caramba.infer.threads import step_threads
 from caramba.model import Model, build_model
 from tests.unit.model.model_specs import transformer
 
@@ -42,7 +42,7 @@ def test_steps_of_a_small_model_take_one_thread_and_leave_the_others(
 
 
 def test_steps_that_are_worth_it_are_shared_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "WORTH_THREADS", 1)
+    monkeypatch.setattr(device_steps, "WORTH_THREADS", 1)
     with step_threads(model, 1):
         assert torch.get_num_threads() == 2
 

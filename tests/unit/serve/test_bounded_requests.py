@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from caramba.infer.stream import StopMatcher
+from caramba.infer.row import StopMatcher
 from caramba.serve.failure import LONGEST_MESSAGE, ApiError
 from caramba.serve.guard import host_name, is_loopback
 from caramba.serve.schema import MOST_VALUES, ChatRequest, CompletionRequest, parse_request

@@ -10,8 +10,8 @@ import pytest
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.engine import Engine
-from caramba.serve.logprob_text import LogprobText
 from caramba.serve.metrics import Metrics
+from caramba.serve.reply import LogprobText
 from caramba.serve.running import MOST_EVENTS, ActiveRequest, Alternative, EventQueue, SampledToken
 from caramba.serve.schema import Usage
 from caramba.serve.shapes import ChatShape, TextShape

@@ -11,7 +11,7 @@ from caramba.errors import ConfigError
 from caramba.model import Model, build_model
 from caramba.surgery import pair_attention, transplant
 from caramba.surgery.algebra import symmetric_roots
-from caramba.surgery.weight_svd import low_rank, select_pairs
+from caramba.surgery.transplant import low_rank, select_pairs
 
 M, HEADS, KV, DIM = 32, 4, 2, 8
 

@@ -1,4 +1,4 @@
-"""The requests that have a slot: their prompts in chunks, their draws, and their end."""
+"""The requests that have a slot: their prompts in chunks, their draws, their end, and counts of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,56 @@ from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.config.topology import memory_window
 from caramba.errors import ConfigError
+from caramba.infer.device_steps import DecodeForm, step_threads
 from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache, SnapshotCache
 from caramba.infer.engine.prompts import MOST, WHOLE
 from caramba.infer.engine.request_handle import ENDS, Alternatives, Event, FinishReason, RequestHandle
 from caramba.infer.engine.slots import Slots
-from caramba.infer.engine.stats import EngineStats
 from caramba.infer.row import GenerationRow
-from caramba.infer.threads import step_threads
 from caramba.model import Model
 from caramba.model.memory import STATISTICS
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made; `active`, `ahead`, `queued` and the bytes are of this moment.
+
+    Attributes:
+        prefilled_tokens: prompt tokens that ran through the model; `prefix_tokens` did not have to.
+        steps: draws for all decoding rows at once.
+        prefix_hits: requests whose beginning was taken from an earlier one.
+        cache_bytes: of all slots and rows ahead, allocated; `prefix_bytes` come besides.
+        decode: how steps run, see `GenerateConfig.compiled`; `rows` one row after the other.
+        not_compiled: why they run otherwise than asked, if so.
+        active: requests in slots; `ahead` those in rows ahead of them, of which there are `n_ahead`.
+        not_ahead: why there are none of these, if some were asked for.
+        memory: use of memory slots in a text that has ended, see `Model.get_memory_stats`; NaN before the first such
+            text, None for a model without slots.
+    """
+
+    n_slots: int = 0
+    n_ahead: int = 0
+    active: int = 0
+    ahead: int = 0
+    queued: int = 0
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    prefilled_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
+    cache_bytes: int = 0
+    cache_kind: str = ""
+    decode: DecodeForm | str = "eager"
+    not_compiled: str | None = None
+    not_ahead: str | None = None
+    memory: dict[str, float] | None = None
+
 
 RATE_OVER = 32
 MAX_PREFILL_DELAY_STEPS = 4

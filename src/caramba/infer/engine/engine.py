@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,15 +18,40 @@ from caramba.config.generate import EngineConfig, GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull
-from caramba.infer.engine.batch import Batch, EngineRequest
-from caramba.infer.engine.gc_control import gc_frozen
+from caramba.infer.engine.batch import Batch, EngineRequest, EngineStats
 from caramba.infer.engine.request_handle import FinishReason, OnEvent, RequestHandle
-from caramba.infer.engine.stats import EngineStats
 from caramba.infer.prompts import refuse_prompts
 from caramba.infer.ragged import device_of
 from caramba.infer.row import GenerationRow
 from caramba.lower.lowering import lower
 from caramba.model import Model
+
+_lock = threading.Lock()
+_engines = 0
+_was_empty = False
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """Run gc.collect and gc.freeze; unfreeze after the last block, unless frozen before the first.
+
+    Blocks may overlap, each in its own thread.
+    """
+    global _engines, _was_empty
+    with _lock:
+        if _engines == 0:
+            _was_empty = gc.get_freeze_count() == 0
+        _engines += 1
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        with _lock:
+            _engines -= 1
+            if _engines == 0 and _was_empty:
+                gc.unfreeze()
+
 
 OF_THE_ENGINE = (*CacheKeys.model_fields, "prefill_chunk", "read_every", "compiled")
 

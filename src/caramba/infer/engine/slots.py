@@ -21,6 +21,7 @@ from caramba.infer.device_steps import (
     compile_logits,
     find_angles,
     form_of,
+    n_weights_of,
     next_logits,
     replay_graph,
     resolve_form,
@@ -31,7 +32,6 @@ from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.engine.upload import upload
 from caramba.infer.scoring import default_kind
 from caramba.infer.step_pool import addresses
-from caramba.infer.threads import n_weights_of
 from caramba.layer import unplanned_attention
 from caramba.model import Model
 

@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 from caramba.config.data import DataConfig
 from caramba.console import logger
 from caramba.data.folder import SHARD_TOKENS
-from caramba.data.hub import FINEWEB, FINEWEB_SAMPLE, open_hub, open_local
 from caramba.data.prepare import Advance, PreparedCorpus, PrepareOptions, prepare
-from caramba.data.sources import DocumentSource, TextSource
+from caramba.data.sources import FINEWEB, FINEWEB_SAMPLE, DocumentSource, TextSource, open_hub, open_local
 from caramba.data.tokenizer import MAX_BPE_SIZE, Tokenizer
 from caramba.errors import ConfigError
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from caramba.model.topology.checkpointing import Granularity as Granularity
     from caramba.model.topology.checkpointing import checkpoint_topology as checkpoint_topology
     from caramba.model.topology.checkpointing import clear_checkpointing as clear_checkpointing
-    from caramba.model.topology.regions import compilable_regions as compilable_regions
-    from caramba.model.topology.regions import sharding_units as sharding_units
+    from caramba.model.topology.checkpointing import compilable_regions as compilable_regions
+    from caramba.model.topology.checkpointing import sharding_units as sharding_units
 
 __getattr__ = lazy_exports(__name__, __file__)
