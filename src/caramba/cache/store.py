@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from caramba.ops.formats import dequantize, get_block_format, hadamard, quantize
 TAIL_DTYPE = torch.bfloat16  # holds any bfloat16 model's keys and values as they are, and never overflows
 PACK_TOKENS = 1024  # quantised at once: bounds the float32 copy of a long prompt
 ALIGNED_TOKENS = (
-    16  # blocks are allocated for multiples of it: every row of scales begins at a multiple of 16 bytes
+    16  # blocks are allocated for multiples of it: so rows of scales begin at multiples of 16 bytes
 )
 GROWTH = 2
 FIRST_CAPACITY = 16
@@ -95,31 +94,6 @@ class TokenBuffer:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # as above
         return torch.empty(shape, dtype=dtype, device=device)
-
-
-class Store(Protocol):
-    """Storage of a stream [B, K, S, D]; the cache tensor counts S and checks the input."""
-
-    @property
-    def buffers(self) -> dict[str, TokenBuffer]: ...
-
-    def append(self, values: Tensor, n_tokens: int) -> None: ...
-
-    def read(self, n_tokens: int, dtype: torch.dtype | None) -> Tensor: ...
-
-    def truncate(self, n_tokens: int) -> None: ...
-
-    def used(self, n_tokens: int) -> dict[str, int]: ...
-
-    def room(self, n_tokens: int) -> int: ...
-
-    def counts(self, state: Mapping[str, Tensor]) -> tuple[int, int]: ...
-
-    def restore(self, state: Mapping[str, Tensor]) -> int: ...
-
-    def extend(self, max_tokens: int) -> None: ...
-
-    def row(self, index: int, n_rows: int = 1) -> Store: ...
 
 
 class ExactStore:
@@ -305,3 +279,7 @@ class BlockStore:
         rows = dequantize(codes, scales, self.format.kind, self.n_heads * self.width, kept)
         heads = rows.unflatten(2, (self.n_heads, self.width)).transpose(1, 2)
         return hadamard(heads).to(dtype) if self.rotate else heads
+
+
+Store = ExactStore | BlockStore
+"""Storage of a stream [B, K, S, D]; the cache tensor counts S and checks the input."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,37 +67,11 @@ class KVCacheTensorConfig:
             raise ConfigError(f"KV cache: got tail_tokens={self.tail_tokens}, expected 1 or more")
 
 
-def open_store(
-    config: KVCacheTensorConfig,
-    batch_size: int,
-    n_heads: int,
-    width: int,
-    max_tokens: int,
-    device: torch.device | str,
-    static: bool,
-) -> Store:
-    """Return empty storage for a format."""
+def open_store(config: KVCacheTensorConfig, **shape: Any) -> Store:
+    """Return empty storage for a format; `shape` is what `ExactStore` takes besides its dtype."""
     if config.is_exact:
-        return ExactStore(
-            config.dtype,
-            batch_size=batch_size,
-            n_heads=n_heads,
-            width=width,
-            max_tokens=max_tokens,
-            device=device,
-            static=static,
-        )
-    return BlockStore(
-        config.kind,
-        batch_size=batch_size,
-        n_heads=n_heads,
-        width=width,
-        max_tokens=max_tokens,
-        device=device,
-        static=static,
-        tail_tokens=config.tail_tokens,
-        rotate=config.hadamard,
-    )
+        return ExactStore(config.dtype, **shape)
+    return BlockStore(config.kind, tail_tokens=config.tail_tokens, rotate=config.hadamard, **shape)
 
 
 class KVCacheTensor:
@@ -129,7 +104,8 @@ class KVCacheTensor:
         self.batch_size, self.n_heads, self.width = batch_size, n_heads, width
         self.max_tokens = max_tokens
         self.n_tokens = 0
-        self.store = open_store(config, batch_size, n_heads, width, max_tokens, device, static)
+        shape = {"batch_size": batch_size, "n_heads": n_heads, "width": width, "max_tokens": max_tokens}
+        self.store = open_store(config, **shape, device=device, static=static)
         self.device = next(iter(self.store.buffers.values())).data.device
 
     @property

@@ -93,20 +93,11 @@ class PipelinedObjective(LanguageModelObjective):
         rows, length = len(tokens) // self.micro_batches, tokens.shape[1]
         # What is sent is known: torch would find out by a forward of its own, which draws random numbers.
         width = self.model.spec.embedder.d_model
-        features = torch.empty(
-            (rows, length, width), dtype=self.stage.dtype, device="meta", requires_grad=True
-        )
-        given = (
-            torch.empty((rows, length), dtype=tokens.dtype, device="meta")
-            if self.stage.is_first
-            else features
-        )
-        stage = PipelineStage(
-            self.stage,
-            self.stage.index,
-            self.stage.n_stages,
-            tokens.device,
-            input_args=(given,),
-            output_args=(features,),
-        )
+        dtype = self.stage.dtype
+        features = torch.empty((rows, length, width), dtype=dtype, device="meta", requires_grad=True)
+        given = features
+        if self.stage.is_first:
+            given = torch.empty((rows, length), dtype=tokens.dtype, device="meta")
+        place = (self.stage.index, self.stage.n_stages, tokens.device)
+        stage = PipelineStage(self.stage, *place, input_args=(given,), output_args=(features,))
         return Schedule1F1B(stage, self.micro_batches, loss_fn=self._part, scale_grads=False)

@@ -10,6 +10,8 @@ from caramba.config.train import ConvergenceConfig, check_block_steps
 
 SMOOTHING = 0.98
 RECORD_EVERY = 10
+BY_BLOCK = ("sums", "seen", "taken", "held", "ended")
+"""What a state holds of each block."""
 CONVERGED, OUT_OF_STEPS = "converged", "max_steps"
 
 
@@ -102,20 +104,12 @@ class BlockSchedule:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self._steps,
-            "sums": dict(self._sums),
-            "seen": dict(self._seen),
-            "taken": dict(self._taken),
-            "held": dict(self._held),
-            "ended": dict(self._ended),
-        }
+        return {"steps": self._steps, **{name: dict(getattr(self, f"_{name}")) for name in BY_BLOCK}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = int(state["steps"])
-        self._sums, self._seen = dict(state["sums"]), dict(state["seen"])
-        self._taken, self._held = dict(state["taken"]), dict(state["held"])
-        self._ended = dict(state["ended"])
+        for name in BY_BLOCK:
+            setattr(self, f"_{name}", dict(state[name]))
 
     def _record(self, name: str, loss: float) -> None:
         if not math.isfinite(loss):  # of a step that was left out

@@ -24,17 +24,9 @@ MODEL, CONFIG = "caramba.export.hf_model", "caramba.export.hf_config"
 MODELLING_FILE, CONFIGURATION_FILE = "modeling_caramba.py", "configuration_caramba.py"
 
 # transformers' caches take the model's own dtype, so quantised storage and its ops stay behind.
-EXACT_STORE = '''def open_store(config, batch_size, n_heads, width, max_tokens, device, static):
+EXACT_STORE = '''def open_store(config, **shape):
     """Return the empty storage of a format."""
-    return ExactStore(
-        config.dtype,
-        batch_size=batch_size,
-        n_heads=n_heads,
-        width=width,
-        max_tokens=max_tokens,
-        device=device,
-        static=static,
-    )
+    return ExactStore(config.dtype, **shape)
 '''
 
 # Kernels stay behind too: layers ask first whether there are any, and then take plain PyTorch.

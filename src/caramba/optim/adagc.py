@@ -45,25 +45,35 @@ class AdaGC:
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
         """Clip the gradients in place; return the norm of all of them before that, []."""
+        is_warm_up = self.steps < self.warmup_steps
+        total = clip_gradients(groups, self.max_norm if is_warm_up else None)
+        self._observe(total, clips=not is_warm_up)
+        return total
+
+    def _observe(self, total: Tensor, *, clips: bool = False, later: Tensor | None = None) -> None:
+        """Average the norms of gradients, which `clips` clips. Otherwise something else has clipped them, or does
+        `later` by that factor: their norms are taken as they would be after AdaGC."""
         places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
         is_warm_up, self.steps = self.steps < self.warmup_steps, self.steps + 1
-        total = clip_gradients(groups, self.max_norm if is_warm_up else None)
         if not places:
-            return total
+            return
         gradients = [grad for p in self.parameters if (grad := p.grad) is not None]
         norms = tensor_norms(gradients)
+        norms = norms if later is None else norms * later
         self.gamma = self.gamma.to(norms)
         index = self._index(places)
         gamma = self.gamma[index]
         if is_warm_up:
             after = torch.minimum(gamma, norms)
         else:
-            scales = (self.relative * gamma / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-            torch._foreach_mul_([local(grad) for grad in gradients], list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
-            clipped = norms * scales
+            clipped = torch.minimum(norms, self.relative * gamma)
+            if clips:
+                tiny = torch.finfo(norms.dtype).tiny
+                scales = (self.relative * gamma / norms.clamp_min(tiny)).clamp(max=1.0)
+                torch._foreach_mul_([local(grad) for grad in gradients], list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+                clipped = norms * scales
             after = torch.where(gamma.isinf(), clipped, self.beta * gamma + (1.0 - self.beta) * clipped)
         self.gamma[index] = torch.where((norms > 0) & torch.isfinite(total), after, gamma)
-        return total
 
     def _index(self, places: list[int]) -> Any:
         """Return what takes these places of gamma; copied to the device once, as each such copy waits for it."""
@@ -102,27 +112,8 @@ class StrategyClip(AdaGC):
         else:
             total = clip_gradients(groups, self.max_norm, hand_over=None if step is None else step.take_clip)
             later = None if step is None else step.clip
-        self._observe(total, later)
+        self._observe(total, later=later)
         return total
-
-    def _observe(self, total: Tensor, later: Tensor | None) -> None:
-        """Average the norms of gradients that something else has clipped, or does `later` by that factor, as they would
-        be after AdaGC."""
-        places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
-        is_warm_up, self.steps = self.steps < self.warmup_steps, self.steps + 1
-        if not places:
-            return
-        norms = tensor_norms([grad for p in self.parameters if (grad := p.grad) is not None])
-        norms = norms if later is None else norms * later
-        self.gamma = self.gamma.to(norms)
-        index = self._index(places)
-        gamma = self.gamma[index]
-        if is_warm_up:
-            after = torch.minimum(gamma, norms)
-        else:
-            clipped = torch.minimum(norms, self.relative * gamma)
-            after = torch.where(gamma.isinf(), norms, self.beta * gamma + (1.0 - self.beta) * clipped)
-        self.gamma[index] = torch.where((norms > 0) & torch.isfinite(total), after, gamma)
 
 
 def build_strategy_clip(optimizer: Any, parameters: Sequence[nn.Parameter]) -> StrategyClip | None:

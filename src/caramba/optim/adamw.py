@@ -83,14 +83,9 @@ class AdamW(torch.optim.AdamW):
             if (grad := weight.grad) is not None
         )
 
-    @torch.no_grad()
     def step_masters(self, weights: Masters) -> None:
         """Update each float32 master by its weight's gradient, and round it to nearest into the weight."""
-        clip, self.clip = self.clip, None
-        for group in self.param_groups:
-            stepped = [p for p in group["params"] if weights[p].grad is not None]
-            held = [weights[p] for p in stepped]
-            self._step(group, stepped, [weight.grad for weight in held], held, clip)
+        self._step_weights(weights)
 
     def supports_stochastic_rounding(self, weights: Masters) -> bool:
         """Whether `step_stochastic_rounding` can step these weights by a kernel.
@@ -103,32 +98,33 @@ class AdamW(torch.optim.AdamW):
             if (grad := weight.grad) is not None
         )
 
-    @torch.no_grad()
     def step_stochastic_rounding(self, weights: Masters, seed: Tensor) -> None:
         """Update bfloat16 `weights` with stochastic rounding by `seed`, [] int64.
 
         Keys are the optimiser's parameters: their groups and states are used, their values are not read.
         """
-        clip, self.clip = self.clip, None
-        first = 0
-        for group in self.param_groups:
-            stepped = [p for p in group["params"] if weights[p].grad is not None]
-            held = [weights[p] for p in stepped]
-            self._step(group, stepped, [weight.grad for weight in held], held, clip, seed, first)
-            first += len(stepped)
+        self._step_weights(weights, seed)
 
-    @torch.no_grad()
     def step_packed_masters(self, weights: Masters) -> None:
         """Update bfloat16 `weights` whose float32 masters have their low bits packed into the moments.
 
         Keys are the optimiser's parameters: their groups and states are used, their values are not read. Without a
         kernel, and during CUDA graph capture, the op's reference takes the step.
         """
+        self._step_weights(weights, in_moments=True)
+
+    @torch.no_grad()
+    def _step_weights(
+        self, weights: Masters, seed: Tensor | None = None, *, in_moments: bool = False
+    ) -> None:
         clip, self.clip = self.clip, None
+        first = 0
         for group in self.param_groups:
             stepped = [p for p in group["params"] if weights[p].grad is not None]
             held = [weights[p] for p in stepped]
-            self._step(group, stepped, [weight.grad for weight in held], held, clip, in_moments=True)
+            grads = [weight.grad for weight in held]
+            self._step(group, stepped, grads, held, clip, seed, first, in_moments)
+            first += len(stepped)
 
     def _step(
         self,

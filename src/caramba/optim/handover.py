@@ -9,15 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ADAM, LION, MUON, SGD, SWATS, PIDAO, PIDAO_ADAPTIVE = (
-    "adamw",
-    "lion",
-    "muon",
-    "sgd",
-    "swats",
-    "pidao",
-    "pidao_adaptive",
-)
+ADAM, LION, MUON, SGD = "adamw", "lion", "muon", "sgd"
+SWATS, PIDAO, PIDAO_ADAPTIVE = "swats", "pidao", "pidao_adaptive"
 WITH_SECOND_MOMENT = (ADAM, SWATS, PIDAO_ADAPTIVE)
 
 
