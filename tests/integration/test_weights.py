@@ -17,8 +17,7 @@ from caramba.evaluation import Subjects, ladder, run_suite
 from caramba.infer import Generator, step_pool
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.lower.quantize import Ranges, observe_ranges, quantise_weights
-from caramba.lower.quantize.dynamic import DynamicLinear
-from caramba.lower.quantize.weights import linear_layers
+from caramba.lower.quantize.weights import DynamicLinear, linear_layers
 from caramba.model import build_model, model_hash
 from caramba.model.identity import model_bytes
 from caramba.result import RunResult

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +14,6 @@ from torch import Tensor, nn
 from caramba.config.extension import user_traceback
 from caramba.data import IGNORED, documents_of, samples_of
 from caramba.distill.lora import Lora
-from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.distill.teacher_rows import TAIL_SAMPLES, StoredRows, n_entries, sparse_rows
 from caramba.distill.vocabulary import (
@@ -21,11 +23,72 @@ from caramba.distill.vocabulary import (
     cross_entropy,
     vocabulary_losses,
 )
-from caramba.errors import CarambaError, ExtensionFailedError
+from caramba.errors import CarambaError, ConfigError, ExtensionFailedError
 from caramba.lower.join_repeats import join_repeats
 from caramba.model import Model
-from caramba.model.topology import Granularity, checkpoint_topology, compilable_regions
+from caramba.model.topology import Granularity, ResidualTopology, checkpoint_topology, compilable_regions
+from caramba.ops.backend import upcast
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class ResidualDistance:
+    """mean over residual blocks and tokens of |h_s - h_t|^2 / |h_t|^2, h being the stream after the block.
+
+    Run forwards inside `watch()`; `value()` then compares them. Each token is normalised by its own norm, so that the
+    few tokens of very large norm do not dominate.
+
+    Raises:
+        ConfigError: the models have another number of residual blocks.
+    """
+
+    def __init__(self, student: Model, teacher: Model) -> None:
+        self.blocks = tuple(
+            [block for block in model.modules() if isinstance(block, ResidualTopology)]
+            for model in (student, teacher)
+        )
+        ours, theirs = (len(blocks) for blocks in self.blocks)
+        if ours != theirs or not ours:
+            raise ConfigError(
+                f"hidden_weight: the student has {ours} residual blocks, the teacher {theirs}; both need the same "
+                "number, at least one; remove hidden_weight"
+            )
+        self._streams: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Keep what the blocks give in the forwards that follow."""
+        self._streams = ([], [])
+        handles = [
+            block.register_forward_hook(partial(_keep, stream))
+            for blocks, stream in zip(self.blocks, self._streams, strict=True)
+            for block in blocks
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def value(self, counted: Tensor | None = None) -> Tensor:
+        """Return the distance, over the tokens `counted` bool [B, T] or all."""
+        ours, theirs = self._streams
+        self._streams = ([], [])
+        distances = [_distance(mine, want, counted) for mine, want in zip(ours, theirs, strict=True)]
+        return torch.stack(distances).mean()
+
+
+def _distance(ours: Tensor, theirs: Tensor, counted: Tensor | None) -> Tensor:
+    size = upcast(theirs).square().sum(-1)
+    # A token of padding may be all zeros in both.
+    each = (upcast(ours) - upcast(theirs)).square().sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    if counted is None:
+        return each.mean()
+    return torch.where(counted, each, 0.0).sum() / counted.sum().clamp_min(1)
+
+
+def _keep(stream: list[Tensor], _block: nn.Module, _inputs: Any, output: Tensor) -> None:
+    stream.append(output)
+
 
 Batch = tuple[Tensor, ...]
 """x and y [B, T] int64, with IGNORED in y at masked tokens; then document ids [B, T] if documents are masked, and

@@ -30,8 +30,7 @@ from caramba.infer.device_steps import (
     step_threads,
 )
 from caramba.infer.eval_text import EvalText
-from caramba.infer.policy import CacheDecision, CachePolicy
-from caramba.infer.policy_probe import CacheProbe, fed_tokens
+from caramba.infer.policy import CacheDecision, CachePolicy, CacheProbe, fed_tokens
 from caramba.infer.prompts import Prompt, encode_prompts, group_by_length, refuse_prompts
 from caramba.infer.ragged import device_of
 from caramba.infer.row import GenerationRow, OnText

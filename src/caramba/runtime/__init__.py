@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from caramba.runtime.distributed import mean_over_ranks as mean_over_ranks
     from caramba.runtime.distributed import merge_over_ranks as merge_over_ranks
     from caramba.runtime.distributed import send_from_main as send_from_main
+    from caramba.runtime.gradient_average import EmbeddingGradRows as EmbeddingGradRows
     from caramba.runtime.gradient_average import GradientAverage as GradientAverage
+    from caramba.runtime.gradient_average import takes_rows as takes_rows
     from caramba.runtime.runtime_plan import Decision as Decision
     from caramba.runtime.runtime_plan import RuntimePlan as RuntimePlan
     from caramba.runtime.runtime_plan import apply_threads as apply_threads
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
     from caramba.runtime.runtime_plan import signature_of as signature_of
     from caramba.runtime.runtime_plan import store_plan as store_plan
     from caramba.runtime.runtime_plan import trainable_decision as trainable_decision
-    from caramba.runtime.table_rows import EmbeddingGradRows as EmbeddingGradRows
-    from caramba.runtime.table_rows import takes_rows as takes_rows
     from caramba.runtime.tuned import AttentionChoice as AttentionChoice
     from caramba.runtime.tuned import choose_attention as choose_attention
     from caramba.runtime.tuned import families_of as families_of

@@ -10,7 +10,7 @@ import torch
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
 from caramba.distill import LanguageModelObjective, TeacherLogitsObjective
-from caramba.distill.residual import ResidualDistance
+from caramba.distill.objective import ResidualDistance
 from caramba.errors import ConfigError
 from caramba.model import Trace, build_model
 from caramba.model.topology import ResidualTopology

@@ -19,9 +19,8 @@ from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError, DataError
 from caramba.infer import EvalText, Generator, policy
 from caramba.infer.generator import planned
-from caramba.infer.policy import CachePolicy, FormatCandidate, choose
+from caramba.infer.policy import CachePolicy, FormatCandidate, choose, fed_tokens
 from caramba.infer.policy_measure import Quality, make_needles
-from caramba.infer.policy_probe import fed_tokens
 from caramba.model import Model, build_model
 from tests.unit.model.model_specs import transformer
 

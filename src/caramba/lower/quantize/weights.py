@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,13 +21,122 @@ from caramba.layer import LinearLayer
 from caramba.layer.latent import FirstTokens
 from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.lower.quantize.calibrate import HEAD, Ranges
-from caramba.lower.quantize.dynamic import DynamicLinear
 from caramba.lower.quantize.int4 import GROUP_SIZES, group_of, quantize_int4
-from caramba.lower.quantize.library import format_refusal, load_torchao, refuse_packed_int4
 from caramba.model import Model
 from caramba.model.identity import model_bytes
 from caramba.model.model import Head, TiedHead
 from caramba.ops.backend import upcast
+
+INT4_CAPABILITY = (8, 0)
+MISSING = (
+    "torchao is not installed, whose products of quantised weights run here; pip install 'caramba[quantise]'"
+)
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("torchao") is not None
+
+
+def load_torchao() -> ModuleType:
+    """Return `torchao.quantization`.
+
+    Raises:
+        KernelUnavailable: torchao is not installed.
+    """
+    if not _is_installed():
+        raise KernelUnavailable(f"weights: {MISSING}")
+    # Its start tells of extensions for other Python and CUDA builds, none of which are used here.
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module("torchao.quantization")
+    finally:
+        logging.disable(before)
+
+
+def format_refusal(form: WeightFormat, device: torch.device) -> str | None:
+    """Return why weights of a format cannot run on a device, None where they can."""
+    if not _is_installed():
+        return f"weights={form}: {MISSING}"
+    if device.type not in ("cpu", "cuda"):
+        return f"weights={form}: torchao has no kernel for {device.type}; use device=cpu or cuda, or leave it out"
+    return None
+
+
+def refuse_packed_int4(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why torchao's packed int4 GEMM cannot run on a device with activations of a dtype, or None.
+
+    Layers split over ranks use it.
+    """
+    if device.type != "cuda":
+        return (
+            f"weights=int4: torchao's packed 4-bit product of a shared layer needs a CUDA device, the model is on "
+            f"{device.type}; use weights=int8"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < INT4_CAPABILITY:
+        return f"weights=int4: needs compute capability 8.0, this device has {'.'.join(map(str, capability))}; use int8"
+    if dtype is not torch.bfloat16:
+        return (
+            f"weights=int4: the 4-bit product takes bfloat16, the model is {str(dtype).removeprefix('torch.')}; "
+            "use --dtype bf16"
+        )
+    return None
+
+
+MOST, MOST_REDUCED = 127, 63
+"""Largest code; on CPUs that add pairs of products in 16 bits half of it, so that no pair overflows."""
+FEWEST_ROWS = 32
+"""CUDA's 8-bit product takes more than 16 rows; fewer are filled up with zeros."""
+TINY = 1e-12
+
+
+class DynamicLinear(nn.Module):
+    """Linear map of codes: y_to = s_t s_o sum_j q_tj w_oj + b_o, with q_tj = round(x_tj / (c_j s_t)).
+
+    Every token has a symmetric scale of its own, s_t = max_j |x_tj / c_j| / 127, and every output channel one, s_o;
+    `smoothing` c moves ranges from activations to weights, whose codes hold w_oj c_j. Sums are exact, in int32.
+
+    Shape: codes int8 [N, K], scale fp32 [N], smoothing [K] or None; forward [..., K] to [..., N] in its input's dtype.
+
+    Reference: Xiao et al., 2022, arXiv:2211.10438.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        smoothing: Tensor | None,
+        bias: Tensor | None,
+        *,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+        is_reduced: bool = False,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("inverse", None if smoothing is None else 1 / smoothing)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.reduce, self.most = reduce, MOST_REDUCED if is_reduced else MOST
+
+    codes: Tensor
+    scale: Tensor
+    inverse: Tensor | None
+
+    def forward(self, input: Tensor, token_weight: Tensor | None = None) -> Tensor:
+        x = input if self.reduce is None else self.reduce(input)
+        rows = upcast(x).flatten(0, -2)
+        rows = rows if self.inverse is None else rows * self.inverse
+        step = rows.abs().amax(-1, keepdim=True).clamp(min=TINY) / self.most
+        q = (rows / step).round().to(torch.int8)
+        n_rows = len(q)
+        if q.is_cuda and n_rows < FEWEST_ROWS:
+            q = F.pad(q, (0, 0, 0, FEWEST_ROWS - n_rows))
+        sums = torch.ops.aten._int_mm(q, self.codes.t())[:n_rows]
+        y = sums * step * self.scale
+        y = y if self.bias is None else y + self.bias
+        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
 
 TILE = 8
 """Both widths of an 8-bit product on CUDA are multiples of this."""

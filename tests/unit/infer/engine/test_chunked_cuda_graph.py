@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from caramba.infer import generate
-from caramba.infer.chunked_cuda_graph import cut_calls
 from caramba.infer.engine import Engine, prompts
-from caramba.infer.engine.prompts import PromptForwards, sizes_of
+from caramba.infer.engine.prompts import PromptForwards, cut_calls, sizes_of
 from caramba.infer.step_pool import addresses
 from tests.unit.infer.engine.test_engine import run
 from tests.unit.infer.engine.test_prompts import TEXTS, stand_for_graphs

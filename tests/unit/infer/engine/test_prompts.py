@@ -10,11 +10,10 @@ import torch
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.infer import generate
-from caramba.infer.chunked_cuda_graph import ChunkedGraph
 from caramba.infer.device_steps import WARM_UPS
 from caramba.infer.engine import Engine, RequestHandle, batch, prompts
 from caramba.infer.engine import slots as slots_module
-from caramba.infer.engine.prompts import PromptForwards, sizes_of
+from caramba.infer.engine.prompts import ChunkedGraph, PromptForwards, sizes_of
 from caramba.layer import RotaryEmbedding
 from caramba.model import Model
 from tests.unit.infer.engine.test_engine import run

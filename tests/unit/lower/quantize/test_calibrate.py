@@ -11,7 +11,7 @@ from torch import nn
 from caramba.config.benchmark import CalibrationConfig, WeightFormat
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError, DataError, KernelUnavailable
-from caramba.lower.quantize import format_refusal, library, observe_ranges, quantise_weights
+from caramba.lower.quantize import format_refusal, observe_ranges, quantise_weights, weights
 from caramba.lower.quantize.weights import linear_layers
 from caramba.model import build_model
 from caramba.model.identity import model_bytes
@@ -94,7 +94,7 @@ def test_refusals_name_device_type_and_a_way_out(monkeypatch: pytest.MonkeyPatch
     ):
         quantise_weights(model, WeightFormat.INT4)
     with monkeypatch.context() as without:
-        without.setattr(library.importlib.util, "find_spec", lambda name: None)
+        without.setattr(weights.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(KernelUnavailable, match=r"pip install 'caramba\[quantise\]'"):
             quantise_weights(model, WeightFormat.INT8)
     with pytest.raises(ValidationError, match="percentile=99 is of method=percentile, got method=max"):
