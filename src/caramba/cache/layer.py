@@ -1,7 +1,5 @@
 """Caches of one attention application: a fixed set of streams that grow together."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from types import MappingProxyType

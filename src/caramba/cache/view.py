@@ -1,7 +1,5 @@
 """View of a cache's stored keys and values, which decode attention reads without a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

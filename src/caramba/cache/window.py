@@ -1,7 +1,5 @@
 """Cache of a layer with a window: the last tokens only, in memory that does not grow with the text."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Self

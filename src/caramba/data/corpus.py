@@ -1,7 +1,5 @@
 """What `data=` names, opened: tokens to train on, held-out ones that share none, their tokenizer, the stdlib corpus."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

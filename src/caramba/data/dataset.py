@@ -1,7 +1,5 @@
 """Windows of tokens in memory-mapped files: one stream, or separate or packed documents; their order and overlap."""
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence

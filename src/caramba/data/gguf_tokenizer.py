@@ -1,7 +1,5 @@
 """Byte-level BPE tokenizers between tokenizer.json and the metadata of a GGUF file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 
 # pyright: reportMissingImports=false
 # The library is an optional extra, and its own annotations are loose.
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Bare token files, scanned once, and the tokens that a benchmark names by path."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

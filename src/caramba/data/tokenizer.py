@@ -1,7 +1,5 @@
 """Tokenizers that know the bytes of each token, so that bits per byte is exact; BPE by the `tokenizers` library."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

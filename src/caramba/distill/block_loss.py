@@ -1,7 +1,5 @@
 """How far a student's attention is from its teacher's on the same input, and a layer with that distance as one step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 It keeps no state on disk. `caramba.launch` trains with schedules, several ranks, resume and a report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 

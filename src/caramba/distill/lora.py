@@ -1,7 +1,5 @@
 """Low-rank updates of linear layers, named as in peft, trained in place of the layers and merged into them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

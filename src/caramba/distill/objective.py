@@ -1,7 +1,5 @@
 """What a phase of training minimises: the base, and objectives on the next-token distribution."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

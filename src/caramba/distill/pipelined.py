@@ -1,7 +1,5 @@
 """Next-token cross-entropy of a model whose stages are on several ranks, by torch's 1F1B schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

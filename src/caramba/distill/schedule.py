@@ -1,7 +1,5 @@
 """Which blocks train now: all at once or one after another, each until its smoothed loss has converged."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

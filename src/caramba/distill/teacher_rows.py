@@ -1,7 +1,5 @@
 """A teacher's distributions of tokens, whole or as entries that are stored, and the losses of logits against those."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

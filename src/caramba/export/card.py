@@ -1,7 +1,5 @@
 """README.md of an export: a model card with what the run's files say of the model, in the form of Hugging Face's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

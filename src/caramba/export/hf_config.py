@@ -1,7 +1,5 @@
 """A caramba network's configuration for transformers; an exported folder holds it as configuration_caramba.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig

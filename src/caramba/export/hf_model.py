@@ -3,8 +3,6 @@
 Nothing in caramba imports this module: `caramba.export.remote` bundles its source.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Plain Llama-shaped models as a stock LlamaForCausalLM, or as a Qwen2ForCausalLM where only q, k and v have biases:
 the configuration, and the tensors under their names there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The number format that an export's weights are written in."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

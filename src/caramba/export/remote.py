@@ -1,7 +1,5 @@
 """Any topology as a transformers folder: its description as plain data, and code that runs without caramba."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 from enum import Enum

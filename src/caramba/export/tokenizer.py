@@ -1,7 +1,5 @@
 """A run's tokenizer as the files that transformers' AutoTokenizer loads, with equal ids for equal text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

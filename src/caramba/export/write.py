@@ -1,7 +1,5 @@
 """Writes an opened model into a folder, in one of the formats that other programs read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How near a model stays to its teacher on held-out windows: loss, divergence and top-1 agreement, paired."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Command-line arguments that `caramba generate` and `caramba chat` share: the model, and how to sample from it."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

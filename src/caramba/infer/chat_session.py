@@ -1,7 +1,5 @@
 """A conversation with one model: its turns, its slash commands, and the source of its lines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

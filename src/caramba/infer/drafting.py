@@ -1,7 +1,5 @@
 """What proposes tokens for a verification, how many, and whether it is worth it at all."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol

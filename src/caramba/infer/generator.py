@@ -1,7 +1,5 @@
 """Text from a model: prefill, then one step for all rows at a time, until every row has ended."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Opens what a user calls RUN: its model, and the tokenizer of the data that it was trained on."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Negative log-likelihood on disjoint windows: the one place where language-model loss is counted."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`cache_kind=auto`: the fastest cache within a budget that is good enough on real text, and checks of it in use."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """What the cache policy measures of one format: bytes, quality on held-out text and on needles, speed; and its file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Prompts in any form that a caller has them in, as checked rows of token ids, and which of them run together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`--weights`: a model that was opened, with weights of 8 or 4 bits, and the text that its ranges come from."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Forwards of rows that hold different numbers of tokens: one row on any cache, several where a cache allows it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The exact distribution that the next token is sampled from."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Scores of given continuations, and greedy text with stop texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

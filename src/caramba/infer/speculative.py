@@ -1,7 +1,5 @@
 """Speculative decoding: drafted tokens are verified in one forward, and the text's distribution is the model's."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

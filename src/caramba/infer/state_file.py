@@ -1,7 +1,5 @@
 """Files of what a context holds: a conversation's state continues in another process, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Contexts and captured steps that generations of one length bucket share, so that only the first of them captures."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass

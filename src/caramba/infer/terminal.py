@@ -1,7 +1,5 @@
 """What generation prints on a terminal: clean text, and remarks on steps, cache and speculation."""
 
-from __future__ import annotations
-
 import re
 
 import torch

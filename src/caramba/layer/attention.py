@@ -1,7 +1,5 @@
 """Self-attention: a projection, a score op and a cache, chosen when the layer is built."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Decoupled attention: semantic keys without positions and geometric keys with RoPE, per key/value head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

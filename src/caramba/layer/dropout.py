@@ -1,7 +1,5 @@
 """Dropout."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from caramba.cache import Context

@@ -1,7 +1,5 @@
 """Latent decoupled attention: the cache stores c and k_geo only, whatever the number of heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Layer normalisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Linear map, optionally over a reduced stack."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

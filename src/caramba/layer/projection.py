@@ -1,7 +1,5 @@
 """Projections of attention: from features to scaled queries and the streams that a cache stores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

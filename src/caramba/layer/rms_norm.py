@@ -1,7 +1,5 @@
 """Root-mean-square normalisation."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

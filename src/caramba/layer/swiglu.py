@@ -1,7 +1,5 @@
 """Gated feed-forward network."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A gradient that holds the mean of gates near a target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Passes over latent layers: absorbed queries and values of decode steps, fused keys and queries in training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

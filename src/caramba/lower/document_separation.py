@@ -1,7 +1,5 @@
 """How packed documents are separated in training, and why: by which kernel, or by a mask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Linear layers whose matrix products, forward and backward, are of float8 numbers."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

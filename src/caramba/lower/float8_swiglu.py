@@ -1,7 +1,5 @@
 """Pass `float8_swiglu`: a float8 SwiGLU as one autograd function, whose kernels cast the activations they compute."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pass `fuse_linears`: fused QKV and gate-up, the weights of linear layers with one input in one allocation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary

@@ -1,7 +1,5 @@
 """Pass `fuse_training`: linear layers of one input as one product of a compiled training step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Repeats of a nested list as one compiled module each, so that a residual sum and the norm after it are one pass."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from caramba.lower.lowering import has_hooks

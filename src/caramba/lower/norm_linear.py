@@ -4,8 +4,6 @@ Where `small_batch_linear` has a kernel, a block of a norm and a layer runs as t
 such a step is that of reading the weights, and of the kernels between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Pass `prefix_attention`: exact first tokens and all later ones in one kernel of a training step."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

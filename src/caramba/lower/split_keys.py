@@ -3,8 +3,6 @@
 Used if keys are wider than fused backends support, and after a cached prefix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

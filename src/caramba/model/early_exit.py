@@ -1,7 +1,5 @@
 """The first blocks of a model as a model: they draft for the whole of it, on its own caches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import Tensor, nn

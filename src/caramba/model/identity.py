@@ -1,7 +1,5 @@
 """What a model is: the tensors that hold its data, their bytes, and one hash of what it computes."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator

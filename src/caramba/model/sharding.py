@@ -1,7 +1,5 @@
 """Models whose weights are spread over ranks (FSDP2), filled from a whole model and gathered into one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ops of a decode step with an absorbed latent: its queries, and what it adds to the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

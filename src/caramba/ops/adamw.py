@@ -4,8 +4,6 @@ Variants: 16-bit weights below master weights, bfloat16 with stochastic rounding
 the float32 masters packed into the moments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Ops that write new tokens into cache buffers: at each row's length, or at listed rows and places."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

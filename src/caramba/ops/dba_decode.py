@@ -1,7 +1,5 @@
 """The op `caramba::dba_decode`: a few queries of decoupled attention on a cache, in the format it is stored in."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The op `caramba::dba_decode_up`: what heads read of a latent, mapped to their values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The op `caramba::decoupled_attention`: causal attention over keys of two parts that are never joined, and its
 gradient."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

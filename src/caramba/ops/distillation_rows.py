@@ -1,7 +1,5 @@
 """The op `caramba::distillation_rows`: KL and cross-entropy of rows of logits, and their gradient in place."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Float8: a matrix and its transpose, and SwiGLU whose result is cast, scaled by rows or as a whole."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

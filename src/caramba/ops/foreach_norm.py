@@ -1,7 +1,5 @@
 """The op `caramba::foreach_norm`: the 2-norm of each of many tensors, in one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Storage formats of caches by name; blocks of q8_0, q4_0 and nf4; the ops that pack and unpack them; Hadamard."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

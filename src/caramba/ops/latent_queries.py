@@ -1,7 +1,5 @@
 """The op `caramba::latent_queries`: the queries of latent attention from those of its heads, forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

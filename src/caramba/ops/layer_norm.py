@@ -1,7 +1,5 @@
 """The ops `caramba::layer_norm` and `caramba::add_layer_norm`, and the backward that they share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 It is matrix products of torch around `caramba::cross_entropy_rows`, which is what has a kernel of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The op `caramba::lion_step`: Lion's update of many tensors, in place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

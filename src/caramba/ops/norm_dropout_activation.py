@@ -1,7 +1,5 @@
 """The op `caramba::norm_dropout_activation`: layer normalisation, dropout and an activation in one pass."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch

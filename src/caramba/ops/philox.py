@@ -1,7 +1,5 @@
 """Random numbers that are a function of a seed and a place, so that a backward can draw them again."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 

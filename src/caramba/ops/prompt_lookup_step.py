@@ -1,7 +1,5 @@
 """The op `caramba::prompt_lookup_step`: what a verified round keeps of its drafts, and the drafts of the next one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The ops `caramba::rms_norm` and `caramba::add_rms_norm`, and the backward that they share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

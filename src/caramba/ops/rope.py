@@ -1,7 +1,5 @@
 """Rotary embedding: the ops for cosines and sines, for one tensor and for a joined projection of queries and keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

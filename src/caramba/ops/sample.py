@@ -1,7 +1,5 @@
 """Sampling: a token and its log-probability from rows of logits, the likeliest token, storing of samples."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Linear maps of a few rows (GEMV, skinny GEMM) with fused norm and sum; INT4 weights; a product for each head."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

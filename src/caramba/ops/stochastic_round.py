@@ -1,7 +1,5 @@
 """The op `caramba::stochastic_round`: stochastic rounding of many float32 tensors to bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

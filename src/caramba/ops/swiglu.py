@@ -1,7 +1,5 @@
 """The ops `caramba::swiglu` and `caramba::swiglu_packed`: silu(gate) * up, forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

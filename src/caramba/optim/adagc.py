@@ -1,7 +1,5 @@
 """AdaGC: every tensor's gradient clipped by the norms that it has had; and the clipping of a portfolio."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

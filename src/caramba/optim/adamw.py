@@ -1,7 +1,5 @@
 """AdamW in one pass over weights, gradients and states, where a kernel for it is attached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An exponential moving average of trained weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

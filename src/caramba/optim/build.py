@@ -1,7 +1,5 @@
 """The optimiser of a phase, and its learning rate as a pure function of the step, which needs no state to resume."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradient clipping by norm or value: one pass for all norms, one per group for scaling; what is not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

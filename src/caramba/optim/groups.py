@@ -1,7 +1,5 @@
 """Parameters as optimisers see them: which decay, which are matrices of the stack, and which ranks share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

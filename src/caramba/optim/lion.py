@@ -1,7 +1,5 @@
 """Lion: the sign of a momentum, one state for each weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

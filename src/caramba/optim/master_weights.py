@@ -1,7 +1,5 @@
 """Float32 master weights on the device, on the host or packed into moments, and stochastic rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

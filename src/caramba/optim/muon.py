@@ -1,7 +1,5 @@
 """Muon for the matrices of a stack and AdamW for everything else, as one optimiser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

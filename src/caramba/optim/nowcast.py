@@ -1,7 +1,5 @@
 """Nowcasting in closed form: weights some steps ahead, from a few snapshots, tensor by tensor."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """PIDAO: gradient descent as a system under PID control, by the semi-implicit steps of its differential equation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

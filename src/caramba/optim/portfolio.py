@@ -1,7 +1,5 @@
 """A portfolio of optimiser strategies as one optimiser: one steps at a time, and states are handed over."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

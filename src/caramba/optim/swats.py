@@ -1,7 +1,5 @@
 """SWATS: Adam until the rate that SGD would need has settled, then SGD with momentum at that rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

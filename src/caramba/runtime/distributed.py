@@ -1,7 +1,5 @@
 """The processes of one run: how they meet, who this one is among them, and what they tell each other."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Gradients of ranks that hold the same weights, averaged in place while backward runs."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal

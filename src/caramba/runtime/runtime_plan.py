@@ -1,7 +1,5 @@
 """The RuntimePlan: the choices that a run's machine makes for it, written down with their reasons."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

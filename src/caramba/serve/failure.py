@@ -1,7 +1,5 @@
 """Failures of the server as OpenAI's clients read them: a status and one JSON object."""
 
-from __future__ import annotations
-
 import math
 
 from starlette.exceptions import HTTPException

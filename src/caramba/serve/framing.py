@@ -4,8 +4,6 @@ A lenient parser in front of or behind another one lets a request hide in the bo
 section 11.2). This scanner checks the bytes of a connection before the HTTP library parses them.
 """
 
-from __future__ import annotations
-
 import re
 
 MOST_CHUNK_LINE = 1024

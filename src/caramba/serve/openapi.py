@@ -1,7 +1,5 @@
 """The OpenAPI document, made of the classes that requests are parsed with and answers are written from."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

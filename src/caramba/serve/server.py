@@ -1,7 +1,5 @@
 """The process around the application: the socket, the signals, and an orderly end."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import signal

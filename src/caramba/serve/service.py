@@ -1,7 +1,5 @@
 """The served model: encodes prompts, checks requests against its limits, and submits them to the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import secrets

@@ -1,7 +1,5 @@
 """Answers in the two forms of the interface: text completions and chat completions."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Sequence

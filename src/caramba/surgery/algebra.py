@@ -4,8 +4,6 @@ A rotary pair of a head is one complex number (rotate-half: x_p + i x_{p+P}), an
 head, so complex maps over the heads of one frequency p become real maps [K D, .] by `to_real`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Calibration of a teacher, kept on disk: a second surgery with another budget reads what the first one measured."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A student from its teacher in one call, on torch modules: calibration, widths, weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

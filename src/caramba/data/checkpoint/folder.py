@@ -1,8 +1,6 @@
 """The files of folders of weights, Hugging Face's and sharded ones: which hold the weights, and whether they are all
 there. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct

@@ -1,7 +1,5 @@
 """Headers of safetensors files, read and checked without torch; pickled weight files, which run code, are refused."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from pathlib import Path

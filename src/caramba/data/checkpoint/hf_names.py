@@ -1,7 +1,5 @@
 """Names of tensors, caramba's and those of a Hugging Face Llama: one table, read in both directions. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Models of the Hugging Face hub: from this machine's cache where they are there, else by the hub's own client."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

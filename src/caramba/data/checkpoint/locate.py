@@ -1,7 +1,5 @@
 """Where the weights of a run, file or folder are. No torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

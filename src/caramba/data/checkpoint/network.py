@@ -1,7 +1,5 @@
 """Which network weights are of, and whether it is the one that a manifest describes. No torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

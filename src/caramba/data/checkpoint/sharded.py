@@ -1,7 +1,5 @@
 """Training state of which each rank writes its part: a folder that any number of ranks can resume from."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Safetensors files streamed into a module in place: one file or many, without a copy of the weights in between."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

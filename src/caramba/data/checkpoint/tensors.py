@@ -1,7 +1,5 @@
 """Safetensors files: written whole, checked before they are read, never unpickled."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Resumable training state: tensors and plain values, written whole, read without running code."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

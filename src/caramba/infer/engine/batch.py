@@ -1,7 +1,5 @@
 """The requests that have a slot: their prompts in chunks, their draws, their end, and counts of them."""
 
-from __future__ import annotations
-
 import math
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Prefix cache: keys and values of earlier texts, for requests with the same first tokens."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 

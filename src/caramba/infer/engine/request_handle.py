@@ -1,7 +1,5 @@
 """What a caller holds of a request: its tokens as they come, its end, and the means to cancel it."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator

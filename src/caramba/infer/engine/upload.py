@@ -1,7 +1,5 @@
 """Copies of numbers to a device without a wait of the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

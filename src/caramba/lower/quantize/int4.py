@@ -1,7 +1,5 @@
 """int4 weight quantisation: asymmetric, one scale and zero for each group of inputs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Swaps the weights of a model's linear layers for codes of 8 or 4 bits, for products of our own or torchao's."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

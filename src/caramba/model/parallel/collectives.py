@@ -5,8 +5,6 @@ intermediate that is the result itself (of an in-place op, or `contiguous()` of 
 result's gradient, and the argument would silently get zeros.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The plan by which a model's layers are split over ranks, from its topology."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import nn

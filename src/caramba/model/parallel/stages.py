@@ -1,7 +1,5 @@
 """Pipeline stages: every rank keeps its share of the stack's blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

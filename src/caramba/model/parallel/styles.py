@@ -1,7 +1,5 @@
 """How each kind of layer is split over ranks, one `ParallelStyle` each."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

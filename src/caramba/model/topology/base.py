@@ -1,7 +1,5 @@
 """Topologies: lists of nodes, and how a forward runs through them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence

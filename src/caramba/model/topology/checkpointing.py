@@ -1,7 +1,5 @@
 """Gradient checkpointing (activation checkpointing): which parts of a forward are computed again in backward."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
