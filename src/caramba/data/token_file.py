@@ -44,9 +44,8 @@ def open_token_file(path: Path, *, progress: Progress | None = None) -> TokenFil
             f"{path}: cannot tell what tokens these are from {path.suffix or 'no suffix'!r};"
             " expected .npy, .tokens (integers in text) or a token folder with meta.json"
         )
-    check_folder(
-        path.with_suffix(".tokenizer"), DataError
-    )  # `caramba prepare` records the sum of the array there
+    # `caramba prepare` records the sum of the array there.
+    check_folder(path.with_suffix(".tokenizer"), DataError)
     key = _file_key(path)
     array_path = path
     if path.suffix == ".tokens":

@@ -145,9 +145,8 @@ def verify_drafts(
     q_of = proposed.gather(-1, drafts[..., None])[..., 0]
     is_accepted = (accept.to(p_of.dtype) * q_of < p_of) & (q_of > 0)
     n_accepted = is_accepted.long().cumprod(-1).sum(-1)
-    right_pad = torch.cat(
-        (proposed, torch.zeros_like(target[..., :1, :])), dim=-2
-    )  # q of the extra token: none
+    # The extra token has no q.
+    right_pad = torch.cat((proposed, torch.zeros_like(target[..., :1, :])), dim=-2)
     at = n_accepted[..., None, None].expand(*n_accepted.shape, 1, target.shape[-1])
     p, q = target.gather(-2, at)[..., 0, :], right_pad.gather(-2, at)[..., 0, :]
     rest = (p - q).clamp(min=0)

@@ -65,9 +65,8 @@ def _needs_mask(config: AttentionLayerConfig, has_window: bool) -> str:
     """Return why a layer needs the mask, empty if a variable-length kernel supports it."""
     dims = config.dims()
     width = max(dims.qk, dims.v)
-    if (
-        config.is_latent and dims.v > config.query_dim
-    ):  # the expanded form, as in `latent.expanding_is_cheaper`
+    # The expanded form, as in `latent.expanding_is_cheaper`.
+    if config.is_latent and dims.v > config.query_dim:
         width = config.query_dim + dims.rope
     found = {
         "null_attn": config.null_attn,

@@ -274,9 +274,8 @@ def int4_matmul(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
     """
     n_rows, n_groups = scale.shape[:2]
     rows = x.reshape(-1, x.shape[-1])
-    rows = (
-        rows.float() if x.dtype == torch.float16 else rows
-    )  # whose range is less than that of sums of codes
+    # Whose range is less than that of sums of codes.
+    rows = rows.float() if x.dtype == torch.float16 else rows
     places = rows.view(len(rows), n_groups, 2, 2, -1)  # byte of a word, half of it, word
     wide, sums = torch.promote_types(rows.dtype, torch.float32), None
     pairs = words.view(torch.uint8)

@@ -218,9 +218,8 @@ class Portfolio(torch.optim.Optimizer):
     def take_step(self) -> None:
         """Step without the hooks of `step`, which count steps of the run: those of a trial are none."""
         if self.pending and any(p.grad is not None for _, p in self.named):
-            self._hand_over(
-                self.pending
-            )  # which measures updates of gradients: a step without any leaves it to the next
+            # Which measures updates of gradients: a step without any leaves it to the next.
+            self._hand_over(self.pending)
         self._step_inner([self._factor(group) for group in self.param_groups])
         for group in self.param_groups:
             group["since"] += 1

@@ -257,9 +257,8 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
-    with contextlib.suppress(
-        AttributeError, OSError
-    ):  # only glibc keeps freed memory, and has a call that returns it
+    # Only glibc keeps freed memory, and has a call that returns it.
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -231,9 +231,8 @@ class Ranks:
             self.store.set(f"parted/{self.rank}", b"")
             return
         self.order(None)
-        with contextlib.suppress(
-            dist.DistStoreError
-        ):  # one of them hangs in a step that failed here, or has ended
+        # One of them hangs in a step that failed here, or has ended.
+        with contextlib.suppress(dist.DistStoreError):
             self.store.wait([f"parted/{rank}" for rank in range(1, self.size)], PARTING)
 
 

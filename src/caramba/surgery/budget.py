@@ -32,32 +32,8 @@ from caramba.surgery.latent import latent_maps
 from caramba.surgery.per_head import per_head_maps
 from caramba.surgery.statistics import LayerStatistics
 
-STEPS = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-)
+STEPS = tuple(sorted({2**n for n in range(13)} | {3 * 2**n for n in range(11)}))
+"""Widths that are tried: 1, 2, 3, 4, 6, 8, 12 and so on to 4096."""
 REACH = 3  # no layer gets more than this many times its equal share
 
 

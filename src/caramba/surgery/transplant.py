@@ -169,9 +169,8 @@ def transplant(
         ConfigError: a weight of the student has no counterpart, the models do not pair, a part is not mapped by the
             method, or calibration is missing. Nothing is changed then.
     """
-    chosen = surgery.model_copy(
-        update={"kv_budget_bytes": None, "kv_budget_formats": ()}
-    )  # by now every width is a layer's own
+    # By now every width is a layer's own.
+    chosen = surgery.model_copy(update={"kv_budget_bytes": None, "kv_budget_formats": ()})
     converted = _converted(teacher, student, chosen)
     if converted and surgery.method in CALIBRATED and calibration is None:
         raise ConfigError(

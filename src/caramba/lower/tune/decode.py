@@ -18,15 +18,15 @@ from caramba.lower.tune.timing import Timed, time_interleaved
 from caramba.ops.dba_decode import ZEROS, StoredStream, reference_dba_decode
 from caramba.ops.formats import STORED, quantize
 
-COLD_BYTES = (
-    200 * 10**6
-)  # copies of a cache are read in turn until they fill this, over three times an L2 cache
+# Copies of a cache are read in turn until they fill this, over three times an L2 cache.
+COLD_BYTES = 200 * 10**6
 MOST_ERROR = 0.02  # relative error of a config against the reference
 PROBE_TOKENS = 700
 MOST_BYTES = 0.3  # of a GPU's free memory
 TAIL = 128
 NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+# Bytes an element.
 WEIGHT = {
     "fp32": 4.0,
     "fp16": 2.0,
@@ -35,7 +35,7 @@ WEIGHT = {
     "q4_0": 0.5625,
     "nf4": 0.5625,
     ZEROS: 0.0,
-}  # bytes an element
+}
 
 
 @dataclass(frozen=True)

@@ -120,9 +120,8 @@ def check_parameters(module: nn.Module, config: LayerConfig) -> None:
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...] | str:
-    if is_lazy(
-        parameter
-    ):  # made at the first forward, when the optimiser and the checkpoint are made already
+    # Made at the first forward, when the optimiser and the checkpoint are made already.
+    if is_lazy(parameter):
         return "a lazy parameter without a shape"
     return tuple(parameter.shape)
 
