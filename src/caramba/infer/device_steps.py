@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,20 +36,6 @@ DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 NextLogits = Callable[[Model, Tensor, Any], Tensor]
 Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 """A graph with its own input and output."""
-
-
-class Steps(Protocol):
-    """A draw and a forward, one after the other; what each returns may be overwritten by its next call.
-
-    The output of a forward is sampled next, once: a captured one has done it. `resume` comes after anything else has
-    changed the context.
-    """
-
-    def resume(self) -> None: ...
-
-    def choose(self, logits: Tensor) -> Tensor: ...
-
-    def forward(self, token: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -142,6 +128,14 @@ class DeviceDecoder:
 
     def _forward(self, token: Tensor) -> Tensor:
         return self.run(self.host.model, token, self.step)
+
+
+Steps = EagerDecoder | DeviceDecoder
+"""A draw and a forward, one after the other; what each returns may be overwritten by its next call.
+
+The output of a forward is sampled next, once: a captured one has done it. `resume` comes after anything else has
+changed the context.
+"""
 
 
 def next_logits(model: Model, token: Tensor, step: Context | DeviceContext) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +14,6 @@ from caramba.ops.sample import draw
 from caramba.runtime.device import wide_dtype
 
 Drafts = tuple[list[list[int]], Tensor | None]
-
-
-class Drafter(Protocol):
-    """Proposes the next tokens of rows."""
-
-    def propose(self, texts: Sequence[Sequence[int]], counts: Sequence[int], seen: Tensor | None) -> Drafts:
-        """Return up to counts[b] tokens after text b, and the distributions that they were sampled from.
-
-        The distributions are [B, max(counts), V], zero after a row's last draft, and None if drafts are certain.
-        `seen` is as in `distribution`, [B, V]."""
-        ...
 
 
 class LookupDrafter:
@@ -152,6 +140,15 @@ class ModelDrafter:
                 break
             n += 1
         return min(kept + n, len(text) - 1)
+
+
+Drafter = LookupDrafter | ModelDrafter
+"""Proposes the next tokens of rows.
+
+`propose(texts, counts, seen)` returns up to counts[b] tokens after text b, and the distributions that they were sampled
+from, [B, max(counts), V], zero after a row's last draft, and None if drafts are certain. `seen` is as in
+`distribution`, [B, V].
+"""
 
 
 class DraftLength:

@@ -1,30 +1,17 @@
 """Forwards of rows that hold different numbers of tokens: one row on any cache, several where a cache allows it."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from caramba.cache import Context, DeviceContext
-from caramba.config.kvcache import KVCacheKind
 from caramba.layer import unplanned_attention
+from caramba.model import EarlyExit, Model
 from caramba.ops.dba_decode import MAX_QUERIES
 
-
-class Network(Protocol):
-    """What drafts or is drafted for: a model, or the first blocks of one."""
-
-    @property
-    def embedder(self) -> nn.Module: ...
-
-    def hidden(self, tokens: Tensor, ctx: Context | DeviceContext) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-    def new_context(
-        self, batch_size: int, max_tokens: int, kind: KVCacheKind, static: bool = False
-    ) -> Context: ...
+Network = Model | EarlyExit
+"""What drafts or is drafted for: a model, or the first blocks of one."""
 
 
 def device_of(network: Network) -> torch.device:

@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from pydantic import BaseModel
 
@@ -12,32 +11,11 @@ from caramba.serve.running import Piece, SampledToken
 from caramba.serve.schema import Finish, Usage
 
 
-class Shape(Protocol):
-    """How an answer is written: whole, or in chunks."""
-
-    def opening(self) -> list[BaseModel]:
-        """Return the chunks before any text."""
-        ...
-
-    def chunk(self, piece: Piece) -> BaseModel:
-        """Return the chunk of a piece."""
-        ...
-
-    def usage(self, usage: Usage) -> BaseModel:
-        """Return the last chunk, which has the usage and no choice."""
-        ...
-
-    def whole(self, text: str, finish: Finish, usage: Usage) -> BaseModel:
-        """Return the whole answer, without its log-probabilities."""
-        ...
-
-    def logprobs(self, sampled: Sequence[SampledToken]) -> BaseModel | None:
-        """Return the log-probabilities of tokens, None where the request did not ask for them."""
-        ...
-
-
 class TextShape:
-    """The form of /v1/completions."""
+    """The form of /v1/completions.
+
+    `opening` is what comes before any text, `usage` the last chunk, `whole` the answer without its log-probabilities.
+    """
 
     def __init__(self, model: str, with_logprobs: bool, n_alternatives: int = 0) -> None:
         self.n_alternatives = n_alternatives
@@ -140,6 +118,10 @@ class ChatShape:
         return schema.ChatChunk(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
+
+
+Shape = TextShape | ChatShape
+"""How an answer is written: whole, or in chunks."""
 
 
 def _by_text(sampled: SampledToken) -> dict[str, float]:
