@@ -299,9 +299,11 @@ def summarise(rows: list[Row], options: argparse.Namespace) -> Row:
     states = {row["bytes_per_layer"] for row in rows if row["case"] == "state"}
     steps = values("decode", "ms_per_token", "side", "context")
     prompts = values("prefill", "seconds", "side", "tokens")
-    speeds = values("train", "over_window", "side", "compiled", "chunk").items()
+    trained = [row for row in rows if row["case"] == "train" and row["side"] == "memory"]
     best = {
-        is_compiled: max((speed for key, speed in speeds if key[:2] == ("memory", is_compiled)), default=None)
+        is_compiled: max(
+            (row["over_window"] for row in trained if row["compiled"] == is_compiled), default=None
+        )
         for is_compiled in (False, True)
     }
     near, far = options.contexts[0], options.contexts[-1]
