@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from caramba.config.estimate import model_cost
 from caramba.config.kvcache import KVCacheKind
@@ -12,11 +13,10 @@ from caramba.config.model import ModelSpec
 from caramba.model import Model, build_with_random_weights
 from caramba.model.identity import model_bytes
 
-# d_model, blocks, heads, key/value heads, d_ff, vocabulary: SmolLM2 135M's, Llama 3.2 1B's and Llama 3.1 8B's.
+# d_model, blocks, heads, key/value heads, d_ff, vocabulary: SmolLM2 135M's and Llama 3.2 1B's.
 SIZES = {
     "135m": (576, 30, 9, 3, 1536, 49152),
     "1b": (2048, 16, 32, 8, 8192, 128256),
-    "8b": (4096, 32, 32, 8, 14336, 128256),
     "tiny": (64, 2, 4, 2, 128, 128),
 }
 SCALING = {
@@ -28,26 +28,12 @@ SCALING = {
 }
 
 
-def latent(geo_dim: int) -> dict[str, Any]:
-    """Return the attention of a latent student: 128 features of content and `geo_dim` of position."""
-    return {"mode": "decoupled", "layout": "latent", "sem_dim": 128, "geo_dim": geo_dim}
-
-
+LATENT = {"mode": "decoupled", "layout": "latent", "sem_dim": 128}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gqa": {"mode": "gqa"},
-    "llama32_dba": latent(256),
-    "llama32_dba_384b": latent(64),
+    "llama32_dba": LATENT | {"geo_dim": 256},
+    "llama32_dba_384b": LATENT | {"geo_dim": 64},
 }
-
-
-SAME = {"latent": "llama32_dba_384b"}
-"""Names of layouts in files of before."""
-
-
-def spec_of(size: str, layout: str = "gqa") -> dict[str, Any]:
-    """Return the model key of a manifest."""
-    rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
-    return llama_spec(size, {"type": "AttentionLayer", **rope, **LAYOUTS[SAME.get(layout, layout)]})
 
 
 def llama_spec(size: str, attention: dict[str, Any], blocks: int | None = None) -> dict[str, Any]:
@@ -62,14 +48,15 @@ def llama_spec(size: str, attention: dict[str, Any], blocks: int | None = None) 
         "type": "TransformerModel",
         "embedder": {"vocab_size": vocab, "d_model": d_model},
         "topology": {"type": "StackedTopology", "layers": [nested, norm]},
-        "head": {"tied": size != "8b"},
+        "head": {"tied": True},
     }
 
 
 def model_of(size: str, layout: str, device: torch.device) -> Model:
     """Return a model of random weights, bfloat16 on a GPU: speed does not depend on the text."""
-    spec = ModelSpec.model_validate(spec_of(size, layout))
-    model = build_with_random_weights(spec, device)
+    rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
+    spec = llama_spec(size, {"type": "AttentionLayer", **rope, **LAYOUTS[layout]})
+    model = build_with_random_weights(ModelSpec.model_validate(spec), device)
     return model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
 
 
@@ -87,3 +74,9 @@ def cache_kind(device: torch.device) -> KVCacheKind:
 def bytes_of_step(model: Model, batch: int, context: int, kind: KVCacheKind) -> float:
     """Return what a step reads at least: every weight once (a tied embedding is the head), and the cache's tokens."""
     return model_bytes(model) + batch * context * float(model_cost(model.spec).kv_bytes_per_token(kind))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate features p and p + D/2 by the angles in plain torch, in at least float32. Shape: [..., T, D], [T, D/2]."""
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

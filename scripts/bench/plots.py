@@ -116,7 +116,10 @@ def draw_training(data: dict[str, Any]) -> bytes | None:
         axes.invert_yaxis()
         axes.set_xlim(0, 1.3 * max(row["p80"] for part in parts.values() for row in part["rows"].values()))
         axes.set_xlabel("tokens/s, median and middle 60% of turns (right is faster)")
-        axes.set_title(f"Training steps of {data['model']} on {data['machine']['name']}", loc="left")
+        axes.set_title(
+            f"Training steps of {data['model']} on {data['machine'].get('name', data['machine']['device'])}",
+            loc="left",
+        )
         axes.grid(visible=False, axis="y")
         label_ticks(axes.xaxis, short_number)
         figure.legend(loc="outside lower center", ncols=3)

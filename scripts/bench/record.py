@@ -68,10 +68,6 @@ class Record:
         self.made_by = " ".join(["python scripts/bench/run.py", *words])
         self.data: dict[str, Any] = {}
 
-    def default(self, name: str) -> None:
-        """Write to docs/benchmarks/NAME if no --out was given: for cases whose file depends on an option."""
-        self.out = self.out or (DEFAULT_FOLDER / name).absolute()
-
     def start(
         self,
         machine: Row | None = None,

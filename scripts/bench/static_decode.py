@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import rotate
 from torch import Tensor, nn
 
 from caramba.layer import SwiGLULayer
@@ -56,12 +57,6 @@ class Block:
             2, dim=-1
         )
         return x + F.linear(F.silu(gate) * up, self.down)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate features p and p + D/2 of [B, N, 1, D] by the angles [1, D/2]."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class StaticDecoder:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import rotate
 from plots import draw_kernels
 from record import Record
 from registry import UsageError, check_names
@@ -235,12 +236,6 @@ def drawer(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
         return torch.randn(*shape, device=device, dtype=torch.float32).to(dtype).requires_grad_()
 
     return draw
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in plain torch, as a compiled model computes it."""
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 def lion(w: Tensor, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

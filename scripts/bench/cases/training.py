@@ -2,13 +2,13 @@
 
 Parts: `bf16` weights and states in bfloat16, `masters` with float32 masters, each at every shape; `fp8` products in
 float8 against our own bfloat16 at the first shape: `--float8` through the Trainer, all of `--recipes` bare, with the
-losses of their first steps (`rowwise/torchao` leaves the casts to torchao); `long` is the peak memory of one sequence
-under full checkpointing. Peers take their turns within a callback of our Trainer, which is idle meanwhile:
+losses of their first steps (`rowwise/torchao` leaves the casts to torchao). Peers take their turns within a callback of
+our Trainer, which is idle meanwhile:
 LlamaForCausalLM compiled, as it comes and with the attention backend that caramba picks; a bare loop with joined
 products; and our own compiled model without Lightning, callbacks and monitors (the overhead is the ratio to that one).
 Peers read the same batch again and again from the device; our side reads its own data. Nobody clips unless --clip.
 
-Usage on a GPU: python scripts/bench/run.py training [--parts bf16,masters,fp8,long]
+Usage on a GPU: python scripts/bench/run.py training [--parts bf16,masters,fp8]
     [--shapes 8x2048,2x8192] [--float8 rowwise] [--recipes rowwise,tensorwise] [--seconds 580]
     [--out docs/benchmarks/training.json]
 The JSON is written after every part. Called again, it measures what is missing: parts of another commit or machine, or
@@ -31,8 +31,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from models import rotate
 from plots import draw_training
-from record import Record, commit_here, shown
+from record import Record, shown
 from registry import check_names
 from timing import wall_seconds
 from torch import Tensor, nn
@@ -58,7 +59,6 @@ from caramba.optim import AdamW, MasterWeights, clip_gradients
 from caramba.runtime import (
     choose_attention,
     choose_precision,
-    device_facts,
     families_of,
     plan,
     release_memory,
@@ -90,17 +90,11 @@ class BareBlock(nn.Module):
         )
         is_grouped = q.shape[1] != k.shape[1]
         heads = F.scaled_dot_product_attention(
-            turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True, enable_gqa=is_grouped
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=is_grouped
         )
         x = x + self.out(heads.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(F.rms_norm(x, x.shape[-1:], self.norms[1], self.eps)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves of [B, N, T, D] by tables [T, D/2]."""
-    real, imaginary = x.float().chunk(2, dim=-1)
-    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1).to(x.dtype)
 
 
 class BareLlama(nn.Module):
@@ -446,9 +440,9 @@ def float8_of(turns: Turns, sides: dict[str, Side], bf16: str, through_trainer: 
     }
 
 
-# Preset, shapes, the narrowest layer that takes part in float8, and the length of `long`.
-SIZES = {"1b": ("llama32_1b", ("8x2048", "2x8192"), 1024, 65536), "tiny": ("tiny", ("1x16", "1x32"), 16, 64)}
-PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 120.0, "long": 40.0}
+# Preset, shapes, and the narrowest layer that takes part in float8.
+SIZES = {"1b": ("llama32_1b", ("8x2048", "2x8192"), 1024), "tiny": ("tiny", ("1x16", "1x32"), 16)}
+PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 120.0}
 """What a part takes at least, compilation included: it is not begun with less left."""
 KEYS: dict[str, dict[str, Any]] = {"bf16": {}, "masters": {"master_weights": True}}
 THEIRS, THEIRS_OUR_WAY = "transformers", "transformers, our attention backend"
@@ -461,8 +455,7 @@ SIDES = {
 FLOAT8_TURNS = 4
 MUST = {BARE: 0.98, OURS_BARE: 0.98}
 MUST_THEIRS = {2048: 1.15, 8192: 1.5}
-MUST_SPARE = 0.3
-OPTIONS = """--size=1b|tiny --parts=bf16,masters,fp8,long --shapes= --steps=10 --turns=7 --float8=rowwise
+OPTIONS = """--size=1b|tiny --parts=bf16,masters,fp8 --shapes= --steps=10 --turns=7 --float8=rowwise
     --recipes=rowwise,tensorwise,rowwise_with_gw_hp --clip= --seconds=580.0 --compile"""
 NEEDS = ("transformers",)
 SMOKE_OPTIONS = "--size tiny --parts bf16, --shapes 1x16 --steps 1 --turns 1 --device cpu"
@@ -474,7 +467,7 @@ class Bench:
     def __init__(self, words: argparse.Namespace, device: torch.device) -> None:
         self.words, self.device = words, device
         self.clip = None if words.clip is None else float(words.clip)
-        preset, shapes, self.float8_width, self.long_tokens = SIZES[words.size]
+        preset, shapes, self.float8_width = SIZES[words.size]
         self.shapes = words.shapes.split(",") if words.shapes else shapes
         self.ops = kernels.load(device)
         self.manifest = freeze([f"model={preset}", "train=pretrain", "settings.instrument=none"]).manifest
@@ -561,33 +554,10 @@ class Bench:
         layers = len(attention_configs(self.spec.topology))
         return 6 * model_cost(self.spec).params + 6 * layers * self.spec.embedder.d_model * length
 
-    def long(self, length: int) -> dict[str, Any]:
-        """Peak memory of a step on one long sequence, with all of a block computed again in backward."""
-        stop = Turns({}, self.device, steps=2, turns=1, deadline=0.0, tokens=length)
-        with attention_backends(self.device, self.choice):
-            outcome = self.train(self.phase(1, length, activation_checkpointing="full"), stop)
-        found = {key: value for key, value in outcome.measured.items() if key.startswith("peak_")}
-        total = torch.cuda.get_device_properties(0).total_memory if self.device.type == "cuda" else None
-        reserved = found.get("peak_reserved_bytes")
-        spare = 1 - reserved / total if total and reserved else None
-        must = {"over": "memory that is spare", "limit": MUST_SPARE, "got": spare}
-        return {
-            "part": "long",
-            "batch": 1,
-            "tokens": length,
-            "spare": spare,
-            "step_s": stop.seconds["caramba"],
-            "musts": [must] if spare is not None and length <= 65536 else [],
-            **found,
-        }
-
     def todo(self, deadline: float) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
         """Yield the name, part and measurement of everything that was asked for, in order."""
         check_names("--parts", self.words.parts, PART_S)
         for part in self.words.parts:
-            if part == "long":
-                yield f"long 1x{self.long_tokens}", part, functools.partial(self.long, self.long_tokens)
-                continue
             for text in self.shapes[:1] if part == "fp8" else self.shapes:
                 batch, length = map(int, text.split("x"))
                 yield f"{part} {text}", part, functools.partial(self.compare, part, batch, length, deadline)
@@ -605,27 +575,25 @@ def musts_of(length: int, ratios: dict[str, float]) -> list[dict[str, Any]]:
 
 def run(words: argparse.Namespace, record: Record) -> int:
     deadline = record.began + words.seconds
-    bench, machine = Bench(words, record.device), device_facts(record.device)
-    parts = record.read().get("parts", {})
-    about = {"clip": bench.clip, "gpu": machine["name"], **commit_here()}
-    record.start(machine, model=SIZES[words.size][0], **commit_here(), parts=parts)
+    bench = Bench(words, record.device)
+    record.start(resume=("parts",), model=SIZES[words.size][0], clip=bench.clip)
+    parts = record.data["parts"] = dict(record.data["parts"])
     failed = 0
     for name, part, measure in bench.todo(deadline):
-        left, known = deadline - time.monotonic(), parts.get(name, {"skipped": True})
-        if "skipped" not in known and about.items() <= known.items():
+        left = deadline - time.monotonic()
+        if "skipped" not in parts.get(name, {"skipped": True}):
             print(f"{name}: measured already", flush=True)
             continue
         if left < (0.0 if words.size == "tiny" else PART_S[part]):
             print(f"{name}: not begun, {left:.0f} s are left", flush=True)
             continue
         print(f"{name}: begun with {left:.0f} s left", flush=True)
-        began = time.monotonic()
         try:
             found: dict[str, Any] = measure()
         except (CarambaError, RuntimeError) as error:  # memory, a peer, a compiler: the other parts continue
             found, failed = {"skipped": f"{type(error).__name__}: {error}"[:500]}, failed + 1
-        more = {"seconds": time.monotonic() - began, "attention": bench.choice.order}
-        parts[name] = found | more | about
+        seconds = left - (deadline - time.monotonic())
+        parts[name] = found | {"clip": bench.clip, "seconds": seconds, "attention": bench.choice.order}
         if plot := record.write_plot(draw_training(record.data)):
             record.data["plot"] = plot
         record.save()
