@@ -12,6 +12,7 @@ import caramba
 LAZY = (
     "cache",
     "config",
+    "config.estimate",
     "data",
     "data.checkpoint",
     "infer",

@@ -213,7 +213,6 @@ def _value(metric: Metric) -> Cell:
 
 
 def _interval(metric: Metric) -> list[Cell]:
-    """Return the 95% interval of a metric that has a standard error."""
     error = metric.standard_error
     if not error:
         return []

@@ -11,14 +11,13 @@ from typing import Any
 from urllib.parse import quote
 
 from caramba.artifacts.controls import CONTROLS_FILE
-from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE
 from caramba.artifacts.header import Fact, conclude
 from caramba.artifacts.ladder import LADDER_FILE, TRAINING_LADDER_FILE
 from caramba.artifacts.optimizers import OPTIMIZERS_FILE
 from caramba.artifacts.recall import FAR_BACK_FILE, POSITION_FILE, RECALL_FILE
 from caramba.artifacts.report import Omission
 from caramba.artifacts.style import Picture
-from caramba.artifacts.summary import SUMMARY_FILE
+from caramba.artifacts.summary import LATENCY_FILE, MEMORY_FILE, SUMMARY_FILE
 from caramba.artifacts.tables import NOTHING, Cell, Table, number_cell
 from caramba.artifacts.training_curves import TRAINING_FILE
 from caramba.artifacts.transplant import TRANSPLANT_FILE

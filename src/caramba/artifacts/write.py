@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from caramba.artifacts.controls import CONTROLS_FILE, collect_skipped_controls, draw_controls
-from caramba.artifacts.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
 from caramba.artifacts.header import read_facts
 from caramba.artifacts.items import ITEMS_FILE, items_csv
 from caramba.artifacts.ladder import LADDER_FILE, TRAINING_LADDER_FILE, draw_ladder, draw_training_ladder
@@ -31,7 +30,14 @@ from caramba.artifacts.rows import (
     to_csv,
 )
 from caramba.artifacts.style import Picture
-from caramba.artifacts.summary import SUMMARY_FILE, draw_summary
+from caramba.artifacts.summary import (
+    LATENCY_FILE,
+    MEMORY_FILE,
+    SUMMARY_FILE,
+    draw_latency,
+    draw_memory,
+    draw_summary,
+)
 from caramba.artifacts.tables import list_tables
 from caramba.artifacts.training_curves import SLOTS_FILE, TRAINING_FILE, draw_memory_slots, draw_training
 from caramba.artifacts.transplant import CSV_FILE, TRANSPLANT_FILE, draw_transplant, transplant_csv

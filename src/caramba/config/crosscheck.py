@@ -217,8 +217,9 @@ def cross_check(manifest: Manifest) -> None:
                     f"run {run.id!r}: verify {run.verify[0].type} compares with a teacher, and the model has none; "
                     "choose verify=none or a model with a teacher (model=tiny_dba)"
                 )
-            _check_run(manifest, model, teacher, run)
-            _check_trainer(manifest, run)
+            if run.train is not None:
+                _check_run(model, teacher, run, run.train)
+                _check_trainer(manifest, run, run.train)
         for bench in group.benchmarks:
             if isinstance(bench.config, ControlsBenchmarkConfig) and model.teacher is None:
                 raise ConfigError(
@@ -242,10 +243,8 @@ def cross_check(manifest: Manifest) -> None:
         _check_dynamic_scaling(group, specs)
 
 
-def _check_trainer(manifest: Manifest, run: RunConfig) -> None:
-    trainer, phase = manifest.trainer, run.train
-    if phase is None:
-        return
+def _check_trainer(manifest: Manifest, run: RunConfig, phase: PhaseConfig) -> None:
+    trainer = manifest.trainer
     for key in trainer.needs_validation:
         if phase.eval_every is None or phase.eval_every > phase.steps:
             raise ConfigError(
@@ -296,11 +295,8 @@ def check_vocabulary(manifest: Manifest) -> None:
             )
 
 
-def _check_run(manifest: Manifest, model: ModelConfig, teacher: ModelSpec | None, run: RunConfig) -> None:
-    phase = run.train
-    if phase is None:
-        return
-    if manifest.model.teacher is None:
+def _check_run(model: ModelConfig, teacher: ModelSpec | None, run: RunConfig, phase: PhaseConfig) -> None:
+    if model.teacher is None:
         needs = f"phase={phase.phase}" if phase.phase in ("blockwise", "drift") else ""
         needs = needs or (f"objective={phase.objective}" if phase.objective in ("kl", "mixed") else "")
         needs = needs or ("trains=teacher" if phase.trains == "teacher" else "")

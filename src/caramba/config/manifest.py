@@ -165,6 +165,11 @@ class GroupConfig(Config):
     runs: tuple[RunConfig, ...] = Field(default=(), description="runs, in order")
     benchmarks: tuple[BenchmarkConfig, ...] = Field(default=(), description="measurements after the last run")
 
+    @property
+    def trained(self) -> tuple[tuple[RunConfig, PhaseConfig], ...]:
+        """The runs that train, each with its phase."""
+        return tuple((run, run.train) for run in self.runs if run.train is not None)
+
     @model_validator(mode="after")
     def _distinct_ids(self) -> GroupConfig:
         ids_of = {"run": [run.id for run in self.runs], "benchmark": [bench.id for bench in self.benchmarks]}

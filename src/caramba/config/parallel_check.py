@@ -204,11 +204,11 @@ def check_parallel(manifest: Manifest) -> None:
     """
     parallel = manifest.parallel
     for group in manifest.groups_to_run():
-        for run in group.runs:
-            for problem in () if run.train is None else conflicts(run.train, parallel):
+        for run, phase in group.trained:
+            for problem in conflicts(phase, parallel):
                 raise ConfigError(f"run {run.id!r}: {problem}")
-            if run.train is not None and (parallel.strategy == "pipeline" or parallel.tp > 1):
-                _check_model(manifest, run.id, run.train)
+            if parallel.strategy == "pipeline" or parallel.tp > 1:
+                _check_model(manifest, run.id, phase)
         if parallel.strategy == "pipeline" and group.runs and group.data.keeps_documents_apart:
             raise ConfigError(
                 f"group {group.name!r}: separate documents (data.packing, data.document_mask) are known to the "

@@ -148,7 +148,6 @@ def _aliases_of(name: str) -> list[str]:
 
 
 def _is_secret_place(path: Path) -> bool:
-    """Return whether a secret may be at or below a path."""
     return any(isinstance(part, str) and part.lower().endswith(_UNSHOWN) for part in path)
 
 

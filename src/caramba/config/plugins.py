@@ -297,7 +297,6 @@ def _read_own_source(top: str) -> None:
 
 
 def _has_no_base(node: ast.stmt) -> bool:
-    """Whether a statement is a class that is made from nothing but `object`."""
     if not isinstance(node, ast.ClassDef) or node.decorator_list or node.keywords:
         return False
     return all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
@@ -383,7 +382,6 @@ def place_of(schema: type) -> str:
 
 
 def _problem(schema: type[NodeConfig]) -> str | None:
-    """Return what a schema class lacks, None where it can be used."""
     if issubclass(schema, TopologyConfig):
         return "is a topology, and plugins add layers; subclass caramba.config.LayerConfig"
     if issubclass(schema, ExtensionConfig):

@@ -26,10 +26,10 @@ from caramba.config.verify import ChoiceLogprobCase, IntGreedyCase
 from caramba.console import logger
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
-from caramba.evaluation.eval_case_runner import encode_continuation, first_integer, with_start
 from caramba.evaluation.generation import measure_distinct, measure_repetition
 from caramba.evaluation.local_tasks import TaskScores
 from caramba.evaluation.sandbox import Outcome, run_python
+from caramba.evaluation.verification import encode_continuation, first_integer, with_start
 from caramba.infer import Generator, greedy_until, score_continuations
 from caramba.model import Model
 
@@ -59,14 +59,12 @@ def _swap_letters(prompt: str, generator: random.Random) -> str:
 
 
 def _swap_case(prompt: str, generator: random.Random) -> str:
-    """Write a third of the words in capitals."""
     return re.sub(
         r"[^\W\d_]+", lambda word: word[0].upper() if generator.random() < 1 / 3 else word[0], prompt
     )
 
 
 def _double_spaces(prompt: str, generator: random.Random) -> str:
-    """Double a third of the spaces between words."""
     return re.sub(r"(?<=\S) (?=\S)", lambda _: "  " if generator.random() < 1 / 3 else " ", prompt)
 
 
@@ -273,7 +271,6 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 
 def _run_code(asked: _Asked, item: CodeItem, warned: set[str]) -> Record:
-    """Write and run the programs of an item."""
     code = asked.suite.code
     prompt = _fit_prompt(asked, item.prompt)
     if code.samples == 1 and code.temperature == 0:
@@ -329,7 +326,6 @@ def _summarise(
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return a mean and its standard error over items."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return statistics.fmean(values), error
 

@@ -115,7 +115,6 @@ def _read_texts(
 def _score_truths(
     config: GenerationBenchmarkConfig, model: Model, prompts: list[list[int]], truths: list[list[int]]
 ) -> list[float]:
-    """Return the log-likelihood of each true continuation, in nats a token."""
     length = config.prompt_length + config.max_new_tokens
     pairs = list(zip(prompts, truths, strict=True))
     found = score_continuations(model.eval(), pairs, max_length=length, batch_size=config.batch_size)

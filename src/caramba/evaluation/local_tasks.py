@@ -337,7 +337,6 @@ def _argmax(values: Sequence[float]) -> int:
 
 
 def _share(hits: Sequence[bool]) -> tuple[float, float | None]:
-    """Return a share and its standard error over items."""
     share, n = statistics.fmean(hits), len(hits)
     return share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None
 

@@ -217,8 +217,6 @@ def recall(
 
 
 class _Trained:
-    """Trained probes of one attention, one a seed."""
-
     def __init__(
         self,
         kind: str,

@@ -67,7 +67,6 @@ def run_python(source: str, *, timeout_s: float, memory_mb: int) -> Outcome:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and what is left of its session."""
     with contextlib.suppress(ProcessLookupError):  # all of it has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

@@ -13,7 +13,6 @@ import torch
 from caramba import surgery
 from caramba.config.benchmark import BenchmarkConfig, ControlName, ControlsBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import fewer_kv_heads
 from caramba.config.topology import attention_configs
@@ -94,7 +93,6 @@ def _outcome(stage: str, subject: Subject, error: Exception) -> dict[str, Any]:
 
 
 def _subjects(session: Session, bench_id: str, config: ControlsBenchmarkConfig) -> list[Subject]:
-    """List what is compared, in the order of the table."""
     teacher, student = session.model_of("teacher"), session.model_of("student")
     found = [Subject("teacher", lambda: teacher)]
     if TRANSPLANT in session.ledger:
@@ -199,16 +197,18 @@ def _untrained(session: Session, name: ControlName) -> Model:
 
 def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
     """Take a control through the student's phases, each a stage that a resumed run does not repeat."""
-    phases = [run for run in session.group.runs if _distils(run)]
+    phases = [
+        (run, phase)
+        for run, phase in session.group.trained
+        if phase.trains == "student" and phase.phase != "pretrain"
+    ]
     if not phases:
         raise ConfigError(
             "no run distils the student; add one (train=upcycle, train=blockwise), or set distil: false"
         )
     shadow = dataclasses.replace(session, student=_untrained(session, name))
-    for run in phases:
+    for run, phase in phases:
         stage = f"{bench_id}.{name}.{run.id}"
-        phase = run.train
-        assert phase is not None
         if name == "random" and phase.phase in BLOCK_PHASES:  # W_q and W_o are random too
             phase = phase.model_copy(update={"trainable": "all"})
         if stage not in session.ledger:
@@ -221,13 +221,9 @@ def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
     return shadow.model_of("student").eval()
 
 
-def _distils(run: RunConfig) -> bool:
-    return run.train is not None and run.train.trains == "student" and run.train.phase != "pretrain"
-
-
 def _continued(session: Session) -> Subject:
     """The teacher trained further, by the group's phase with `control: true`."""
-    ids = [run.id for run in session.group.runs if run.train is not None and run.train.control]
+    ids = [run.id for run, phase in session.group.trained if phase.control]
 
     def make() -> Model:
         if not ids:

@@ -158,10 +158,10 @@ def check_block_schedules(session: Session) -> None:
     Raises:
         ConfigError: naming the steps that the phase takes at least, or fewer blocks than ranks.
     """
-    for run in session.group.runs:
-        if run.train is not None and run.train.phase in BLOCK_PHASES and run.id not in session.ledger:
+    for run, phase in session.group.trained:
+        if phase.phase in BLOCK_PHASES and run.id not in session.ledger:
             blocks = range(len(attention_configs(session.manifest.model.topology)))
-            _block_schedule(run.train, _shard(session, [f"block {block}" for block in blocks]))
+            _block_schedule(phase, _shard(session, [f"block {block}" for block in blocks]))
 
 
 def check_lora_targets(session: Session) -> None:
@@ -170,11 +170,9 @@ def check_lora_targets(session: Session) -> None:
     Raises:
         ConfigError: naming the linear layers that there are.
     """
-    for run in session.group.runs:
-        phase = run.train
-        if phase is None or phase.lora is None or phase.trains != "student" or run.id in session.ledger:
-            continue
-        _lora(build_model(session.manifest.model, device="meta"), phase.lora)
+    for run, phase in session.group.trained:
+        if phase.lora is not None and phase.trains == "student" and run.id not in session.ledger:
+            _lora(build_model(session.manifest.model, device="meta"), phase.lora)
 
 
 def check_precisions(manifest: Manifest, group: GroupConfig, ledger: StageLedger) -> None:
@@ -183,9 +181,9 @@ def check_precisions(manifest: Manifest, group: GroupConfig, ledger: StageLedger
     Raises:
         ConfigError: naming what the device has.
     """
-    for run in group.runs:
-        if run.train is not None and run.id not in ledger:
-            choose_precision(run.train, choose_device(run.train.device or manifest.device))
+    for run, phase in group.trained:
+        if run.id not in ledger:
+            choose_precision(phase, choose_device(phase.device or manifest.device))
 
 
 def _shard(session: Session, names: Sequence[str]) -> BlockShard:
@@ -210,9 +208,8 @@ def check_teacher_caches(session: Session) -> None:
     Raises:
         ConfigError: a phase would write more than its teacher_cache_max_gb.
     """
-    for run in session.group.runs:
-        phase = run.train
-        if phase is None or not phase.stores_teacher or run.id in session.ledger:
+    for run, phase in session.group.trained:
+        if not phase.stores_teacher or run.id in session.ledger:
             continue
         decided = session.plan(phase, run.id)
         assert isinstance(phase.batch_size, int)
@@ -289,10 +286,8 @@ def _extensions(manifest: Manifest) -> Iterator[ExtensionConfig]:
     yield from (*manifest.callbacks, *manifest.logger.extra)
     for group in manifest.groups_to_run():
         checks = [check for run in group.runs for check in run.verify]
-        for extension in (group.data.source, *(bench.config for bench in group.benchmarks), *checks):
+        benches = [bench.config for bench in group.benchmarks]
+        of_phases = [x for _, phase in group.trained for x in (phase.loss, phase.optimizer, phase.scheduler)]
+        for extension in (group.data.source, *benches, *checks, *of_phases):
             if isinstance(extension, ExtensionConfig):
                 yield extension
-        for phase in (run.train for run in group.runs if run.train is not None):
-            for extension in (phase.loss, phase.optimizer, phase.scheduler):
-                if isinstance(extension, ExtensionConfig):
-                    yield extension

@@ -187,7 +187,7 @@ def _check_stages(session: Session) -> None:
     parallel = session.manifest.parallel
     if parallel.strategy != "pipeline":
         return
-    trained = {run.train.trains for run in session.group.runs if run.train is not None}
+    trained = {phase.trains for _, phase in session.group.trained}
     for role, model in (("teacher", session.teacher), ("student", session.student)):
         problem = pipeline_problem(model.spec, parallel.pp) if model is not None and role in trained else None
         if problem is not None:

@@ -218,7 +218,7 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
     for model in models if device.type != "cpu" else []:
         model.to("cpu")
     release_memory()
-    open_phases = [run for run in session.group.runs if run.train is not None and run.train.measured_keys]
+    open_phases = [phase for _, phase in session.group.trained if phase.measured_keys]
     budget, began, trials = Budget.of_phases(len(open_phases)), time.perf_counter(), list[Trial]()
     ground = _ground(session, run, phase, device)
     try:
@@ -306,7 +306,6 @@ def _rank_bytes(session: Session, run: RunConfig, phase: PhaseConfig, device: to
 
 
 def _leaves_precision(phase: PhaseConfig) -> bool:
-    """Whether the manifest leaves open what a phase computes in."""
     keys = (phase.dtype, phase.use_amp, phase.amp_dtype)
     return keys == ("auto", "auto", "auto") and phase.float8 == "none"
 

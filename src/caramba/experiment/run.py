@@ -215,7 +215,6 @@ def chat_run(session: Session, run: RunConfig, config: ChatConfig) -> None:
 
 
 def _ready(session: Session, role: str) -> None:
-    """Have the model of `role` as the runs so far have left it."""
     if role == "student" and session.student is None:
         transplant_student(session)
     read_back(session)

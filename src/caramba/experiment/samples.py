@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -37,13 +38,7 @@ def check_samples(session: Session) -> None:
     for run in session.group.runs:
         if run.sample is None:
             continue
-        tokenizer = tokenizer_of(session, run)
-        if run.sample.role == "teacher" and session.teacher is None:
-            raise ConfigError(
-                f"run {run.id!r}: sample.role=teacher, and the model has no teacher; use role: student"
-            )
-        if run.sample.generate.cache_quality_text is not None:
-            EvalText.of_file(run.sample.generate.cache_quality_text, tokenizer, model.embedder.vocab_size)
+        tokenizer = _check_texts(session, run, run.sample)
         spec = session.teacher.spec if run.sample.role == "teacher" and session.teacher is not None else model
         limits = (run.sample.generate.max_seq_len, spec.embedder.max_positions)
         refuse_prompts(
@@ -54,12 +49,31 @@ def check_samples(session: Session) -> None:
         )
 
 
-def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> None:
-    """Continue every prompt and write samples/RUN.json; without a seed of its own the run's decides."""
+def _check_texts(session: Session, run: RunConfig, config: SampleConfig | ChatConfig) -> Tokenizer:
+    """Refuse a model that the group has none of, and a text of the cache that cannot be read; return the tokenizer."""
+    if config.role == "teacher" and session.teacher is None:
+        raise ConfigError(
+            f"run {run.id!r}: {run.mode}.role=teacher, and the model has no teacher; use role: student"
+        )
+    tokenizer = tokenizer_of(session, run)
+    if config.generate.cache_quality_text is not None:
+        vocab_size = session.manifest.model.embedder.vocab_size
+        EvalText.of_file(config.generate.cache_quality_text, tokenizer, vocab_size)
+    return tokenizer
+
+
+def _generator_of(
+    session: Session, run: RunConfig, config: SampleConfig | ChatConfig, **changes: Any
+) -> Generator:
     model = session.model_of(config.role).to(session.device)
     seed = run.seed if config.generate.seed is None else config.generate.seed
     held_out = EvalText.of_corpus(session.corpus)
-    generator = Generator(model, tokenizer_of(session, run), config.generate, held_out, seed=seed)
+    return Generator(model, tokenizer_of(session, run), config.generate, held_out, seed=seed, **changes)
+
+
+def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> None:
+    """Continue every prompt and write samples/RUN.json; without a seed of its own the run's decides."""
+    generator = _generator_of(session, run, config)
     rows = generator.generate(config.prompts)
     decision = generator.cache_decision
     if decision is not None:
@@ -115,14 +129,7 @@ def check_chats(session: Session) -> None:
         if run.mode != "chat":
             continue
         config = run.chat or ChatConfig()
-        if config.role == "teacher" and session.teacher is None:
-            raise ConfigError(
-                f"run {run.id!r}: chat.role=teacher, and the model has no teacher; use role: student"
-            )
-        tokenizer = tokenizer_of(session, run)
-        if config.generate.cache_quality_text is not None:
-            vocab_size = session.manifest.model.embedder.vocab_size
-            EvalText.of_file(config.generate.cache_quality_text, tokenizer, vocab_size)
+        tokenizer = _check_texts(session, run, config)
         limit, n_new = _context(session, config), config.generate.max_new_tokens
         if n_new >= limit:
             raise ConfigError(
@@ -144,17 +151,9 @@ def run_chat(session: Session, run: RunConfig, config: ChatConfig) -> bool:
     """
     file = session.run_dir / "chats" / f"{run.id}.json"
     limit = _context(session, config)
-    seed = run.seed if config.generate.seed is None else config.generate.seed
-    tokenizer = tokenizer_of(session, run)
-    generator = Generator(
-        session.model_of(config.role).to(session.device),
-        tokenizer,
-        config.generate,
-        EvalText.of_corpus(session.corpus),
-        seed=seed,
-        max_seq_len=limit,
-    )
-    talk = ChatSession(generator, Dialogue(tokenizer, _template(session, config), config.system))
+    generator = _generator_of(session, run, config, max_seq_len=limit)
+    template = _template(session, config)
+    talk = ChatSession(generator, Dialogue(tokenizer_of(session, run), template, config.system))
     talk.remember(_answered(file))
     rest = _unsaid(config.messages, len(talk.turns))
 

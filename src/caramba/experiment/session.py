@@ -239,7 +239,6 @@ class Session:
         return choose_attention(self.device, families_of(layers, self.group.data.keeps_documents_apart))
 
     def _layers(self) -> list[AttentionLayerConfig]:
-        """Return the attention layers of the group's models."""
         specs: list[ModelSpec] = [model.spec for model in (self.teacher, self.student) if model is not None]
         if self.makes_student:
             specs.append(self.manifest.model)
@@ -284,18 +283,17 @@ class Session:
 
     def trains(self, role: str) -> bool:
         """Return whether a run of this group trains the model of `role`; a control trains neither."""
-        phases = [run.train for run in self.group.runs if run.train is not None]
-        return any(phase.trains == role and not phase.control for phase in phases)
+        return any(phase.trains == role and not phase.control for _, phase in self.group.trained)
 
     @property
     def has_only_variants(self) -> bool:
         """Whether the group trains nothing but from-scratch variants, so that there is no student."""
-        trained = [run for run in self.group.runs if run.train is not None]
-        return bool(trained) and all(run.exp is not None for run in trained)
+        trained = self.group.trained
+        return bool(trained) and all(run.exp is not None for run, _ in trained)
 
     def seed_of(self, role: str) -> int:
         """Return the seed of the weights of `role`: that of the first run that trains it, else the manifest's."""
-        seeds = [run.seed for run in self.group.runs if run.train and run.train.trains == role]
+        seeds = [run.seed for run, phase in self.group.trained if phase.trains == role]
         return seeds[0] if seeds else self.manifest.seed
 
     def stream_seed(self, run: RunConfig) -> int:
@@ -488,8 +486,28 @@ class Session:
         run trains on."""
         models = [model.spec for model in (self.teacher, self.student) if model is not None]
         learned = [spec.embedder.max_positions for spec in models if spec.embedder.max_positions is not None]
-        seen = [run.train.block_size for run in self.group.runs if run.train is not None]
+        seen = [phase.block_size for _, phase in self.group.trained]
         return min(learned, default=max(seen, default=2048))
+
+    def retry_failed_benchmarks(self, stage: str) -> None:
+        """Run the benchmarks of a stage on record that failed; what was measured stays as it is.
+
+        What they lacked, memory say, may be there now. Nothing is trained, and nothing is loaded where none failed.
+        """
+        if self.ledger.is_measured(stage):
+            return
+        record = self.ledger[stage]
+        model = load_pretrained(self.weights_path(stage), device=self.device)[0].eval()
+        benchmarks = {bench.id: bench for bench in self.group.benchmarks}
+
+        def retry(result: BenchmarkResult) -> BenchmarkResult:
+            if result.error is None:
+                return result
+            bench, _, row = result.id.rpartition(".")  # rows have no point in their name
+            (found,) = self.measure([benchmarks[bench]], {row: model})
+            return dataclasses.replace(found, id=result.id)
+
+        self.ledger.replace(dataclasses.replace(record, benchmarks=tuple(map(retry, record.benchmarks))))
 
     def stage_row(self, row: str, model: Model) -> tuple[BenchmarkResult, ...]:
         """Measure the perplexity row that a stage adds to the tables, under the group's own perplexity benchmarks.

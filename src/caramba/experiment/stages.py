@@ -25,7 +25,6 @@ from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.ranks import Assembled, assemble, send_command
 from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
-from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import ORIGIN, PROXY, Session, StageRecord, is_fresh_init
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal
@@ -75,7 +74,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
             transplant_student(session)
     if run.id in session.ledger:
         drop_state(session.run_dir, run.id)  # a kill may have come before it went
-        retry_failed_benchmarks(session, run.id)
+        session.retry_failed_benchmarks(run.id)
         hold(session.ledger[run.id].verdicts)
         if not session.ledger[run.id].phase.skipped and not phase.control:
             session.reload(run.id, phase.trains)

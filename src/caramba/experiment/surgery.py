@@ -15,7 +15,6 @@ from caramba.console import logger
 from caramba.data import TokenDataset, Windows, batches, documents_of, refuse_overlap, spread_windows
 from caramba.distill import block_errors
 from caramba.experiment.objectives import frozen
-from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import Session, StageRecord
 from caramba.model import Model
 from caramba.result import PhaseResult, TransplantReport
@@ -43,7 +42,7 @@ def transplant_student(session: Session) -> None:
     if session.student is not None:
         return
     if TRANSPLANT in session.ledger:
-        retry_failed_benchmarks(session, TRANSPLANT)
+        session.retry_failed_benchmarks(TRANSPLANT)
         session.reload(TRANSPLANT, "student")
         return
     config = session.manifest.model
@@ -122,7 +121,7 @@ def calibration_windows(
 
 
 def _longest_block(session: Session) -> int:
-    blocks = [run.train.block_size for run in session.group.runs if run.train is not None]
+    blocks = [phase.block_size for _, phase in session.group.trained]
     blocks = blocks or [
         bench.config.block_size
         for bench in session.group.benchmarks

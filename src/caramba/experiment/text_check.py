@@ -37,9 +37,7 @@ def check_text(session: Session) -> None:
 
 
 def _check_amount(session: Session) -> None:
-    phases = [
-        run.train for run in session.group.runs if run.train is not None and run.id not in session.ledger
-    ]
+    phases = [phase for run, phase in session.group.trained if run.id not in session.ledger]
     asked = sum(phase.tokens for phase in phases if phase.trains == "student" and phase.batch_size != "auto")
     asked *= session.data_ranks
     there = int(session.corpus.train.size)
@@ -53,7 +51,7 @@ def _check_amount(session: Session) -> None:
 
 def _check_kind(session: Session) -> None:
     """Measure the teacher on a few held-out windows, as long as those of the first phase."""
-    sizes = [run.train.block_size for run in session.group.runs if run.train is not None]
+    sizes = [phase.block_size for _, phase in session.group.trained]
     token_bytes = session.corpus.token_bytes
     if not sizes or token_bytes is None:
         return

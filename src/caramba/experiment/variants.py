@@ -10,7 +10,6 @@ from caramba.config.estimate.variants import feed_forward_widths
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import RunConfig
 from caramba.console import logger
-from caramba.experiment.retry import retry_failed_benchmarks
 from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_phase
 from caramba.model import build_model
@@ -25,7 +24,7 @@ def train_variant(session: Session, run: RunConfig) -> None:
     """
     if run.id in session.ledger:
         drop_state(session.run_dir, run.id)  # a kill may have come before it went
-        retry_failed_benchmarks(session, run.id)
+        session.retry_failed_benchmarks(run.id)
         return
     assert run.exp is not None
     assert run.train is not None

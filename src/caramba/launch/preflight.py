@@ -82,10 +82,7 @@ def check_phases(manifest: Manifest) -> None:
     """
     n_blocks = len(attention_configs(manifest.model.topology))
     for group in manifest.groups_to_run():
-        for run in group.runs:
-            phase = run.train
-            if phase is None:
-                continue
+        for run, phase in group.trained:
             if (phase.device or manifest.device) == "cpu":
                 check_cpu_precision(phase)
             if manifest.plan == "off":
@@ -213,15 +210,15 @@ def _check_student_has_weights(manifest: Manifest) -> None:
         return
     for group in manifest.groups_to_run():
         has_weights = False
-        for run in group.runs:
-            if run.train is not None and run.train.phase == "global" and not has_weights:
+        for run, phase in group.trained:
+            if phase.phase == "global" and not has_weights:
                 raise CheckpointError(
                     f"run {run.id!r} starts from weights, and the model has none. Choose one:\n"
                     "  1. model.checkpoint=RUN, a run that trained this model, or a .safetensors file\n"
                     "  2. train=pretrain, which starts from random weights\n"
                     "  3. model=tiny_dba train=upcycle, which trains a teacher and distils a student from it"
                 )
-            has_weights = has_weights or (run.train is not None and run.exp is None)
+            has_weights = has_weights or run.exp is None
 
 
 def _check_teacher_is_trained(manifest: Manifest) -> None:

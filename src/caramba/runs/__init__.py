@@ -9,26 +9,20 @@ from caramba import CallablePackage
 from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from caramba.runs.environment import environment, git_commit
-    from caramba.runs.files import lock
-    from caramba.runs.manifest import MANIFEST, canonical_json, differences, manifest_sha256, read_manifest
-    from caramba.runs.minting import find_unfinished_run, find_unmeasured_run, list_runs, mint, resolve_run
+    from caramba.runs.environment import environment as environment
+    from caramba.runs.environment import git_commit as git_commit
+    from caramba.runs.files import lock as lock
+    from caramba.runs.manifest import MANIFEST as MANIFEST
+    from caramba.runs.manifest import canonical_json as canonical_json
+    from caramba.runs.manifest import differences as differences
+    from caramba.runs.manifest import manifest_sha256 as manifest_sha256
+    from caramba.runs.manifest import read_manifest as read_manifest
+    from caramba.runs.minting import find_unfinished_run as find_unfinished_run
+    from caramba.runs.minting import find_unmeasured_run as find_unmeasured_run
+    from caramba.runs.minting import list_runs as list_runs
+    from caramba.runs.minting import mint as mint
+    from caramba.runs.minting import resolve_run as resolve_run
 
-__all__ = [
-    "MANIFEST",
-    "canonical_json",
-    "differences",
-    "environment",
-    "find_unfinished_run",
-    "find_unmeasured_run",
-    "git_commit",
-    "list_runs",
-    "lock",
-    "manifest_sha256",
-    "mint",
-    "read_manifest",
-    "resolve_run",
-]
 
 # Looked up on first use: files and exit codes are needed where pydantic must not be loaded.
 __getattr__ = lazy_exports(__name__, __file__)

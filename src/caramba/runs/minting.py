@@ -66,7 +66,7 @@ def mint(manifest: Manifest, overrides: Iterable[str], root: Path = Path("runs")
     digest = manifest_sha256(manifest)
     run_dir: Path | None = None
     try:
-        run_dir = _leftover(parent, digest) or _reserve(parent, f"{stamp}-{digest[:8]}")
+        run_dir = _leftover(parent, digest) or reserve_folder(parent, f"{stamp}-{digest[:8]}")
         patch = git_patch()
         write_whole(run_dir / OVERRIDES, "".join(f"{word}\n" for word in overrides))
         write_json(run_dir / "env.json", environment())
@@ -130,8 +130,12 @@ def _announce_once() -> None:
     )
 
 
-def _reserve(parent: Path, base: str) -> Path:
-    """Make the first free of base, base-2, base-3 …; mkdir is atomic, so two processes never share one."""
+def reserve_folder(parent: Path, base: str, what: str = "runs") -> Path:
+    """Make the first free of base, base-2, base-3 …; mkdir is atomic, so two processes never share one.
+
+    Raises:
+        CarambaError: all of them exist; `what` names what they are.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     for number in range(1, MOST_COLLISIONS):
         run_dir = parent / (base if number == 1 else f"{base}-{number}")
@@ -142,7 +146,7 @@ def _reserve(parent: Path, base: str) -> Path:
         if mark_starting(run_dir):  # Else another start took the empty folder for a leftover.
             return run_dir
     raise CarambaError(
-        f"{parent}/{base}: {MOST_COLLISIONS} runs of this second exist; something starts runs in a loop"
+        f"{parent}/{base}: {MOST_COLLISIONS} {what} of this second exist; something starts {what} in a loop"
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.runs.files import drop_mark, mark_starting, write_json, write_whole
 from caramba.runs.manifest import canonical_json, read_manifest
-from caramba.runs.minting import MINTED
+from caramba.runs.minting import MINTED, reserve_folder
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RUNNING, WAITING, awaits_job, run_state
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def create_sweep(
     parent = (root / name / FOLDER).absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = _reserve(parent, f"{stamp}-{experiment[:8]}")
+        folder = reserve_folder(parent, f"{stamp}-{experiment[:8]}", "sweeps")
         sweep = Sweep(folder, experiment, list(overrides), [], dict(settings or {}))
         for point, manifest in points:
             add_point(sweep, point, manifest)
@@ -167,20 +167,6 @@ def _clear_leftovers(parent: Path) -> None:
         if is_untouched and mark_starting(folder) and not (folder / INDEX).exists():
             shutil.rmtree(folder)
             drop_mark(folder)
-
-
-def _reserve(parent: Path, base: str) -> Path:
-    for number in range(1, 1000):
-        folder = parent / (base if number == 1 else f"{base}-{number}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        if mark_starting(folder):  # Else another start took the empty folder for a leftover.
-            return folder
-    raise CarambaError(
-        f"{parent}/{base}: 1000 sweeps of this second exist; something starts sweeps in a loop"
-    )
 
 
 def read_sweep(folder: Path) -> Sweep:

@@ -76,7 +76,6 @@ class Display:
         return shown | _shares(row) | self._times(step) | self._after(step)
 
     def _seconds_a_step(self, step: int) -> float | None:
-        """Return the seconds that a step takes, by those since the phase was opened."""
         done = step - self._first
         return (time.monotonic() - self._opened_at) / done if done > 0 and self._opened_at else None
 

@@ -12,8 +12,7 @@ from tests.unit.infer.test_generator import byte_spec
 from caramba.config.verify import FidelityVerifyConfig
 from caramba.data import ByteTokenizer, TokenDataset
 from caramba.errors import ConfigError
-from caramba.evaluation.other_text import check_other_texts, open_other_text, space_marks
-from caramba.evaluation.verification import fidelity
+from caramba.evaluation.verification import check_other_texts, fidelity, open_other_text, space_marks
 from caramba.model import build_model
 
 TOKENIZER = ByteTokenizer()

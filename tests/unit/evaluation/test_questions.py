@@ -14,8 +14,7 @@ from caramba.config.verify import EvalVerifyConfig, KVCacheVerifyConfig
 from caramba.data import ByteTokenizer
 from caramba.errors import ConfigError, VerificationFailed
 from caramba.evaluation import prepare_verification, verify
-from caramba.evaluation.eval_case_runner import first_integer
-from caramba.evaluation.verification import kvcache
+from caramba.evaluation.verification import first_integer, kvcache
 from caramba.model import Model, build_model
 from caramba.result import Verdict
 

@@ -19,10 +19,9 @@ from caramba.distill import LanguageModelObjective
 from caramba.model import build_model
 from caramba.optim import NonFiniteWatch
 from caramba.train.callbacks import Checkpointing, GradientAveraging
-from caramba.train.callbacks.orchestration import Orchestration
 from caramba.train.data import train_loader
 from caramba.train.module import CarambaModule
-from caramba.train.orchestration.build import build_orchestration
+from caramba.train.orchestration.build import Orchestration, build_orchestration
 from caramba.train.strategies import AVERAGED, SINGLE, strategy_arguments
 from caramba.train.trainer import WholeCheckpointIO, read_saved_step
 from tests.unit.model.model_specs import NORM, VOCAB, spec

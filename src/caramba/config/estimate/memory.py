@@ -154,7 +154,6 @@ def _stages(model: ModelCost, parallel: ParallelConfig) -> tuple[RankMemory, Ran
 
 
 def _params(cost: Cost, tp: int) -> int:
-    """Return a rank's weights of a node."""
     if not cost.children:
         return -(-cost.params // tp) if cost.type in SPLIT_BY_TP else cost.params
     return sum(_params(child, tp) for child in cost.children) * (1 if cost.shared else cost.repeat)
@@ -282,7 +281,6 @@ def rank_bytes(
 def _on_rank(
     phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None, params: int, held: RankMemory
 ) -> MemoryEstimate:
-    """Return the memory of a rank with its part of a model of which `params` train."""
     blockwise = phase.phase in BLOCK_PHASES
     kept = held.activation_elements
     if blockwise:

@@ -119,7 +119,7 @@ def plan(
         source = manifest.model.teacher.checkpoint
         if manifest.model.teacher.manifest is not None:
             teacher = model_cost(manifest.model.teacher.manifest, "model.teacher.manifest")
-    phases = [run.train for group in groups for run in group.runs if run.train is not None]
+    phases = [phase for group in groups for _, phase in group.trained]
     kinds, measured = _cache_kinds(groups)
     notes = ("cache kind auto is chosen by measurement when the run reaches it",) if measured else ()
     for model, what in ((student, "the model"), (teacher, "the teacher")):
@@ -141,12 +141,9 @@ def plan(
         teacher_source=source,
         cache=tuple(_cache_row(kind, student, teacher) for kind in kinds),
         stages=tuple(
-            _stage(
-                manifest, group, run, run.train, student, teacher, (finished or {}).get((group.name, run.id))
-            )
+            _stage(manifest, group, run, phase, student, teacher, (finished or {}).get((group.name, run.id)))
             for group in groups
-            for run in group.runs
-            if run.train is not None
+            for run, phase in group.trained
         ),
         benchmarks=tuple(
             f"{bench.id} ({bench.config.type})" for group in groups for bench in group.benchmarks

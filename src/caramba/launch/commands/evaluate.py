@@ -173,7 +173,6 @@ def _positive(text: str) -> int:
 
 
 def _points(text: str) -> float:
-    """Return points of accuracy as a share."""
     try:
         points = float(text)
     except ValueError:

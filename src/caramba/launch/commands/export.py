@@ -88,7 +88,6 @@ def _weights_of(format: str, weights: str | None, dtype: str | None) -> str:
 
 
 def _check(opened: ModelBundle, done: Exported, format: str) -> str:
-    """Compare the result in its engine; return one line about it."""
     if format == "gguf":
         (file,) = (name for name in done.files if name.endswith(".gguf"))
         found = check_gguf(opened, done.folder / file)

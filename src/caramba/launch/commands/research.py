@@ -89,7 +89,6 @@ _GATE = ("metric", "direction", "candidates", "budget", "held_out")
 
 
 def _loop(args: argparse.Namespace) -> int:
-    """Run the loop of a run and print its reason and its files."""
     run = resolve_run(args.target)
     manifest = read_manifest(run)
     given = {"paper": manifest.paper or PaperConfig(), "review": manifest.review or ReviewConfig(),

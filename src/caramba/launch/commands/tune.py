@@ -130,7 +130,6 @@ def tune_attention(
 
 
 def _show(device: torch.device, path: Path | None) -> None:
-    """Print the table in use for a device, or the one of a file."""
     name = device_name(device)
     if path is not None and not path.is_file():
         raise ConfigError(f"tune: --out {path}: no such file to show")

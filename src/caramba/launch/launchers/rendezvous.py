@@ -56,7 +56,6 @@ def shared_run_dir(make: Callable[[], Path]) -> Path:
 
 
 def _store() -> Any:
-    """Return the store that torchrun's agent holds."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         raise ConfigError(

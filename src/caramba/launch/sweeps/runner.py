@@ -172,7 +172,6 @@ class SweepRunner:
         return run_dir
 
     def _overrides(self, point: Point) -> list[str]:
-        """Return the overrides of a run: those of the point, and those that all points share."""
         own = {_key(word) for word in point.overrides}
         return [*point.overrides, *(word for word in self.sweep.overrides if _key(word) not in own)]
 

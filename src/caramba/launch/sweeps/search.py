@@ -326,7 +326,7 @@ def default_metric(manifest: Manifest) -> str:
     prefix = f"{group.name}/" if len(manifest.groups_to_run()) > 1 else ""
     if any(bench.config.type == "perplexity" for bench in group.benchmarks):
         return f"{prefix}perplexity.student.perplexity"
-    phases = [run for run in group.runs if run.train is not None]
+    phases = [run for run, _ in group.trained]
     if not phases:
         raise ConfigError(f"{PREFIX}metric: the runs measure no perplexity and train nothing; name a metric")
     last = phases[-1].train

@@ -1,4 +1,4 @@
-"""What ends a phase before its last step: a held-out loss that no longer falls, or its time."""
+"""What ends a phase before its last step: a held-out loss that no longer falls, its time, or blocks that converged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from caramba.config.trainer import EarlyStoppingConfig, TrainerConfig
+from caramba.distill import BlockSchedule
 
 
 class HeldOutStopping(EarlyStopping):
@@ -53,3 +54,30 @@ def stopping_callbacks(config: TrainerConfig) -> list[HeldOutStopping | TimeLimi
     if config.max_time is not None:
         found.append(TimeLimit(config.max_time))
     return found
+
+
+class BlockwiseDistillation(pl.Callback):
+    """Logs the BlockSchedule's smoothed losses, keeps its state with the training state, stops when it is done.
+
+    The objective itself advances the schedule, within the step, so that whatever saves after it saves the same.
+    """
+
+    def __init__(self, schedule: BlockSchedule) -> None:
+        self.schedule = schedule
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.micro_steps:
+            return
+        if trainer.global_step % pl_module.log_every == 0:
+            smoothed = self.schedule.block_losses()
+            pl_module.record({f"smoothed_block/{name}": value for name, value in smoothed.items()})
+        if self.schedule.is_done:
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state_dict)
