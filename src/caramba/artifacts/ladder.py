@@ -62,16 +62,8 @@ def draw_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
 
 TRAINING, TRAINING_LADDER_FILE = "ladder", "ladder.png"
 TRAINING_HEAD = (
-    "Row",
-    "Batch",
-    "Tokens/s",
-    "Speed-up",
-    "Peak memory",
-    "Loss change (nats)",
-    "Loss noise (nats)",
-    "Largest",
-    "Fastest",
-    "Ended by",
+    *("Row", "Batch", "Tokens/s", "Speed-up", "Peak memory", "Loss change (nats)", "Loss noise (nats)"),
+    *("Largest", "Fastest", "Ended by"),
 )
 FIELDS = ("tok_s", "speed_up", "peak_bytes", "val_loss_delta", "loss_noise", "largest_batch", "largest_tok_s")
 FIXED, LARGEST, TWIN, LEFT_OUT = "#0072B2", "#E69F00", "#009E73", "#999999"

@@ -193,74 +193,41 @@ def _cell(cell: Cell, opening: str, kind: str, known: frozenset[str]) -> str:
     return f"<{opening}{kind}{key}>{text}</{opening[:2]}>"
 
 
-# Sections that tables and figures make up: title, labels of tables, and figures with their captions.
-_MEASURED = (
-    (
-        "Summary",
-        ("comparison", "stages"),
-        ((SUMMARY_FILE, "Perplexity by stage, throughput and cache, as bars"),),
-    ),
-    (
-        "Training",
-        (),
-        (
-            (
-                TRAINING_FILE,
-                "Training and held-out loss, learning rate and throughput; dashed lines are phase borders",
-            ),
-        ),
-    ),
-    ("Controls", ("controls",), ((CONTROLS_FILE, "Perplexity ratio against KV ratio, a point per control"),)),
-    ("Weights in 8 and 4 bits", ("weights",), ()),
-    (
-        "Inference ladder",
-        ("ladder",),
-        ((LADDER_FILE, "Decode throughput by rung, with the speed-up over the first"),),
-    ),
-    (
-        "Training ladder",
-        ("training_ladder",),
-        (
-            (
-                TRAINING_LADDER_FILE,
-                "Training throughput and peak memory by row, with the change of held-out loss",
-            ),
-        ),
-    ),
-    (
-        "Optimisers",
-        ("optimizers",),
-        ((OPTIMIZERS_FILE, "Training loss by tokens and by time; triangles are switches"),),
-    ),
-    ("From scratch", ("variants",), ()),
-    (
-        "Verification",
-        ("verification", "cases"),
-        ((POSITION_FILE, "Perplexity ratio by position in the window"),),
-    ),
-    (
-        "Long-term memory",
-        ("recall", "contexts", "depths"),
-        (
-            (RECALL_FILE, "Recall by pairs, by bytes of the cache and by length of the context"),
-            (FAR_BACK_FILE, "Keys found in held-out text by depth, and perplexity by position"),
-        ),
-    ),
-    ("Accuracy", ("accuracy",), ()),
-    ("Generated text", ("generation",), ()),
-    (
-        "Time and memory",
-        ("throughput",),
-        (
-            (LATENCY_FILE, "Decode throughput and prefill time against prompt length"),
-            (MEMORY_FILE, "Bytes of the cache against sequence length, with the bytes of the weights"),
-        ),
-    ),
-    (
-        "Transplant",
-        ("transplant",),
-        ((TRANSPLANT_FILE, "Error and energy kept by attention layer, above what each layer caches"),),
-    ),
+# Sections that tables and figures make up, with the labels of their tables.
+_SECTIONS = (
+    ("Summary", ("comparison", "stages")),
+    ("Training", ()),
+    ("Controls", ("controls",)),
+    ("Weights in 8 and 4 bits", ("weights",)),
+    ("Inference ladder", ("ladder",)),
+    ("Training ladder", ("training_ladder",)),
+    ("Optimisers", ("optimizers",)),
+    ("From scratch", ("variants",)),
+    ("Verification", ("verification", "cases")),
+    ("Long-term memory", ("recall", "contexts", "depths")),
+    ("Accuracy", ("accuracy",)),
+    ("Generated text", ("generation",)),
+    ("Time and memory", ("throughput",)),
+    ("Transplant", ("transplant",)),
+)
+_LOSSES = "Training and held-out loss, learning rate and throughput; dashed lines are phase borders"
+_ROWS = "Training throughput and peak memory by row, with the change of held-out loss"
+_BYTES = "Bytes of the cache against sequence length, with the bytes of the weights"
+_LAYERS = "Error and energy kept by attention layer, above what each layer caches"
+# Figures with their section and caption.
+_FIGURES = (
+    (SUMMARY_FILE, "Summary", "Perplexity by stage, throughput and cache, as bars"),
+    (TRAINING_FILE, "Training", _LOSSES),
+    (CONTROLS_FILE, "Controls", "Perplexity ratio against KV ratio, a point per control"),
+    (LADDER_FILE, "Inference ladder", "Decode throughput by rung, with the speed-up over the first"),
+    (TRAINING_LADDER_FILE, "Training ladder", _ROWS),
+    (OPTIMIZERS_FILE, "Optimisers", "Training loss by tokens and by time; triangles are switches"),
+    (POSITION_FILE, "Verification", "Perplexity ratio by position in the window"),
+    (RECALL_FILE, "Long-term memory", "Recall by pairs, by bytes of the cache and by length of the context"),
+    (FAR_BACK_FILE, "Long-term memory", "Keys found in held-out text by depth, and perplexity by position"),
+    (LATENCY_FILE, "Time and memory", "Decode throughput and prefill time against prompt length"),
+    (MEMORY_FILE, "Time and memory", _BYTES),
+    (TRANSPLANT_FILE, "Transplant", _LAYERS),
 )
 _ALT = "{caption}. Its numbers are in the tables of this page and in the CSV files next to it."
 _PHASE_HEAD = (
@@ -283,11 +250,12 @@ def build_page(
     known = frozenset(metrics)
     found = {item.label: item for item in tables}
     parts: list[tuple[str, list[str]]] = []
-    for title, labels, figures in _MEASURED:
+    for title, labels in _SECTIONS:
         shown = [_written(found[label], known) for label in labels if label in found]
         shown += [
             figure(pictures.get(name), _ALT.format(caption=caption), caption, name)
-            for name, caption in figures
+            for name, place, caption in _FIGURES
+            if place == title
         ]
         parts.append((title, shown))
     parts += [

@@ -104,30 +104,26 @@ def _contents(
             omitted += omit_if_asked(result, kind, f"{kind}.csv")
     contents[CASES_FILE] = cases_csv(result)
     contents[ITEMS_FILE] = items_csv(result)
-    for name, draw in (
-        (SUMMARY_FILE, draw_summary),
-        (LATENCY_FILE, draw_latency),
-        (MEMORY_FILE, draw_memory),
-    ):
-        pictures[name], missing = draw(result, metrics)
+    labels, (ladder, missing) = result.labels, draw_ladder(result)
+    drawn: list[tuple[str, Picture | None, list[Omission]]] = [
+        (SUMMARY_FILE, *draw_summary(result, metrics)),
+        (LATENCY_FILE, *draw_latency(result, metrics)),
+        (MEMORY_FILE, *draw_memory(result, metrics)),
+        (TRAINING_FILE, *draw_training(run_dir, labels)),
+        (SLOTS_FILE, draw_memory_slots(run_dir, labels), []),
+        (POSITION_FILE, draw_by_position(result), []),
+        (RECALL_FILE, draw_recall(result, metrics), []),
+        (FAR_BACK_FILE, draw_far_back(result, metrics), []),
+        (CONTROLS_FILE, draw_controls(result), collect_skipped_controls(result)),
+        (LADDER_FILE, ladder, [*missing, *collect_skipped_rows(result)]),
+        (TRAINING_LADDER_FILE, *draw_training_ladder(result)),
+        (OPTIMIZERS_FILE, *draw_optimizers(result)),
+        (TRANSPLANT_FILE, *draw_transplant(result)),
+    ]
+    for name, picture, missing in drawn:
+        pictures[name] = picture
         omitted += missing
-    pictures[TRAINING_FILE], missing = draw_training(run_dir, result.labels)
-    omitted += missing
-    pictures[SLOTS_FILE] = draw_memory_slots(run_dir, result.labels)
-    pictures[POSITION_FILE] = draw_by_position(result)
-    pictures[RECALL_FILE] = draw_recall(result, metrics)
-    pictures[FAR_BACK_FILE] = draw_far_back(result, metrics)
-    pictures[CONTROLS_FILE] = draw_controls(result)
-    omitted += collect_skipped_controls(result)
-    pictures[LADDER_FILE], missing = draw_ladder(result)
-    omitted += [*missing, *collect_skipped_rows(result)]
-    pictures[TRAINING_LADDER_FILE], missing = draw_training_ladder(result)
-    omitted += missing
-    pictures[OPTIMIZERS_FILE], missing = draw_optimizers(result)
-    omitted += missing
     contents[CSV_FILE] = transplant_csv(result)
-    pictures[TRANSPLANT_FILE], missing = draw_transplant(result)
-    omitted += missing
     contents[TABLES_FILE] = build_tables(result, metrics)
     if contents[TABLES_FILE] is None:
         omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))

@@ -134,24 +134,12 @@ class AttentionLayerConfig(LayerConfig):
     dropout: Probability = Field(default=0.0, description="dropout probability of the attention weights")
 
     _decoupled_only: ClassVar[tuple[str, ...]] = (
-        "sem_dim",
-        "geo_dim",
-        "v_dim",
-        "decoupled_gate",
-        "decoupled_gate_dynamic",
-        "tie_qk",
-        "rope_semantic",
-        "exact_first_tokens",
-        "mla",
+        *("sem_dim", "geo_dim", "v_dim", "decoupled_gate", "decoupled_gate_dynamic", "tie_qk"),
+        *("rope_semantic", "exact_first_tokens", "mla"),
     )
     _not_in_mla: ClassVar[tuple[str, ...]] = (
-        "null_attn",
-        "exact_first_tokens",
-        "local_window",
-        "decoupled_gate",
-        "learned_temperature",
-        "bias",
-        "rope_scaling",
+        *("null_attn", "exact_first_tokens", "local_window", "decoupled_gate", "learned_temperature"),
+        *("bias", "rope_scaling"),
     )
 
     @model_validator(mode="after")

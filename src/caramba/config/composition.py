@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Optional, get_type_hints
 
 from pydantic import BeforeValidator, Field, create_model
 
-from caramba.config.base import Config, Seed
+from caramba.config.base import Config
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
-from caramba.config.extension import Callback
-from caramba.config.manifest import DebugConfig, LoggerConfig, SettingsConfig, Slug
-from caramba.config.model import FitConfig, ModelConfig
-from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
-from caramba.config.parallel import ClusterConfig, LauncherConfig, ParallelConfig
-from caramba.config.plugins import Plugins
+from caramba.config.manifest import LoggerConfig, Manifest, SettingsConfig, Slug
+from caramba.config.parallel import LauncherConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.trainer import ELSEWHERE, EarlyStoppingConfig, TrainerConfig
 from caramba.config.verify import VerifyConfig
@@ -51,10 +47,10 @@ class ChecksConfig(Config):
     checks: tuple[VerifyConfig, ...] = ()
 
 
-class Composition(Config):
-    """The composed groups. `name` defaults to `<model option>_<train option>`."""
+class CompositionBase(Config):
+    """What `Composition` takes of its class; its keys are those of a manifest, with groups of options for `groups`."""
 
-    aliases = {"defaults": "settings"}
+    aliases = Manifest.aliases
 
     @classmethod
     def hint(cls, key: str, names: Sequence[str]) -> str:
@@ -63,36 +59,21 @@ class Composition(Config):
             return f"; here it is {ELSEWHERE[key]};"
         return f"; did you mean {place!r}?" if place is not None else nearest(key, names)
 
-    version: Literal[1] = 1
-    name: Slug | None = None
-    notes: str = ""
-    vars: dict[str, Any] = {}
-    settings: SettingsConfig = SettingsConfig()
-    seed: Seed = 1337
-    deterministic: bool = False
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    group: str | None = None
-    resume: str = "auto"
-    kernels: Literal["auto", "require", "reference"] = "auto"
-    plan: str = "auto"
-    model: ModelConfig
-    fit: FitConfig | None = None
-    train: Annotated[Any, BeforeValidator(TrainGroup.model_validate)]
-    data: DataConfig
-    benchmark: SuiteConfig = SuiteConfig()
-    verify: ChecksConfig = ChecksConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    launcher: LauncherConfig = LauncherConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    logger: LoggerConfig = LoggerConfig()
-    debug: DebugConfig = DebugConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    callbacks: tuple[Callback, ...] = ()
-    paper: PaperConfig | None = None
-    review: ReviewConfig | None = None
-    research: ResearchLoopConfig | None = None
-    plugins: Plugins = ()
-    origin: Literal["human", "agent"] = "human"
+
+_TYPES = get_type_hints(Manifest, include_extras=True)
+_SECTIONS: dict[str, Any] = {
+    "train": (Annotated[Any, BeforeValidator(TrainGroup.model_validate)], ...),
+    "data": (DataConfig, ...),
+    "benchmark": (SuiteConfig, SuiteConfig()),
+    "verify": (ChecksConfig, ChecksConfig()),
+}
+_SHARED = {name: (_TYPES[name], field.default) for name, field in Manifest.model_fields.items()}
+_SHARED["name"] = (Optional[Slug], None)  # noqa: UP045 - an alias of an annotated type has no |
+_KEYS: dict[str, Any] = {}
+for _name, _key in _SHARED.items():
+    _KEYS.update(_SECTIONS if _name == "groups" else {_name: _key})
+Composition = create_model("Composition", __base__=CompositionBase, **_KEYS)
+Composition.__doc__ = "The composed groups. `name` defaults to `<model option>_<train option>`."
 
 
 def place_of(key: str) -> str | None:

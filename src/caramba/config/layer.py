@@ -6,30 +6,18 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from caramba.config.attention import AttentionLayerConfig
-from caramba.config.attention_dims import AttentionDims, AttentionMode
-from caramba.config.base import Probability
+from caramba.config.attention import AttentionLayerConfig as AttentionLayerConfig
+from caramba.config.attention_dims import AttentionDims as AttentionDims
+from caramba.config.attention_dims import AttentionMode as AttentionMode
+from caramba.config.base import Probability as Probability
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
 from caramba.config.extension import TYPE
-from caramba.config.layer_base import Dimension, LayerConfig, Positive, RopeScalingConfig, Shapes
-from caramba.config.memory_bank import MemoryBankLayerConfig
-
-__all__ = [
-    "AttentionDims",
-    "AttentionLayerConfig",
-    "AttentionMode",
-    "DropoutLayerConfig",
-    "LayerConfig",
-    "LayerNormLayerConfig",
-    "LinearLayerConfig",
-    "MemoryBankLayerConfig",
-    "Positive",
-    "Probability",
-    "RMSNormLayerConfig",
-    "RopeScalingConfig",
-    "Shapes",
-    "SwiGLULayerConfig",
-]
+from caramba.config.layer_base import Dimension
+from caramba.config.layer_base import LayerConfig as LayerConfig
+from caramba.config.layer_base import Positive as Positive
+from caramba.config.layer_base import RopeScalingConfig as RopeScalingConfig
+from caramba.config.layer_base import Shapes as Shapes
+from caramba.config.memory_bank import MemoryBankLayerConfig as MemoryBankLayerConfig
 
 
 class RMSNormLayerConfig(LayerConfig):

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from caramba.config.manifest import CONSOLES, STREAMS
+from caramba.config.manifest import CONSOLES, STREAMS, Manifest
 from caramba.config.source import Path, is_list, is_mapping, list_of, mapping_of
 from caramba.config.train import PhaseConfig, PhaseName, checkpointing_word
 from caramba.errors import ConfigError, bare, nearest, quote
@@ -307,38 +307,8 @@ def _id_of(run: Mapping[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-SHARED = (
-    *(
-        "version",
-        "name",
-        "notes",
-        "vars",
-        "settings",
-        "seed",
-        "deterministic",
-        "device",
-        "group",
-        "resume",
-        "kernels",
-        "plan",
-        "model",
-        "fit",
-    ),
-    *(
-        "parallel",
-        "launcher",
-        "cluster",
-        "logger",
-        "debug",
-        "trainer",
-        "callbacks",
-        "paper",
-        "review",
-        "research",
-        "plugins",
-        "origin",
-    ),
-)
+SHARED = tuple(key for key in Manifest.model_fields if key != "groups")
+"""Keys of a composition that are a manifest's own."""
 
 
 @dataclass

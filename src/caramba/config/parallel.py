@@ -30,6 +30,19 @@ def _one_dimension(value: Any) -> Any:
     return value
 
 
+# Keys, the values that any strategy may have, the strategies that take others, and how a message names them.
+_BELONGS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
+    ("sequence_parallel", (False,), ("fsdp2_tp",), "fsdp2_tp"),
+    ("sharding", (None,), SHARDED, "fsdp2"),
+    ("mixed_precision", ("auto",), SHARDED, "fsdp2"),
+    ("wrap", (None,), SHARDED, "fsdp2"),
+    ("find_unused_parameters", (False,), ("ddp",), "ddp"),
+    ("bucket_cap_mb", ("auto", FORMER_BUCKET), ("ddp",), "ddp"),
+    ("reduce_dtype", ("float32",), ("ddp", *SHARDED), "ddp and fsdp2"),
+    ("blockwise", ("data",), ("ddp", "fsdp2"), "ddp"),
+)
+
+
 class ParallelConfig(Config):
     """How a run is spread over devices: dp * tp * pp ranks, each a process that reads the same manifest.
 
@@ -105,7 +118,6 @@ class ParallelConfig(Config):
         return self
 
     def _problems(self) -> list[str]:
-        is_sharded = self.strategy in SHARDED
         found: list[str] = list(self._pipeline_problems())
         if self.strategy == "single" and (self.dp not in ("auto", 1) or self.tp > 1):
             found.append(
@@ -123,28 +135,11 @@ class ParallelConfig(Config):
             found.append(
                 "sharding=NO_SHARD keeps whole weights on every rank, which is parallel=ddp; use that"
             )
-        if self.sequence_parallel and self.strategy != "fsdp2_tp":
-            found.append(
-                f"sequence_parallel belongs to parallel=fsdp2_tp, got parallel={self.strategy}; remove it"
-            )
-        for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
-            if not is_sharded and getattr(self, name) != default:
-                found.append(f"{name} belongs to parallel=fsdp2, got parallel={self.strategy}; remove it")
-        for name, defaults in (
-            ("find_unused_parameters", (False,)),
-            ("bucket_cap_mb", ("auto", FORMER_BUCKET)),
-        ):
-            if self.strategy != "ddp" and getattr(self, name) not in defaults:
-                found.append(f"{name} belongs to parallel=ddp, got parallel={self.strategy}; remove it")
-        if self.reduce_dtype != "float32" and not is_sharded and self.strategy != "ddp":
-            found.append(
-                f"reduce_dtype={self.reduce_dtype} belongs to parallel=ddp and fsdp2, got parallel={self.strategy}; "
-                "remove it"
-            )
-        if self.blockwise != "data" and self.strategy not in ("ddp", "fsdp2"):
-            found.append(
-                f"blockwise={self.blockwise} belongs to parallel=ddp, got parallel={self.strategy}; remove it"
-            )
+        for name, defaults, owners, shown in _BELONGS:
+            value = getattr(self, name)
+            if value not in defaults and self.strategy not in owners:
+                key = f"{name}={value}" if name in ("reduce_dtype", "blockwise") else name
+                found.append(f"{key} belongs to parallel={shown}, got parallel={self.strategy}; remove it")
         return found
 
     def _pipeline_problems(self) -> Iterator[str]:

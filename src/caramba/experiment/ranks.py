@@ -12,7 +12,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from caramba import kernels
-from caramba.config.manifest import Manifest
+from caramba.config.manifest import Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.parallel_check import pipeline_problem
 from caramba.config.train import PhaseConfig
@@ -197,15 +197,12 @@ def _check_stages(session: Session) -> None:
 def send_command(
     session: Session,
     ranks: Ranks,
+    run: RunConfig,
     phase: PhaseConfig,
     decided: RuntimePlan,
-    *,
     seed: int,
-    data_seed: int,
-    data_start: int,
     model: Model,
     flops_per_token: float | None,
-    run: str,
 ) -> None:
     """Tell the other ranks to train a phase with this one."""
     needs_teacher = phase.reads_teacher and session.teacher is not None
@@ -215,14 +212,14 @@ def send_command(
             phase,
             decided,
             seed,
-            data_seed,
-            data_start,
+            session.stream_seed(run),
+            session.stream_start(run),
             spec_of(model.spec),
             spec_of(session.model_of("teacher").spec) if needs_teacher else None,
             session.attention,
             flops_per_token,
-            run,
-            session.plan_signatures.get(run, decided.signature),
+            run.id,
+            session.plan_signatures.get(run.id, decided.signature),
         ).to_json()
     )
 
@@ -259,15 +256,14 @@ def _train(session: Session, order: PhaseCommand) -> None:
         objective = made.objective
         schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
         try:
+            windows, val = (
+                session.training_windows(order.phase),
+                session.windows("val", order.phase.block_size),
+            )
             fit(
                 objective,
                 order.phase,
-                PhaseData(
-                    session.training_windows(order.phase),
-                    session.windows("val", order.phase.block_size),
-                    seed=order.data_seed,
-                    start=order.data_start,
-                ),
+                PhaseData(windows, val, order.data_seed, order.data_start),
                 order.plan,
                 manifest=session.manifest,
                 run_dir=session.run_dir,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,19 +136,9 @@ def fit_phase(
         check_causal(model)
     if phase.memory_resize is not None:
         resize_slots(session, phase, model)
+    flops = _flops_per_token(session, phase, model)
     if session.ranks is not None:
-        send_command(
-            session,
-            session.ranks,
-            phase,
-            decided,
-            seed=seed,
-            data_seed=session.stream_seed(run),
-            data_start=session.stream_start(run),
-            model=model,
-            flops_per_token=_flops_per_token(session, phase, model),
-            run=run.id,
-        )
+        send_command(session, session.ranks, run, phase, decided, seed, model, flops)
     sharer = session if phase.reads_teacher else dataclasses.replace(session, teacher=None)
     whole = model.to(session.device)
     if session.ranks is None:
@@ -183,9 +174,19 @@ def fit_phase(
     def save_kept(kept: str) -> None:
         session.save(model, f"kept/{kept}", role)
 
-    flops = _flops_per_token(session, phase, model)
-    after = 0.0 if flops is None or stage is not None else _work_after(session, run) / (flops * phase.tokens)
-    outcome = _fit(session, run, phase, decided, made, save_final, save_kept, flops, callbacks, after)
+    train = functools.partial(
+        fit,
+        objective,
+        manifest=session.manifest,
+        run_dir=session.run_dir,
+        save_final=save_final,
+        flops_per_token=flops,
+        shard=made.shard,
+        callbacks=callbacks,
+        save_kept=save_kept,
+        work_after=0.0 if flops is None or stage else _work_after(session, run) / (flops * phase.tokens),
+    )
+    outcome = _fit(session, run, phase, decided, train)
     if session.ranks is not None:
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
@@ -287,12 +288,7 @@ def _fit(
     run: RunConfig,
     phase: PhaseConfig,
     decided: RuntimePlan,
-    made: Assembled,
-    save_final: Callable[[], None],
-    save_kept: Callable[[str], None],
-    flops_per_token: float | None,
-    callbacks: Sequence[Any],
-    work_after: float,
+    train: Callable[[PhaseConfig, PhaseData, RuntimePlan], FitOutcome],
 ) -> FitOutcome:
     """Train; where memory runs out, once more with a smaller batch, from the last saved state or the beginning.
 
@@ -302,27 +298,10 @@ def _fit(
     """
     failure: OutOfMemory | None = None
     for attempt in (1, 2):
-        data = PhaseData(
-            session.training_windows(phase),
-            session.windows("val", phase.block_size),
-            seed=session.stream_seed(run),
-            start=session.stream_start(run),
-        )
+        train_windows, val = session.training_windows(phase), session.windows("val", phase.block_size)
+        data = PhaseData(train_windows, val, session.stream_seed(run), session.stream_start(run))
         try:
-            return fit(
-                made.objective,
-                phase,
-                data,
-                decided,
-                manifest=session.manifest,
-                run_dir=session.run_dir,
-                save_final=save_final,
-                flops_per_token=flops_per_token,
-                shard=made.shard,
-                callbacks=callbacks,
-                save_kept=save_kept,
-                work_after=work_after,
-            )
+            return train(phase, data, decided)
         except OutOfMemory as error:
             # without its traceback, which holds the optimiser's state
             failure = OutOfMemory(str(error), step=error.step, is_clean=error.is_clean)

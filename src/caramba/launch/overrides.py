@@ -403,20 +403,8 @@ def _values(override: HydraOverride, key: str, config_dirs: Sequence[File]) -> l
 
 
 FLAGS = (
-    "--help",
-    "-h",
-    "--debug",
-    "--quiet",
-    "--multirun",
-    "-m",
-    "--config-dir",
-    "-cd",
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-    "--resolve",
-    "--version",
+    *("--help", "-h", "--debug", "--quiet", "--multirun", "-m", "--config-dir", "-cd", "--cfg", "-c"),
+    *("--package", "-p", "--resolve", "--version"),
 )
 HYDRA_FLAGS = {
     "--config-name": "conf/config.yaml is what is composed; add --config-dir DIR and choose experiment=NAME, or run "

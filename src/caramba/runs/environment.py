@@ -25,17 +25,8 @@ SHARING = "CARAMBA_SHARING_WORKERS"
 """The environment variable by which a pool tells its workers how many of them share a device and its memory."""
 # What numbers depend on; a change of any other package is not worth a line.
 PACKAGES = (
-    "torch",
-    "lightning",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "triton",
-    "transformers",
-    "lm-eval",
+    *("torch", "lightning", "hydra-core", "omegaconf", "pydantic", "numpy", "safetensors", "tokenizers"),
+    *("triton", "transformers", "lm-eval"),
 )
 
 

@@ -210,6 +210,14 @@ def find_unmeasured_run(manifest: Manifest, root: Path = Path("runs")) -> tuple[
     return None
 
 
+def runs_below(folder: Path) -> list[Path]:
+    """Return the runs of a folder: of `runs`, of `runs/NAME`, or the one that it is."""
+    if (folder / MANIFEST).is_file():
+        return [folder.absolute()]
+    here = sorted(item.absolute() for item in folder.iterdir() if (item / MANIFEST).is_file())
+    return here or list_runs(folder)
+
+
 def list_runs(root: Path = Path("runs")) -> list[Path]:
     """Return every run directory under `root`, oldest first."""
     if not root.is_dir():

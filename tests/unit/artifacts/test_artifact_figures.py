@@ -10,7 +10,7 @@ import pytest
 from matplotlib.text import Text
 from sample_run import STAGE_NLL, without
 
-from caramba.artifacts import curves, style, summary, write
+from caramba.artifacts import style, summary, write
 from caramba.artifacts.metrics import collect
 from caramba.result import RunResult
 from caramba.runs.events import append_event
@@ -27,7 +27,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return real(figure, labels)
 
     monkeypatch.setattr(summary, "to_picture", keep)
-    monkeypatch.setattr(curves, "to_picture", keep)
     return drawn
 
 
@@ -95,7 +94,7 @@ def test_the_final_student_has_its_own_bar_when_no_stage_measured_it(result: Run
 
 
 def test_latency_lines_and_percentile_bars(result: RunResult, figures: list[Any]) -> None:
-    curves.draw_latency(result, collect(result))
+    summary.draw_latency(result, collect(result))
     (figure,) = figures
     decode, prefill = figure.axes
     assert decode.get_legend_handles_labels()[1] == ["Teacher", "Student"]
@@ -113,7 +112,7 @@ def test_latency_lines_and_percentile_bars(result: RunResult, figures: list[Any]
 def test_latency_without_percentiles_has_no_bars(result: RunResult, figures: list[Any]) -> None:
     bare = dataclasses.replace(result.benchmarks[1], rows=())
     run = dataclasses.replace(result, benchmarks=(bare,))
-    curves.draw_latency(run, collect(run))
+    summary.draw_latency(run, collect(run))
     assert not figures[0].axes[0].containers
     assert len(figures[0].axes[0].get_lines()) == 2
 
@@ -126,14 +125,14 @@ def test_crowded_prompt_lengths_lose_labels_not_points(result: RunResult, figure
         dataclasses.replace(one, key=f"latency.student.tok_s@prompt={n},gen=1,batch=1") for n in lengths
     )
     run = dataclasses.replace(result, benchmarks=(dataclasses.replace(bench, metrics=many, rows=()),))
-    _, omitted = curves.draw_latency(run, collect(run))
+    _, omitted = summary.draw_latency(run, collect(run))
     assert [item.name for item in omitted] == ["latency_vs_context.png: prefill_ms"]
     assert len(figures[0].axes[0].get_lines()[0].get_xdata()) == len(lengths)
     assert_no_overlap(figures[0])
 
 
 def test_memory_lines_are_cache_bytes_and_weights_are_dashed(result: RunResult, figures: list[Any]) -> None:
-    curves.draw_memory(result, collect(result))
+    summary.draw_memory(result, collect(result))
     axes = figures[0].axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert len(lines) == 8
@@ -146,7 +145,7 @@ def test_memory_lines_are_cache_bytes_and_weights_are_dashed(result: RunResult, 
 
 def test_no_data_is_no_picture(result: RunResult) -> None:
     run = without(result, "memory", "boom")
-    png, omitted = curves.draw_memory(run, collect(run))
+    png, omitted = summary.draw_memory(run, collect(run))
     assert png is None
     assert omitted[0].reason == "memory benchmark failed: bad_memory: boom"
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from caramba.artifacts.across_runs.leaves import read_leaves
 from caramba.errors import ConfigError
-from caramba.runs import MANIFEST, list_runs
+from caramba.runs import MANIFEST
 from caramba.runs.events import EVENTS, metric_rows
 from caramba.runs.index import read_indexed
 from caramba.runs.manifest import OVERRIDES, plugin_sources, read_overrides
+from caramba.runs.minting import runs_below
 from caramba.runs.state import FAILED, FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
 
@@ -103,7 +104,7 @@ def _gathered(text: str) -> Gathered:
     folder = Path(text).expanduser()
     if is_sweep(folder) or not folder.is_dir():
         return _of_sweep(folder if is_sweep(folder) else resolve_sweep(text))
-    runs = _runs_below(folder)
+    runs = runs_below(folder)
     if not runs:
         sweeps = list_sweeps(folder)
         if sweeps:
@@ -280,15 +281,6 @@ def _of_sweep(folder: Path) -> Gathered:
         rows.append(replace(row, words=words | {key: row.words[key] for key in row.sources}))
     title = f"{folder.parents[1].name}/{folder.name}"
     return Gathered(folder, title, rows)
-
-
-def _runs_below(folder: Path) -> list[Path]:
-    if (folder / MANIFEST).is_file():
-        return [folder.absolute()]
-    here = [item for item in folder.iterdir() if (item / MANIFEST).is_file()]
-    if here:
-        return sorted(item.absolute() for item in here)
-    return list_runs(folder)
 
 
 def split_words(overrides: Iterable[str]) -> dict[str, str]:

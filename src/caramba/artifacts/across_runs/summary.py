@@ -13,16 +13,8 @@ from caramba.errors import ConfigError, nearest
 # its training loss.
 HEADLINES = ("perplexity.student.perplexity", "ratio.perplexity")
 _HIGHER_IS_BETTER = (
-    "tok_s",
-    "acc",
-    "accuracy",
-    "top1",
-    "acceptance",
-    "recall",
-    "energy_kept",
-    "exact_match",
-    "win_rate",
-    "win_tie_rate",
+    *("tok_s", "acc", "accuracy", "top1", "acceptance", "recall", "energy_kept", "exact_match"),
+    *("win_rate", "win_tie_rate"),
 )
 
 

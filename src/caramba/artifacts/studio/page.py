@@ -18,9 +18,9 @@ from caramba.artifacts.across_runs.gather import RunRow, is_seed, swept_keys
 from caramba.artifacts.across_runs.summary import HEADLINES, prefers_higher
 from caramba.artifacts.studio.record import IndexedRun, index_runs, read_state
 from caramba.errors import ConfigError
-from caramba.runs import MANIFEST, list_runs
 from caramba.runs.annotations import Annotations, read_annotations
 from caramba.runs.files import is_locked
+from caramba.runs.minting import runs_below
 from caramba.runs.state import FAILED, FINISHED, RunState
 from caramba.runs.sweeps import list_sweeps, read_sweep
 
@@ -46,11 +46,7 @@ class Found:
 def find(folder: Path) -> Found:
     """Return all runs and sweeps below a folder: `runs`, `runs/NAME`, one run, or any folder of runs."""
     root = folder.absolute()
-    if (root / MANIFEST).is_file():
-        runs = [root]
-    else:
-        here = sorted(item for item in root.iterdir() if (item / MANIFEST).is_file())
-        runs = here or list_runs(root)
+    runs = runs_below(root)
     sweeps: list[dict[str, Any]] = []
     sweep_of: dict[Path, str] = {}
     problems: list[str] = []

@@ -141,13 +141,8 @@ def _cache_table(plan: ExperimentPlan) -> Table:
             table.add_row(str(row.kind), _per_layer(row.student_layers), _plain(row.student_total))
         return table
     columns = (
-        "teacher/layer",
-        "teacher, all",
-        "student/layer",
-        "student, all",
-        "student/teacher",
-        "smaller",
-        "than fp16",
+        *("teacher/layer", "teacher, all", "student/layer", "student, all", "student/teacher", "smaller"),
+        *("than fp16",),
     )
     table = _table(title, 1, "format", *columns)
     full = plan.teacher.kv_bytes_per_token(KVCacheKind.FP16)

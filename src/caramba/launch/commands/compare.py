@@ -93,13 +93,19 @@ def main(argv: list[str]) -> int:
     comparisons = compare_models(first, second, models, args.metric)
     if comparisons:
         print(f"\n{format_comparisons(comparisons)}")
-    figure = draw_curves((first, second))
+    return _draw(
+        (first, second), args.out or Path(f"compare-{first.name}-{second.name}.png"), "neither run has"
+    )
+
+
+def _draw(runs: Sequence[Path], out: Path, nobody: str) -> int:
+    """Write the curves of runs, or say that none of them has trained."""
+    figure = draw_curves(runs)
     if figure is None:
-        print("\nneither run has trained yet, so there are no curves")
-        return 0
-    out = args.out or Path(f"compare-{first.name}-{second.name}.png")
-    write_whole(out.absolute(), figure)
-    print(f"\nwrote {out}")
+        print(f"\n{nobody} trained yet, so there are no curves")
+    else:
+        write_whole(out.absolute(), figure)
+        print(f"\nwrote {out}")
     return 0
 
 
@@ -137,14 +143,8 @@ def _compare_many(names: Sequence[str], models: tuple[str, str], args: argparse.
     paired = compare_with_first(runs, models[0], args.metric)
     if paired:
         print(f"\n{format_paired(paired)}")
-    figure = draw_curves(runs)
-    if figure is None:
-        print("\nnone of them has trained yet, so there are no curves")
-        return 0
     out = args.out or Path(f"compare-{runs[0].name}-and-{len(runs) - 1}-more.png")
-    write_whole(out.absolute(), figure)
-    print(f"\nwrote {out}")
-    return 0
+    return _draw(runs, out, "none of them has")
 
 
 def _models(text: str) -> tuple[str, str]:

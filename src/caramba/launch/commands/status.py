@@ -10,8 +10,8 @@ from pathlib import Path
 from caramba.console import align_columns
 from caramba.errors import ConfigError, visible
 from caramba.launch.commands.arguments import CommandArguments
-from caramba.runs import MANIFEST, list_runs
 from caramba.runs.index import read_states
+from caramba.runs.minting import runs_below
 from caramba.runs.state import (
     CLOCK_SKEW_S,
     FAILED,
@@ -75,12 +75,9 @@ def _queue() -> dict[str, QueuedJob]:
 
 def _runs(folder: Path, sweeps: list[Sweep]) -> list[Path]:
     """Return the runs of a folder: of `runs`, of `runs/NAME`, of one run, or those that a sweep refers to."""
-    if (folder / MANIFEST).is_file():
-        return [folder.absolute()]
     if len(sweeps) == 1 and sweeps[0].folder == folder.absolute():
         return [run for point in sweeps[0].points if (run := sweeps[0].run_of(point)) is not None]
-    here = sorted(item.absolute() for item in folder.iterdir() if (item / MANIFEST).is_file())
-    return here or list_runs(folder)
+    return runs_below(folder)
 
 
 def _in_queue(state: RunState) -> RunState:
