@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -147,7 +148,6 @@ class Masters:
             weight.grad = None
 
 
-Loss = Callable[[], Tensor]
 LOSSES = 20  # of as many first steps, kept
 
 
@@ -206,21 +206,16 @@ def torchs_own_backends(device: torch.device) -> list[attention.SDPBackend]:
     return attention._cur_sdpa_kernel_backends(with_priority=True)
 
 
-@contextlib.contextmanager
-def without_masks() -> Iterator[None]:
+def without_masks() -> AbstractContextManager[Any]:
     """Let transformers make no causal mask, with which SDPA cannot take the flash or cuDNN kernel.
 
-    Torch below 2.14 builds one while it compiles, padding or not. Taken back at the end, since the same process
-    measures transformers as it comes.
+    Torch below 2.14 builds one while it compiles, padding or not. The same process measures transformers as it comes.
     """
-    from transformers.models.llama import modeling_llama
 
-    before = modeling_llama.create_causal_mask
-    vars(modeling_llama)["create_causal_mask"] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        vars(modeling_llama)["create_causal_mask"] = before
+    def make_none(*args: Any, **options: Any) -> None:
+        return None
+
+    return mock.patch("transformers.models.llama.modeling_llama.create_causal_mask", make_none)
 
 
 def transformers_side(spec: ModelSpec, x: Tensor, compiled: bool, **options: Any) -> Side:
