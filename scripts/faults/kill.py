@@ -12,6 +12,8 @@ import argparse
 import collections
 import functools
 import hashlib
+import json
+import multiprocessing
 import os
 import random
 import re
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +34,16 @@ from safetensors import safe_open
 from caramba.runs.events import metric_rows, read_events
 from caramba.runs.files import is_locked
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from case_pool import POOL, TINY, Found, main, outcomes
-
-LIMIT_S, STUCK_S = 300.0, 1800.0
+Found = dict[str, Any]
+LIMIT_S = 300.0
 MOST_LATE, MOST_ROUNDS = 10, 5
 BAD = ("leftovers", "unequal", "failed", "steps_lost")
+COMMANDS = ("launch", "resume", "sweep", "export", "prepare")
+TINY = (
+    *("model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu"),
+    *("settings.instrument=none", "data.max_bytes=200000", "data.vocab_size=400"),
+    *("model.embedder.vocab_size=400", "train.compile=false", "train.batch_size=2", "train.block_size=32"),
+)
 TRAIN = (*TINY, "train.steps=60")
 LAUNCH = ("launch", *TRAIN, "train.save_every=7")
 SWEEP = ("-m", *TRAIN, "train.save_every=7", "seed=1,2", "launcher=process", "launcher.n_jobs=2")
@@ -69,7 +75,6 @@ class Place:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
             )
 
     def finish(self, words: Sequence[str]) -> float:
@@ -162,9 +167,7 @@ def scenarios(root: Path, home: Path, only: Sequence[str]) -> Iterator[Scenario]
         "export": ("export", str(trained), "--out", "exported", "--force"),
         "prepare": ("prepare", "text", str(corpus), "--output", "tokens", "--train-bpe", "400"),
     }
-    if unknown := set(only) - commands.keys():
-        raise SystemExit(f"--only {' '.join(unknown)}: expected some of {', '.join(commands)}")
-    for name in only or commands:
+    for name in only or COMMANDS:
         words = commands[name]
         place = Place(root / f"reference-{name}-timed", home)
         yield Scenario(name, words, place, place.finish(words))
@@ -277,64 +280,86 @@ def _saved_step(run: Path) -> int:
     return read_saved_step(state_path(run, "pretrain"))
 
 
+@dataclass(frozen=True)
+class Campaign:
+    """What the processes of a campaign share: places are folders of `root`, and none is begun after `end`."""
+
+    seed: int
+    root: Path
+    home: Path
+    scenarios: tuple[Scenario, ...]
+    end: float
+
+    def run_place(self, index: int, which: int | None, times: int) -> Found:
+        """Send signals to one training, or kills to a scenario; return what was sent and what went wrong."""
+        if time.monotonic() > self.end:
+            return {}
+        chance, place = random.Random(f"{self.seed}:{index}"), Place(self.root / f"place-{index}", self.home)
+        try:
+            if which is None:
+                outcome = signal_at_random(times, place, chance)
+            else:
+                outcome = kill_at_random(self.scenarios[which], times, place, chance)
+        except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+            return {"failed": [f"place {index}: {error}"]}
+        if not any(outcome.get(key) for key in BAD):
+            shutil.rmtree(place.folder)
+        return outcome
+
+
 def run(
     seed: int, kills: int, signals: int, only: Sequence[str], root: Path, jobs: int, seconds: float
 ) -> dict[str, Any]:
     """Send `kills` times SIGKILL and `signals` times another signal, in places of their own."""
-    home, began = root / "home", time.monotonic()
-    made = list(scenarios(root, home, only)) if kills else []
+    home, end = root / "home", time.monotonic() + seconds
+    campaign = Campaign(seed, root, home, tuple(scenarios(root, home, only)) if kills else (), end)
     found: list[Found] = []
     sent: collections.Counter[str] = collections.Counter()
-    planned: list[tuple[int | None, int]] = []
-
-    def prepare(_: Path) -> Callable[[int], Found]:
-        def case(index: int) -> Found:
-            chance = random.Random(f"{seed}:{index}")
-            place = Place(root / f"place-{index}", home)
-            which, times = planned[index - first]
-            if which is None:
-                outcome = signal_at_random(times, place, chance)
-            else:
-                outcome = kill_at_random(made[which], times, place, chance)
-            if not any(outcome.get(key) for key in BAD):
-                shutil.rmtree(place.folder)
-            return outcome
-
-        return case
-
-    for _ in range(MOST_ROUNDS):
-        first = len(found)
-        # Places whose commands ended before their signal came are made up for
-        killed = sum(n for how, n in sent.items() if how.startswith("KILL"))
-        missing = signals - (sent.total() - killed)
-        planned = plan_kills(kills - killed, max(1, len(made)), seed + first)
-        planned += [(None, min(2, missing - at)) for at in range(0, missing, 2)]
-        keys: dict[str, Any] = {
-            "first": first,
-            "batch": 1,
-            "stuck_s": STUCK_S,
-            "seconds": began + seconds - time.monotonic(),
-        }
-        for _, outcome in outcomes(prepare, len(planned), jobs, **keys):
-            found.append(outcome)
-            sent.update(outcome.get("sent", {}))
-        if not planned:
-            break
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        for _ in range(MOST_ROUNDS):
+            first = len(found)
+            # Places whose commands ended before their signal came are made up for
+            killed = sum(n for how, n in sent.items() if how.startswith("KILL"))
+            missing = signals - (sent.total() - killed)
+            planned = plan_kills(kills - killed, max(1, len(campaign.scenarios)), seed + first)
+            planned += [(None, min(2, missing - at)) for at in range(0, missing, 2)]
+            places = [pool.submit(campaign.run_place, first + i, *plan) for i, plan in enumerate(planned)]
+            for outcome in (place.result() for place in places):
+                found.append(outcome)
+                sent.update(outcome.get("sent", {}))
     result: dict[str, Any] = {"seed": seed, "sent": dict(sent)}
     for key in ("late", "steps_lost", "comparisons"):
         result[key] = sum(outcome.get(key, 0) for outcome in found)
     for key in ("leftovers", "unequal", "failed"):
         result[key] = [text for outcome in found for text in outcome.get(key, ())]
-    result["failed"] += [outcome["fault"] for outcome in found if "fault" in outcome]
     return result
 
 
-def campaign(words: argparse.Namespace) -> dict[str, Any]:
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=100, help="kills (default 100)")
+    parser.add_argument("--signals", type=int, default=40, help="INT, HUP and TERM (default 40)")
+    parser.add_argument(
+        "--only", nargs="*", choices=COMMANDS, default=(), help="commands to kill (default all)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="places at once (default 2)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no place after so many")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    words = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="caramba-kill-") as name:
         options = (words.count, words.signals, words.only, Path(name), words.jobs, words.seconds)
-        return run(words.seed, *options)
+        result = run(words.seed, *options)
+    text = json.dumps({**result, "seconds": round(time.monotonic() - began, 1)}, indent=1)
+    print(text)
+    if words.json is not None:
+        words.json.write_text(f"{text}\n", encoding="utf-8")
+    return int(any(result[key] for key in BAD))
 
 
 if __name__ == "__main__":
-    options = (*POOL, ("--count", 100), ("--signals", 40), ("--only", ()))
-    sys.exit(main(__doc__, campaign, options, *BAD))
+    sys.exit(main())

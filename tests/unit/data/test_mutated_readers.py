@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import random
-import resource
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from caramba.errors import CarambaError, CheckpointError, ConfigError, DataError
 from caramba.launch.commands.prepare import main
 from caramba.model import build_model, load_hf_folder
 from tests.examples import examples
+from tests.limits import limited_memory
 
 MEMORY_BYTES = 500 << 20
 CPU_S = 20.0  # which grow with what else runs on a core
@@ -166,18 +165,6 @@ def read_mutant(read: Callable[[], Any], where: str) -> tuple[str, str]:
     if not fault and cpu_s > CPU_S:
         fault = f"{cpu_s:.1f} s of CPU"
     return outcome, fault
-
-
-@contextlib.contextmanager
-def limited_memory(more_bytes: int) -> Iterator[None]:
-    """Let this process allocate so much more than it has."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_mutants_of_each_format_open_or_are_refused_by_name(

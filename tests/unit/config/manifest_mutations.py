@@ -1,42 +1,19 @@
-"""Mutate manifests of conf and check that `compile` accepts each or refuses it as a user's mistake.
-
-A case is one manifest after one to four mutations: a composed experiment as a single file, or an option of a group in a
-folder of its own. Each runs what `caramba compile` runs, under limits of CPU time and memory, in forked processes.
-
-Usage: python scripts/faults/mutate.py [--seed 1] [--count 10000] [--jobs 2] [--first 0] [--json FILE]
-
-It prints one JSON object and ends with status 1 when a case did neither, took too long or too much memory, or was
-refused in a message that is long or has control characters. `--first N --count 1` repeats case N.
-"""
+"""Random mutations of the manifests of conf: each case follows from a seed and a number."""
 
 from __future__ import annotations
 
-import argparse
-import collections
 import copy
-import gc
-import json
 import math
 import random
 import re
-import resource
 import shutil
-import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from case_pool import POOL, Found, main, outcomes
-
-CPU_S, MEMORY_BYTES, LONGEST_MESSAGE, STUCK_S = 2.0, 500 << 20, 2000, 60.0
 GIANTS: tuple[Any, ...] = (
     *(2**31, 2**63 - 1, 2**63, 10**30, 10**400, -1, -(2**63), 0, 1e308, -1e308, 1e-320, 0.1, -0.0),
     *(math.nan, math.inf, -math.inf, 1 << 20_000),
@@ -253,121 +230,3 @@ def _mutate_text(text: str, chance: random.Random) -> tuple[str, str]:
             )
         return "".join(letters), kind
     return "".join(lines), kind
-
-
-class TooSlow(BaseException):
-    """A case used its CPU time; not an error, so that nothing handles it."""
-
-
-def compile_case(case: Case, folder: Path) -> None:
-    """Do what `caramba compile` does with a manifest alone: no data, weights or environment are looked at."""
-    compile_manifest(*case.write(folder))
-
-
-def compile_manifest(overrides: Sequence[str], folders: Sequence[Path] = ()) -> None:
-    from caramba.config.estimate import as_json, plan, render_text
-    from caramba.launch.freeze import freeze
-
-    frozen = freeze(overrides, folders)
-    frozen.refuse_unbuilt()
-    experiment = plan(frozen.manifest, command="x", fit=frozen.fit)
-    render_text(experiment)
-    json.dumps(as_json(experiment), allow_nan=False)
-
-
-def run_case(case: Case, folder: Path) -> dict[str, Any]:
-    """Return what a case did, and which fault that is, None for none."""
-    from caramba.errors import CarambaError
-
-    began, fault, outcome, message = time.process_time(), None, "accepted", ""
-    signal.setitimer(signal.ITIMER_PROF, 2 * CPU_S)
-    try:
-        compile_case(case, folder)
-    except CarambaError as error:
-        outcome, message = type(error).__name__, str(error)
-        if error.exit_status != 2:
-            fault = f"exit status {error.exit_status}: {outcome}"
-        elif len(message) > LONGEST_MESSAGE:
-            fault = "long message"
-        elif not message.replace("\n", "").replace("\t", "").isprintable():
-            fault = "control characters"
-    except TooSlow:
-        fault = "slow"
-        message = traceback.format_exc()[-1500:]
-    except MemoryError:
-        fault, message = "memory", traceback.format_exc()[-1500:]
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        fault = f"{type(error).__name__} at {Path(place.filename).name}:{place.name}"
-        message = traceback.format_exc()[-1500:]
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    cpu_s = time.process_time() - began
-    if fault is None and cpu_s > CPU_S:
-        fault = "slow"
-    names_key = None
-    if fault is None and outcome != "accepted" and case.key is not None:
-        names_key = case.key in message
-    return {
-        "outcome": outcome,
-        "fault": fault,
-        "message": message if fault or names_key is False else message[:LONGEST_MESSAGE],
-        "cpu_s": cpu_s,
-        "kinds": case.kinds,
-        "key": case.key,
-        "names_key": names_key,
-    }
-
-
-def _raise_slow(number: int, frame: Any) -> None:
-    raise TooSlow
-
-
-def limit_memory(more_bytes: int) -> None:
-    """Let this process allocate so much more than it has."""
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, used + more_bytes))
-
-
-def mutate(seed: int, first: int, count: int, jobs: int = 1, seconds: float = float("inf")) -> dict[str, Any]:
-    """Run `count` cases from number `first` on; return counts, and the faults in full."""
-    sources = originals()
-    compile_manifest(["model=tiny", "train=pretrain"])  # no case is charged with imports
-    gc.freeze()  # a collection would copy the pages of everything that the parent holds
-
-    def prepare(folder: Path) -> Callable[[int], Found]:
-        signal.signal(signal.SIGPROF, _raise_slow)
-        limit_memory(MEMORY_BYTES)
-        return lambda index: run_case(make_case(sources, seed, index), folder)
-
-    found = dict(outcomes(prepare, count, jobs, first=first, stuck_s=STUCK_S, seconds=seconds))
-    faults = [{"case": index, **row} for index, row in sorted(found.items()) if row["fault"]]
-    done = [row for row in found.values() if not row["fault"]]
-    unnamed = [
-        {"case": index, "key": row["key"], "message": row["message"][:300]}
-        for index, row in sorted(found.items())
-        if row.get("names_key") is False
-    ]
-    return {
-        "seed": seed,
-        "count": len(found),
-        "accepted": sum(row["outcome"] == "accepted" for row in done),
-        "refused": sum(row["outcome"] != "accepted" for row in done),
-        "n_faults": len(faults),
-        "fault_kinds": dict(collections.Counter(str(fault["fault"]) for fault in faults)),
-        "refusals_that_name_the_key": sum(row["names_key"] is True for row in done),
-        "refusals_that_do_not": len(unnamed),
-        "longest_cpu_s": round(max((row["cpu_s"] for row in done), default=0.0), 3),
-        "longest_message": max((len(row["message"]) for row in done), default=0),
-        "mutations": dict(sorted(collections.Counter(kind for row in done for kind in row["kinds"]).items())),
-        "faults": faults[:40],
-        "unnamed": unnamed[:40],
-    }
-
-
-def campaign(words: argparse.Namespace) -> dict[str, Any]:
-    return mutate(words.seed, words.first, words.count, words.jobs, words.seconds)
-
-
-if __name__ == "__main__":
-    sys.exit(main(__doc__, campaign, (*POOL, ("--count", 10_000), ("--first", 0)), "n_faults"))
