@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from caramba.config.paper import BudgetConfig
 from caramba.errors import BudgetExceeded
+
+if TYPE_CHECKING:
+    from caramba.paper.research.spending import LoopBudget
 
 # Text and JSON have three to four bytes a token; the estimate of a prompt must not be too small.
 BYTES_PER_TOKEN = 2
@@ -35,18 +38,6 @@ class Spent:
     def tokens(self) -> int:
         return self.prompt_tokens + self.reply_tokens
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return this as JSON values."""
-        return asdict(self)
-
-
-class Parent(Protocol):
-    """The budget of a whole loop, of which a draft's is a part."""
-
-    def reserve(self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0) -> None: ...
-
-    def book(self, *, calls: int = 0, tokens: int = 0, usd: float = 0.0) -> None: ...
-
 
 class BudgetLedger:
     """Reserves attempts and books what they used, against the limits of a draft. `price` is None where unknown."""
@@ -57,9 +48,9 @@ class BudgetLedger:
         spent: Spent,
         price: Price | None,
         way_on: str = WAY_ON,
-        parent: Parent | None = None,
+        parent: LoopBudget | None = None,
     ) -> None:
-        """`way_on` is the command that resumes the draft, for messages."""
+        """`way_on` is the command that resumes the draft, for messages; `parent` is the budget of a whole loop."""
         self.limits, self.spent, self._price, self._parent = limits, spent, price or Price(0.0, 0.0), parent
         self._advice = f"; raise it and resume with {way_on}, which keeps what is written"
 

@@ -1,27 +1,42 @@
-"""The language model: bounded attempts, tools by protocol or as text, recorded replies, errors with what to change."""
+"""The language model: HTTP to an OpenAI-compatible address, or litellm; tools by protocol or as text.
+
+litellm is imported at its first request. It takes seconds to load, and by itself reads `.env` files and fetches a
+list of prices; both are switched off here, as are its own retries and telemetry.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
 import os
 import random
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter
 
 from caramba.config.optional_deps import need_library
-from caramba.config.paper import PaperConfig
+from caramba.config.paper import ApiConfig, PaperConfig
 from caramba.errors import AgentError, ConfigError, fits_header
 from caramba.paper.budget import WAY_ON, BudgetLedger, Price
 from caramba.paper.journal import Journal
-from caramba.paper.text_tools import as_text, read_calls
-from caramba.paper.transport import Failure, at_server, load_litellm, open_transport, read_failure
-from caramba.paper.untrusted import encodable
+from caramba.paper.untrusted import encodable, read_json, read_object
 from caramba.runs.deadline import run_with_timeout
 
 FIRST_WAIT_S = 1.0
 MOST_REASKED = 2
+MOST_BYTES = 16_000_000
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
 Messages = list[dict[str, Any]]
+Send = Callable[[dict[str, Any]], dict[str, Any]]
+"""Takes the body of a request and returns that of its answer."""
 
 
 class ModelUnusable(AgentError):  # noqa: N818 - names the event
@@ -58,32 +73,6 @@ class ModelReply:
         return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
 
 
-def need_model(config: PaperConfig, where: str) -> None:
-    """Refuse, before anything is loaded or sent, when the model cannot be asked from here.
-
-    Raises:
-        ConfigError: a library of the extra `paper` is not installed, or the named variable holds no key, or one that no
-            header carries.
-    """
-    own = () if config.api.base_url is not None else ("litellm",)
-    for library in (*own, "pylatexenc", "pybtex", "pypdf"):
-        need_library(library, "paper", where)
-    if config.api.key_env is None:
-        return
-    shown, held = config.api.shown_key_env, os.environ.get(config.api.key_env, "").strip()
-    if not held:
-        name = shown if shown != "…" else "NAME"
-        wrong = f"no such variable is set; export {name}=… and give its name, not the key"
-    elif not fits_header(held):
-        wrong = (
-            "the variable holds blanks or characters that a header cannot carry; export the key as the server has it, "
-            "in ASCII"
-        )
-    else:
-        return
-    raise ConfigError(f"{where}.api.key_env={shown}: {wrong}")
-
-
 class LanguageModel:
     """Asks one model, with tools. Every attempt is reserved in the ledger before it is sent."""
 
@@ -98,13 +87,14 @@ class LanguageModel:
         """Check that the model can be asked; with a `journal`, replies that it holds are not asked for again.
 
         Raises:
-            ConfigError: no litellm, no key, or a model that litellm does not know.
+            ConfigError: a library of the extra `paper` is not installed, no key, or a model that litellm does not know.
         """
         self.config, self._sleep, self._way_on, self.journal = config, sleep, way_on, journal
         self._is_replay = journal is not None and journal.replay is not None
         self._has_text_tools = config.api.tools == "text"
         if not self._is_replay:
-            need_model(config, "paper")
+            for library in ("litellm", "pylatexenc", "pybtex", "pypdf")[config.api.base_url is not None :]:
+                need_library(library, "paper", "paper")
             self._send = open_transport(config)
 
     def price(self) -> Price | None:
@@ -141,45 +131,46 @@ class LanguageModel:
         request = {"model": self.config.model, "messages": messages, "tools": tools}
         if self.journal is not None and (known := self.journal.find(request)) is not None:
             return _recorded(known)
+        attempt = functools.partial(self._attempt, ledger, record)
         if self._is_replay and self.journal is not None:
             reply = _recorded(self.journal.find_recorded(request))
             ledger.record_usage(ledger.reserve(messages, tools), reply.prompt_tokens, reply.reply_tokens)
         elif self._has_text_tools and tools:
-            reply = self._ask_in_text(messages, tools, ledger, record)
+            reply = self._ask_in_text(attempt, messages, tools)
         else:
             try:
-                reply = self._attempt(messages, tools, ledger, record)
+                reply = attempt(messages, tools)
             except _ToolsRefused:
                 self._has_text_tools = True
-                reply = self._ask_in_text(messages, tools, ledger, record)
+                reply = self._ask_in_text(attempt, messages, tools)
         if self.journal is not None:
             self.journal.add(request, asdict(reply))
         return reply
 
     def _ask_in_text(
-        self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]
+        self, attempt: Callable[[Messages, Messages], ModelReply], messages: Messages, tools: Messages
     ) -> ModelReply:
         """Ask for calls as JSON, and again where the answer is none."""
         conversation = as_text(messages, tools)
         for _ in range(MOST_REASKED + 1):
-            reply = self._attempt(conversation, [], ledger, record)
+            reply = attempt(conversation, [])
             try:
-                text, calls = read_calls(reply.text, tools)
+                return _reply(
+                    read_calls(reply.text, tools), reply.finish, reply.prompt_tokens, reply.reply_tokens
+                )
             except ValueError as error:
                 asked = f"{error}; answer with one JSON object as described, and nothing else"
                 conversation += [
                     {"role": "assistant", "content": reply.text},
                     {"role": "user", "content": asked},
                 ]
-            else:
-                return _reply({"content": text, "tool_calls": calls}, *_counts(reply))
         raise ModelUnusable(
             f"{self.config.model}{at_server(self.config.api)}: {MOST_REASKED + 1} answers without a call in JSON; "
             "take a model that follows a schema"
         )
 
     def _attempt(
-        self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]
+        self, ledger: BudgetLedger, record: Callable[..., None], messages: Messages, tools: Messages
     ) -> ModelReply:
         config = self.config
         body: dict[str, Any] = {"messages": messages, "max_tokens": config.budget.max_reply_tokens}
@@ -193,38 +184,39 @@ class LanguageModel:
             try:
                 reply = _read(run_with_timeout(config.api.timeout_s, lambda: self._send(body)))
             except Exception as error:
-                failure = read_failure(error, config)
-                if failure.was_refused:
+                text, status, asked_s = _read_failure(error, config)
+                # What the server did not take costs nothing.
+                was_refused = status is not None and 400 <= status < 500 and status not in (408, 409)
+                if was_refused:
                     ledger.release(reserved)
-                record("attempt_failed", attempt=attempt, error=failure.text, status=failure.status)
-                self._refuse(failure, attempt, has_tools=bool(tools))
-                wait = max(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5), failure.retry_after)
+                record("attempt_failed", attempt=attempt, error=text, status=status)
+                if tools and status in (400, 422) and config.api.tools == "auto" and "tool" in text:
+                    raise _ToolsRefused from None
+                may_pass = status == 429 or not was_refused
+                if not may_pass or attempt > config.api.retries:
+                    tries = f" (attempt {attempt} of {config.api.retries + 1})" if may_pass else ""
+                    raise self._refusal(text, status, tries) from None
+                wait = max(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5), asked_s)
                 self._sleep(min(wait, config.api.max_wait_s))
             else:
                 ledger.record_usage(reserved, reply.prompt_tokens, reply.reply_tokens)
                 return reply
 
-    def _refuse(self, failure: Failure, attempt: int, *, has_tools: bool) -> None:
-        """Raise what a failed attempt means, unless it may pass and there are attempts left."""
-        api = self.config.api
-        if failure.user_error is not None:
-            raise ConfigError(failure.user_error)
-        if has_tools and failure.status in (400, 422) and api.tools == "auto" and "tool" in failure.text:
-            raise _ToolsRefused
-        if not failure.may_pass or attempt > api.retries:
-            tries = f" (attempt {attempt} of {api.retries + 1})" if failure.may_pass else ""
-            raise AgentError(
-                f"{self.config.model}{at_server(api)}: {failure.text}{tries}; the draft is kept, "
-                f"resume with {self._way_on}"
-            )
+    def _refusal(self, text: str, status: int | None, tries: str) -> AgentError | ConfigError:
+        """Return what a failed attempt means that is the last one."""
+        api, model = self.config.api, f"{self.config.model}{at_server(self.config.api)}"
+        if status in (401, 403):
+            key = api.shown_key_env if api.key_env else "the provider's key"
+            wrong = f"the server refused the key ({status}); check {key}"
+        elif status == 404:
+            wrong = f"the server knows no such model or address ({status}); check model and api.base_url"
+        else:
+            return AgentError(f"{model}: {text}{tries}; the draft is kept, resume with {self._way_on}")
+        return ConfigError(f"paper.model={model}: {wrong} [{text}]")
 
 
 def _recorded(plain: dict[str, Any]) -> ModelReply:
-    return ModelReply(**{**plain, "calls": tuple(ToolCall(**call) for call in plain["calls"])})
-
-
-def _counts(reply: ModelReply) -> tuple[str, int | None, int | None]:
-    return reply.finish, reply.prompt_tokens, reply.reply_tokens
+    return TypeAdapter(ModelReply).validate_python(plain)
 
 
 def _read(answer: dict[str, Any]) -> ModelReply:
@@ -254,3 +246,226 @@ def _reply(message: dict[str, Any], finish: str, prompt: int | None, reply: int 
         calls[identity] = ToolCall(identity, encodable(name), encodable(text))
     text = encodable(str(message.get("content") or ""))
     return ModelReply(text, tuple(calls.values()), encodable(finish), prompt, reply)
+
+
+_ASKED = (
+    "You call tools by answering with one JSON object and nothing else, "
+    '{"calls": [{"name": NAME, "arguments": {...}}]}, or, when you are done, {"text": WORDS}. Tools:\n'
+)
+
+
+def as_text(messages: Messages, tools: Messages) -> Messages:
+    """Return a conversation without tool calls: one system message, then user and assistant in turn."""
+    schemas = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    found: Messages = []
+    for message in messages:
+        role, text = message["role"], str(message["content"] or "")
+        if role == "system":
+            text = f"{text}\n\n{_ASKED}{schemas}"
+        elif role == "assistant":
+            calls = [
+                {"name": call["function"]["name"], "arguments": _loaded(call["function"]["arguments"])}
+                for call in message.get("tool_calls", [])
+            ]
+            text = json.dumps({"calls": calls} if calls else {"text": text}, ensure_ascii=False)
+        elif role == "tool":
+            role, text = "user", f"Result of {message['tool_call_id']}: {text}"
+        if found and role == "user" == found[-1]["role"]:
+            found[-1]["content"] += f"\n{text}"
+        else:
+            found.append({"role": role, "content": text})
+    return found
+
+
+def read_calls(text: str, tools: Messages) -> dict[str, Any]:
+    """Return an answer with the calls that it makes as a message of the chat-completions protocol.
+
+    Raises:
+        ValueError: the answer is not of the form that was asked for; the message is for the model.
+    """
+    plain = read_object(text)
+    if not plain.keys() & {"calls", "text"}:
+        raise ValueError("the object has neither calls nor text")
+    known = [tool["function"]["name"] for tool in tools]
+    calls: list[dict[str, Any]] = []
+    for index, call in enumerate(plain.get("calls") or []):
+        if not isinstance(call, dict) or call.get("name") not in known:
+            raise ValueError(f"call {index + 1} names no tool of {', '.join(known)}")
+        arguments = json.dumps(call.get("arguments") or {}, ensure_ascii=False)
+        calls.append({"function": {"name": call["name"], "arguments": arguments}})
+    return {"content": plain.get("text"), "tool_calls": calls}
+
+
+def _loaded(arguments: str) -> Any:
+    try:
+        return read_json(arguments)
+    except ValueError:
+        return arguments
+
+
+class StatusError(Exception):
+    """An HTTP status that is no success; `litellm_response_headers` as on litellm's own errors."""
+
+    def __init__(self, status: int, text: str, headers: dict[str, str]) -> None:
+        super().__init__(text)
+        self.status_code, self.litellm_response_headers = status, headers
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key to another server."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+def read_limits(config: PaperConfig) -> None:
+    """Ask a server for its models, which costs nothing: the context of the configured one has to hold a reply.
+
+    Raises:
+        ConfigError: nothing answers at the address, or the context cannot hold one reply.
+    """
+    if config.api.base_url is None:
+        return
+    try:
+        listed = _open(config, "models").get("data")
+    except (StatusError, ValueError):
+        return  # not every server lists its models
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"paper.api.base_url={config.api.base_url}: no server answers there ({reason}); start it"
+        ) from None
+    models = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+    context = next((item.get("max_model_len") for item in models if item.get("id") == config.model), None)
+    if isinstance(context, int) and context <= config.budget.max_reply_tokens:
+        raise ConfigError(
+            f"paper.budget.max_reply_tokens={config.budget.max_reply_tokens}: {config.model} has a context of "
+            f"{context} tokens for prompt and reply; lower it, or serve a longer context"
+        )
+
+
+def _open(config: PaperConfig, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{str(config.api.base_url).rstrip('/')}/{path}",
+        None if body is None else json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {_own_key(config) or 'none'}"},
+    )
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=config.api.timeout_s) as answer:
+            content = answer.read(MOST_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        headers = {name.lower(): value for name, value in error.headers.items()}
+        raise StatusError(error.code, error.read(4000).decode(errors="replace"), headers) from None
+    if len(content) > MOST_BYTES:
+        raise AgentError(f"the server's answer is longer than {MOST_BYTES} bytes")
+    plain = read_json(content)
+    if not isinstance(plain, dict):
+        raise ValueError("the server's answer is no JSON object")
+    return plain
+
+
+def load_litellm() -> Any:
+    """Import litellm, quiet and without retries of its own."""
+    # Both are read when litellm is imported. A user's own value wins.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
+    litellm: Any = importlib.import_module("litellm")
+    litellm.telemetry = litellm.drop_params = False
+    litellm.suppress_debug_info = True
+    return litellm
+
+
+def _over_litellm(config: PaperConfig, key: str | None) -> Send:
+    litellm, where = load_litellm(), f"paper.model={config.model}"
+    fixed: dict[str, Any] = {"timeout": config.api.timeout_s, "num_retries": 0, "max_retries": 0}
+    try:
+        litellm.get_llm_provider(config.model)
+    except Exception:
+        raise ConfigError(
+            f"{where}: litellm knows no provider for it; write PROVIDER/MODEL, such as openai/gpt-4o or "
+            "anthropic/claude-sonnet-4-5, or set api.base_url to an OpenAI-compatible server"
+        ) from None
+    if key is not None:
+        fixed["api_key"] = key
+    else:
+        # litellm takes a key that is set to nothing for one that is set.
+        names = [name for name, value in os.environ.items() if name.endswith("_KEY") and not value.strip()]
+        blank = {name: os.environ.pop(name) for name in names}
+        try:
+            known = litellm.validate_environment(config.model)
+        finally:
+            os.environ.update(blank)
+        if not known.get("keys_in_environment"):
+            missing = ", ".join(known.get("missing_keys") or []) or "its key"
+            raise ConfigError(f"{where}: the environment lacks {missing}; export it, or set api.key_env")
+    return lambda body: litellm.completion(model=config.model, **body, **fixed).model_dump()
+
+
+def open_transport(config: PaperConfig) -> Send:
+    """Return what sends requests as configured.
+
+    Raises:
+        ConfigError: no key for the address, or a model or key that litellm does not know.
+    """
+    key, model = _own_key(config), config.model.removeprefix("openai/")
+    if config.api.base_url is None:
+        return _over_litellm(config, key)
+    # A key for another server is not sent to this one.
+    if key is None and urlsplit(config.api.base_url).hostname not in _LOOPBACK:
+        raise ConfigError(
+            f"paper.api.base_url={config.api.base_url}: the name of this server's key is unknown; set api.key_env to "
+            "the environment variable that holds it"
+        )
+    return lambda body: _open(config, "chat/completions", {**body, "model": model})
+
+
+def _own_key(config: PaperConfig) -> str | None:
+    """Return the key whose variable is configured, None where none is.
+
+    Raises:
+        ConfigError: the variable holds no key, or one that no header carries.
+    """
+    if config.api.key_env is None:
+        return None
+    held, name = os.environ.get(config.api.key_env, "").strip(), config.api.shown_key_env
+    if not held:
+        shown = name if name != "…" else "NAME"
+        wrong = f"no such variable is set; export {shown}=… and give its name, not the key"
+    elif not fits_header(held):
+        wrong = (
+            "the variable holds blanks or characters that a header cannot carry; export the key as the server has it, "
+            "in ASCII"
+        )
+    else:
+        return held
+    raise ConfigError(f"paper.api.key_env={name}: {wrong}")
+
+
+def _read_failure(error: Exception, config: PaperConfig) -> tuple[str, int | None, float]:
+    """Return what an exception of a request means, its status, and the seconds that the server asks to wait.
+
+    litellm's exceptions carry the status that the server gave.
+    """
+    name, status = type(error).__name__, getattr(error, "status_code", None)
+    if name == "Timeout" or isinstance(error, TimeoutError):
+        return f"no answer within {config.api.timeout_s:g} s", status, 0.0
+    text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
+    if status is None or name == "APIConnectionError":
+        text = f"cannot be reached or answers what cannot be read ({text})"
+    headers = getattr(error, "litellm_response_headers", None) or {}  # `response` of these errors is made up
+    asked = str(headers.get("retry-after", ""))
+    return text, status, float(asked) if asked.replace(".", "", 1).isdecimal() else 0.0
+
+
+def _without_keys(text: str, config: PaperConfig) -> str:
+    """Remove keys from a server's message: some repeat the one that they refuse."""
+    secret = [(value.strip(), name) for name, value in os.environ.items()
+              if name == config.api.key_env or name.upper().endswith(_SECRET)]  # fmt: skip
+    for value, name in sorted(secret, key=lambda item: -len(item[0])):  # one may begin with another
+        text = text.replace(value, f"${name}") if len(value) >= 6 else text
+    return encodable(text)
+
+
+def at_server(api: ApiConfig) -> str:
+    """Return where the model is asked, for messages."""
+    return f" at {api.base_url}" if api.base_url else ""

@@ -22,9 +22,9 @@ from pydantic import TypeAdapter
 from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.paper.budget import BudgetLedger, Parent, Spent
+from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.check import report
-from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable
+from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable, at_server
 from caramba.paper.compile import need_latex
 from caramba.paper.document import outside_of_sections, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
@@ -33,9 +33,9 @@ from caramba.paper.gate import Gate, Passed
 from caramba.paper.journal import Journal
 from caramba.paper.latex import NotAllowed, scan
 from caramba.paper.records import Record, read_bibliography
+from caramba.paper.research.spending import LoopBudget
 from caramba.paper.search import Literature
 from caramba.paper.tools import Toolbox, first_messages, tool_schemas
-from caramba.paper.transport import at_server
 from caramba.runs import lock
 from caramba.runs.files import sha256_of
 
@@ -62,7 +62,7 @@ class PaperDrafter:
         *,
         sleep: Callable[[float], None] = time.sleep,
         journal: Journal | None = None,
-        parent: Parent | None = None,
+        parent: LoopBudget | None = None,
         extend: Callable[[Evidence], Evidence] | None = None,
     ) -> None:
         """Draft by a configuration; `extend` adds to the evidence of the run what a research loop found."""
@@ -275,7 +275,7 @@ class _Session:
                 )
                 reply = self._ask(messages, self.schemas)
                 messages.append(reply.message())
-                self._note("reply", **asdict(reply), spent=self.draft.spent.as_dict())
+                self._note("reply", **asdict(reply), spent=asdict(self.draft.spent))
 
     def _ask(self, messages: list[dict[str, Any]], schemas: Sequence[dict[str, Any]] = ()) -> ModelReply:
         return self.model.ask(messages, list(schemas), self.ledger, self._note)
@@ -301,7 +301,7 @@ class _Session:
         number = self.folder.adopt(passed.files, self._facts(), self.config.versions_kept)
         draft.is_open, draft.messages = False, []
         draft.taken_from, draft.taken_sha256, draft.taken = 0, "", {}
-        self._note("adopted", version=number, spent=draft.spent.as_dict())
+        self._note("adopted", version=number, spent=asdict(draft.spent))
         return Drafted(number, self.folder.root / PAPER, self.folder.root / PDF, draft.spent)
 
     def _edited_since(self) -> str | None:
@@ -325,7 +325,7 @@ class _Session:
             "sections": {name: {"sha256": item.hash, "by": item.by} for name, item in draft.sections.items()},
             "citations": draft.cited,
             "records": {identity: asdict(draft.records[identity]) for identity in draft.cited.values()},
-            "spent": draft.spent.as_dict(),
+            "spent": asdict(draft.spent),
         }
 
     def _note(self, event: str, **fields: Any) -> None:

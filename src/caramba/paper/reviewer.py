@@ -9,11 +9,12 @@ from typing import Any
 
 from caramba.config.manifest import Manifest
 from caramba.config.paper import Action, Persona, ReviewConfig, Strictness
-from caramba.paper.budget import BudgetLedger, Parent, Spent
+from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, ModelUnusable
 from caramba.paper.evidence import Evidence
 from caramba.paper.journal import Journal
 from caramba.paper.research.proposal import Proposal
+from caramba.paper.research.spending import LoopBudget
 from caramba.paper.review import Reviewed, check_paper
 from caramba.paper.review_tools import ReviewToolbox, as_findings
 from caramba.paper.tools import tool_schemas
@@ -53,7 +54,7 @@ class Review:
         by_model = {} if config is None else {
             "model": config.model, "persona": config.reviewer_persona, "strictness": config.strictness,
             "score": self.score, "action": self.action, "summary": self.summary,
-            "proposals": list(self.proposals), "spent": self.spent.as_dict(),
+            "proposals": list(self.proposals), "spent": asdict(self.spent),
         }  # fmt: skip
         return {
             "schema": 1,
@@ -73,7 +74,7 @@ class PaperReviewer:
         *,
         sleep: Callable[[float], None] = time.sleep,
         journal: Journal | None = None,
-        parent: Parent | None = None,
+        parent: LoopBudget | None = None,
         way_on: str = "`caramba review RUN`",
     ) -> None:
         """Check that the model can be asked.

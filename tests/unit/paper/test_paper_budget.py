@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -33,12 +34,12 @@ def test_spending_never_exceeds_the_limits(
     for size, outcome, share in steps:
         ledger = BudgetLedger(limits, spent, Price(1e-6, 3e-6))
         messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * size}]
-        before = spent.as_dict()
+        before = asdict(spent)
         try:
             ledger.begin()
             reserved = ledger.reserve(messages, [])
         except BudgetExceeded:
-            assert {**spent.as_dict(), "iterations": 0} == pytest.approx({**before, "iterations": 0})
+            assert {**asdict(spent), "iterations": 0} == pytest.approx({**before, "iterations": 0})
             continue
         if outcome == "used":
             ledger.record_usage(
@@ -49,7 +50,7 @@ def test_spending_never_exceeds_the_limits(
         elif outcome == "refused":
             ledger.release(reserved)
         else:  # what a killed process leaves is what was saved with the reservation
-            spent = Spent(**json.loads(json.dumps(spent.as_dict())))
+            spent = Spent(**json.loads(json.dumps(asdict(spent))))
         assert spent.tokens <= max_tokens
         assert spent.cost_usd <= max_cost * (1 + 1e-9)
         assert spent.iterations <= max_iterations

@@ -13,10 +13,8 @@ from tests.paper_servers import Answer, chat_server, says
 from caramba.config.paper import BudgetConfig, PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
-from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable
+from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable, as_text, read_limits
 from caramba.paper.journal import CALLS, Journal
-from caramba.paper.text_tools import as_text
-from caramba.paper.transport import read_limits
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 

@@ -10,12 +10,12 @@ from caramba.config.paper import ReviewConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import CommandArguments
+from caramba.paper.client import read_limits
 from caramba.paper.document import read_paper
 from caramba.paper.evidence import read_evidence
 from caramba.paper.folder import PAPER, VERSIONS, PaperFolder
 from caramba.paper.review import check_paper
 from caramba.paper.reviewer import PaperReviewer, Review
-from caramba.paper.transport import read_limits
 from caramba.runs import read_manifest, resolve_run
 from caramba.runs.files import sha256_of, write_json
 

@@ -20,7 +20,7 @@ from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.errors import BudgetExceeded, ConfigError
-from caramba.paper.client import LanguageModel, ModelUnusable
+from caramba.paper.client import LanguageModel, ModelUnusable, read_limits
 from caramba.paper.compile import need_latex
 from caramba.paper.document import read_paper
 from caramba.paper.drafter import PaperDrafter
@@ -34,7 +34,6 @@ from caramba.paper.research.proposal import Proposal
 from caramba.paper.research.spending import LoopBudget
 from caramba.paper.review_tools import proposal_yaml
 from caramba.paper.reviewer import PaperReviewer
-from caramba.paper.transport import read_limits
 from caramba.runs import lock, read_manifest
 from caramba.runs.files import sha256_of, write_json, write_whole
 
