@@ -182,7 +182,7 @@ def check_extras(manifest: Manifest) -> None:
     if manifest.paper is not None and manifest.paper.enabled:
         from caramba.paper.client import LanguageModel
         from caramba.paper.compile import need_latex
-        from caramba.paper.records import read_bibliography
+        from caramba.paper.literature import read_bibliography
 
         need_latex("paper")
         LanguageModel(manifest.paper).price()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from caramba.errors import CarambaError, nearest
 from caramba.paper.evidence import Evidence
 from caramba.paper.latex import NotAllowed, Scanned, Use, scan
+from caramba.paper.literature import Record
 from caramba.paper.numbers import Names, adjacent, in_prose
-from caramba.paper.records import Record
 
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
 MOST = 12

@@ -32,9 +32,8 @@ from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_d
 from caramba.paper.gate import Gate, Passed
 from caramba.paper.journal import Journal
 from caramba.paper.latex import NotAllowed, scan
-from caramba.paper.records import Record, read_bibliography
+from caramba.paper.literature import Literature, Record, read_bibliography
 from caramba.paper.research.spending import LoopBudget
-from caramba.paper.search import Literature
 from caramba.paper.tools import Toolbox, first_messages, tool_schemas
 from caramba.runs import lock
 from caramba.runs.files import sha256_of

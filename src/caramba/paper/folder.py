@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.paper.budget import Spent
-from caramba.paper.records import Record
+from caramba.paper.literature import Record
 from caramba.runs.files import append_line, part_of, sha256_of, whole_lines, write_json, write_whole
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"

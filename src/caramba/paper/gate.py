@@ -19,7 +19,7 @@ from caramba.paper.document import build_paper, results_tex
 from caramba.paper.evidence import Evidence, read_artifact
 from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
 from caramba.paper.latex import list_names
-from caramba.paper.records import Record
+from caramba.paper.literature import Record
 
 Sections = Mapping[str, Section]
 Cited = Mapping[str, Record]

@@ -23,8 +23,7 @@ from caramba.paper.evidence import Evidence, read_artifact
 from caramba.paper.folder import AGENT, HUMAN, PAPER, Draft, PaperFolder, Section
 from caramba.paper.gate import Gate
 from caramba.paper.latex import MATH_ENVIRONMENTS, PROSE_COMMANDS, PROSE_ENVIRONMENTS
-from caramba.paper.records import new_key
-from caramba.paper.search import Literature
+from caramba.paper.literature import Literature, new_key
 from caramba.paper.untrusted import condense, encodable, read_json
 
 MOST_LISTED, MOST_READ = 200, 60_000

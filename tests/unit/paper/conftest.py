@@ -13,7 +13,8 @@ from finished_run import write_run
 from tests.paper_servers import LiteratureServer, literature_server
 
 from caramba.config.paper import PaperConfig
-from caramba.paper import drafter, gate, search
+from caramba.paper import drafter, gate
+from caramba.paper import literature as works
 from caramba.paper.compile import Compiled
 from caramba.paper.evidence import Evidence, read_evidence
 
@@ -48,8 +49,8 @@ def evidence(run: Path) -> Evidence:
 def literature(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiteratureServer]:
     """arXiv and Semantic Scholar on loopback."""
     with literature_server() as server:
-        monkeypatch.setattr(search, "ARXIV_URL", f"{server.url}/arxiv")
-        monkeypatch.setattr(search, "SEMANTIC_SCHOLAR_URL", f"{server.url}/s2")
+        monkeypatch.setattr(works, "ARXIV_URL", f"{server.url}/arxiv")
+        monkeypatch.setattr(works, "SEMANTIC_SCHOLAR_URL", f"{server.url}/s2")
         yield server
 
 

@@ -10,7 +10,7 @@ from tests.examples import examples
 from caramba.paper.check import check_section, derive, report
 from caramba.paper.evidence import Evidence
 from caramba.paper.latex import NotAllowed, scan
-from caramba.paper.records import Record
+from caramba.paper.literature import Record
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 

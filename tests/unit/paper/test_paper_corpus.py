@@ -14,8 +14,8 @@ import pytest
 
 from caramba.paper.check import check_section, report
 from caramba.paper.evidence import Evidence
+from caramba.paper.literature import Record
 from caramba.paper.numbers import claims
-from caramba.paper.records import Record
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 

@@ -12,7 +12,7 @@ import pytest
 from caramba.errors import ConfigError
 from caramba.paper import folder as module
 from caramba.paper.folder import Draft, PaperFolder, Section, load_draft
-from caramba.paper.records import Record
+from caramba.paper.literature import Record
 from caramba.runs.files import sha256_of
 
 FACTS = {"report_sha256": "ab", "sections": {}}

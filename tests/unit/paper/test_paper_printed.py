@@ -10,7 +10,7 @@ import pytest
 
 from caramba.paper.evidence import Evidence
 from caramba.paper.gate import unknown_digits
-from caramba.paper.records import Record
+from caramba.paper.literature import Record
 
 pytest.importorskip("pypdf", reason="the extra `paper` is not installed")
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from caramba.errors import ConfigError
-from caramba.paper.records import Record, new_key, read_bibliography
+from caramba.paper.literature import Record, new_key, read_bibliography
 from caramba.paper.untrusted import clean
 
 

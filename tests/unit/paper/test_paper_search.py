@@ -8,9 +8,9 @@ import time
 import pytest
 from tests.paper_servers import ATOM, Answer, LiteratureServer, dripping_server
 
-from caramba.config.paper import CitationsConfig
-from caramba.paper import search
-from caramba.paper.search import Literature, SearchFailed
+from caramba.config.paper import CitationsConfig, SourceName
+from caramba.paper import literature as module
+from caramba.paper.literature import Literature, SearchFailed
 
 
 def test_arxiv_answers_become_records(literature: LiteratureServer) -> None:
@@ -59,7 +59,7 @@ BAD = [
 
 @pytest.mark.parametrize(("source", "answer", "message"), BAD)
 def test_a_bad_answer_is_a_reason(
-    source: search.SourceName, answer: Answer, message: str, literature: LiteratureServer
+    source: SourceName, answer: Answer, message: str, literature: LiteratureServer
 ) -> None:
     literature.atom = literature.scholar = answer
     with pytest.raises(SearchFailed, match=message):
@@ -84,9 +84,9 @@ def test_a_source_that_is_down_is_not_asked_for_ever(monkeypatch: pytest.MonkeyP
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    monkeypatch.setattr(search, "ARXIV_URL", f"http://127.0.0.1:{port}/arxiv")
+    monkeypatch.setattr(module, "ARXIV_URL", f"http://127.0.0.1:{port}/arxiv")
     asked = Literature(CitationsConfig())
-    for _ in range(search.MOST_FAILURES):
+    for _ in range(module.MOST_FAILURES):
         with pytest.raises(
             SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"
         ):
@@ -109,11 +109,11 @@ def test_arxiv_is_asked_at_the_pace_it_wishes(
     asked = Literature(CitationsConfig(), sleep=waits.append)
     asked.search("arxiv", "x", 5)
     asked._last_arxiv = time.monotonic()
-    monkeypatch.setattr(search, "ARXIV_URL", "https://export.arxiv.org.invalid/")
+    monkeypatch.setattr(module, "ARXIV_URL", "https://export.arxiv.org.invalid/")
     with pytest.raises(SearchFailed):
         asked.search("arxiv", "x", 5)
     assert len(waits) == 1
-    assert 2 < waits[0] <= search.ARXIV_PAUSE_S
+    assert 2 < waits[0] <= module.ARXIV_PAUSE_S
 
 
 def test_a_server_that_drips_runs_into_the_limit(
@@ -122,7 +122,7 @@ def test_a_server_that_drips_runs_into_the_limit(
     """A byte every tenth of a second never makes one read late."""
     for part in ("body", "headers"):
         with dripping_server(part) as url:
-            monkeypatch.setattr(search, "ARXIV_URL", url)
+            monkeypatch.setattr(module, "ARXIV_URL", url)
             began = time.monotonic()
             with pytest.raises(SearchFailed, match=r"no answer within 0\.5 s"):
                 Literature(CitationsConfig(timeout_s=0.5)).search("arxiv", "x", 5)

@@ -17,7 +17,7 @@ from caramba.config.paper import PaperConfig
 from caramba.paper.evidence import Evidence
 from caramba.paper.folder import Draft, PaperFolder
 from caramba.paper.gate import Gate
-from caramba.paper.search import Literature
+from caramba.paper.literature import Literature
 from caramba.paper.tools import ListArtifacts, Toolbox
 
 need("litellm")
