@@ -25,7 +25,7 @@ TITLES: dict[SectionName, str] = {
 # Every file of these comes with texlive-latex-recommended.
 STYLES = ("inputenc", "amsmath", "amssymb", "geometry", "graphicx", "booktabs", "natbib", "hyperref")
 
-_PREAMBLE = r"""% Written by caramba. Edit below the heading of a section; `caramba paper RUN --update` keeps it.
+PREAMBLE = r"""% Written by caramba. Edit below the heading of a section; `caramba paper RUN --update` keeps it.
 \documentclass[11pt]{article}
 \usepackage[utf8]{inputenc}
 \usepackage{amsmath,amssymb}
@@ -36,7 +36,6 @@ _PREAMBLE = r"""% Written by caramba. Edit below the heading of a section; `cara
 \DeclareMathOperator{\softmax}{softmax}
 \DeclareMathOperator*{\argmin}{argmin}
 \DeclareMathOperator*{\argmax}{argmax}
-\input{results}
 """
 _OPEN, _CLOSE = "% caramba:section ", "% caramba:end "
 _SECTION = re.compile(
@@ -54,7 +53,7 @@ def build_paper(
         note += rf" Numbers marked \emph{{proxy}} rest on a proxy teacher: {escape(evidence.proxy)}."
     written = [_section(name, sections[name]) for name in config.sections if name in sections]
     lines = [
-        _PREAMBLE,
+        PREAMBLE + "\\input{results}\n",
         rf"\title{{{escape(config.title or evidence.name)}\thanks{{{note}}}}}",
         r"\author{" + r" \and ".join(map(escape, config.authors)) + "}",
         rf"\date{{{'Technical report' if config.paper_type == 'technical_report' else ''}}}",

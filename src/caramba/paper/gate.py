@@ -15,7 +15,7 @@ from caramba.config.paper import PaperConfig
 from caramba.errors import CarambaError
 from caramba.paper.check import Checked, check_section, report, section_names
 from caramba.paper.compile import Compiled, compile_paper
-from caramba.paper.document import build_paper, results_tex
+from caramba.paper.document import PREAMBLE, build_paper, results_tex
 from caramba.paper.evidence import Evidence, read_artifact
 from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
 from caramba.paper.latex import list_names
@@ -89,28 +89,18 @@ class Gate:
 
 
 # Every command that code fills prints nothing, as do counters and names; an underscore prints a sign that text holds.
-_BLIND = r"""\documentclass[11pt]{article}
-\usepackage[utf8]{inputenc}
-\usepackage{amsmath,amssymb,booktabs}
-\usepackage[margin=1in]{geometry}
-\pagestyle{empty}\raggedright\hyphenpenalty=10000\exhyphenpenalty=10000
-\DeclareMathOperator{\softmax}{softmax}
-\DeclareMathOperator*{\argmin}{argmin}
-\DeclareMathOperator*{\argmax}{argmax}
+_BLIND = r"""\pagestyle{empty}\raggedright\hyphenpenalty=10000\exhyphenpenalty=10000
 \newcommand{\result}[1]{}\newcommand{\resultvalue}[1]{}\newcommand{\setting}[1]{}
 \newcommand{\derived}[3]{}\newcommand{\citednumber}[2]{}\newcommand{\claim}[3]{}
 \newcommand{\artifactfigure}[2]{\par #2\par}\newcommand{\artifacttable}[1]{}
 \newcommand{\blind}[1][]{ #1 \blindnext}\newcommand{\blindnext}[2][]{ #1 }
 \let\cite\blind\let\citep\blind\let\citet\blind\let\citealt\blind\let\citealp\blind
 \let\citeauthor\blind\let\citeyear\blind
-\renewcommand{\ref}[1]{}\renewcommand{\eqref}[1]{}\renewcommand{\pageref}[1]{}\newcommand{\autoref}[1]{}
+\renewcommand{\ref}[1]{}\renewcommand{\eqref}[1]{}\renewcommand{\pageref}[1]{}\renewcommand{\autoref}[1]{}
 \renewcommand{\thefigure}{}\renewcommand{\thetable}{}\renewcommand{\theequation}{}\renewcommand{\thefootnote}{}
 \renewcommand{\theenumi}{}\renewcommand{\theenumii}{}\renewcommand{\theenumiii}{}\renewcommand{\theenumiv}{}
 \renewcommand{\thesubsection}{}\renewcommand{\thesubsubsection}{}
 \renewcommand{\_}{=}
-\begin{document}
-%s
-\end{document}
 """
 
 
@@ -128,7 +118,8 @@ def unknown_digits(sections: Mapping[str, str], evidence: Evidence, cited: Cited
     for section, body in sections.items():
         if not any(letter.isnumeric() for letter in body):
             continue
-        compiled = compile_paper({PAPER: (_BLIND % body).encode()}, passes=1)
+        text = f"{PREAMBLE}\\begin{{document}}\n{_BLIND}{body}\n\\end{{document}}\n"
+        compiled = compile_paper({PAPER: text.encode()}, passes=1)
         if compiled.pdf is None:
             wrong.append(f"{section}: does not compile without its numbers:\n{compiled.error}")
             continue
