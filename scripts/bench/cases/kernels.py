@@ -252,8 +252,8 @@ def our_lion(w: Tensor, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return w, m
 
 
-def adamw(w: Tensor, m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """AdamW's first update of one tensor in place, in plain torch."""
+def adamw(w: Tensor, m: Tensor, v: Tensor, g: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW's first update in place, in plain torch: what it counts is not read."""
     wide, moment, square, slope = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (w, m, v, g))
     moment = moment.lerp(slope, 1 - ADAMW["beta1"])
     square = square.lerp(slope * slope, 1 - ADAMW["beta2"])
@@ -264,19 +264,14 @@ def adamw(w: Tensor, m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, T
     return w, m, v
 
 
-def our_adamw(w: Tensor, m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    adamw_of((w, m, v, g))()
+def our_adamw(w: Tensor, m: Tensor, v: Tensor, g: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    adamw_of((w, m, v, g, steps))()
     return w, m, v
 
 
 def adamw_of(stacked: tuple[Tensor, ...]) -> Callable[[], None]:
-    w, m, v, g = (list(x.unbind()) for x in stacked)
-
-    def step() -> None:
-        steps = torch.zeros(len(w), device=w[0].device).unbind()  # here, as a captured call runs again
-        adamw_step(w, m, v, steps, g, **ADAMW)
-
-    return step
+    w, m, v, g, steps = (list(x.unbind()) for x in stacked)
+    return lambda: adamw_step(w, m, v, steps, g, **ADAMW)
 
 
 def lion_of(stacked: tuple[Tensor, ...]) -> Callable[[], None]:
@@ -350,7 +345,7 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
 
     def states_of(n: int) -> tuple[Tensor, ...]:
         w, m, g = tensors_of(n)
-        return w, m, (g * g).detach(), g
+        return w, m, (g * g).detach(), g, torch.zeros(n, device=device)
 
     size = dtype.itemsize
     turned = 2 * heads * width * size
