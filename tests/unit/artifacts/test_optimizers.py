@@ -27,10 +27,18 @@ def row_of(name: str, low: float, high: float, decisions: list[dict[str, Any]]) 
 
 def result_of() -> RunResult:
     switch = {"phase": "pretrain", "step": 3, "strategy": "conservative_adamw", "choice": "muon"}
-    rows = (row_of("adamw", 0.0, 0.0, []), row_of("orchestrator", -0.02, 0.01, [switch]))
+    fixed = {
+        "best_fixed": "muon",
+        "best_fixed_difference": {"low": 0.11, "high": 0.12},
+        "best_fixed_difference_at_equal_time": {"low": 0.21, "high": 0.22},
+    }
+    ours = row_of("orchestrator", -0.02, 0.01, [switch]) | fixed
+    left_out = {"model": "student", "row": "lion", "skipped": "lion takes about 40 s more"}
+    adamw = row_of("adamw", 0.0, 0.0, []) | {"equal_time_skipped": "adamw takes about 30 s more"}
+    rows = (adamw, ours, left_out)
     metrics = tuple(
         Metric(f"optimizers.student.{field}@row={row['row']}", 5.5, "nats/token", 3, None, "optimizers")
-        for row in rows
+        for row in (adamw, ours)
         for field in ("lr", "val_loss", "val_loss_deviation", "seconds")
     )
     bench = BenchmarkResult("optimizers", "optimizers", rows=rows, metrics=metrics)
@@ -42,6 +50,10 @@ def test_a_table_and_its_plot_are_written(tmp_path: Path) -> None:
     page = (tmp_path / "artifacts" / "report.html").read_text()
     assert "-0.0200 to +0.0100" in page
     assert "1,200" in page
+    assert "muon: +0.1100 to +0.1200" in page
+    assert "+0.2100 to +0.2200" in page
+    assert "lion takes about 40 s more" in page
+    assert "adamw takes about 30 s more" in page
     assert (tmp_path / "artifacts" / "optimizers.png").stat().st_size > 5_000
     assert draw_optimizers(RunResult("a", "run", "0" * 64, None, {}, {})) == (None, [])
     assert interval_text(None) == "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,24 @@ import pytest
 import torch
 
 from caramba.data import WindowSampler
+from caramba.distill import LanguageModelObjective
 from caramba.errors import ConfigError
+from caramba.model import build_model
+from caramba.optim import learning_rate
 from caramba.optim.nowcast import Snapshots
+from caramba.train.data import train_loader
 from caramba.train.orchestration.trials import Trials
-from tests.unit.train.orchestrated import KillAt, KilledError, Trained, orchestrated, phase_of, train
+from tests.unit.model.model_specs import NORM, spec
+from tests.unit.train.orchestrated import (
+    SEED,
+    KillAt,
+    KilledError,
+    Trained,
+    orchestrated,
+    phase_of,
+    train,
+    windows,
+)
 
 
 def without_times(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -22,6 +37,31 @@ def without_times(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kept = {key: value for key, value in one.items() if key not in ("cost", "inputs")}
         found.append({**kept, "steps": one.get("cost", {}).get("steps")})
     return found
+
+
+def test_off_is_a_plain_loop_to_the_bit(tmp_path: Path) -> None:
+    phase = phase_of(steps=20, save_every=None)
+    ours = train(phase, tmp_path)
+    assert ours.callback is None
+    assert ours.module.guard is None
+    assert list(tmp_path.iterdir()) == []
+
+    objective = LanguageModelObjective(build_model(spec(NORM), seed=0))
+    model = objective.model.train()
+    decayed = [p for name, p in model.named_parameters() if p.ndim > 1 and not name.startswith("embedder")]
+    kept = [p for p in model.parameters() if all(p is not one for one in decayed)]
+    groups = [{"params": decayed, "weight_decay": phase.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=phase.betas, fused=True)
+    loader = train_loader(windows(), phase, seed=SEED, start=0, pin=False)
+    for step, batch in enumerate(itertools.islice(loader, phase.steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(phase, step)
+        objective.step(batch, torch.Tensor.backward)
+        assert phase.max_grad_norm is not None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), phase.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [p.detach().flatten().tolist() for p in model.parameters()] == ours.weights
 
 
 @pytest.mark.parametrize("interval", [1, 7, 10])
