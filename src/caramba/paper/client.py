@@ -220,11 +220,7 @@ def _recorded(plain: dict[str, Any]) -> ModelReply:
 
 
 def _read(answer: dict[str, Any]) -> ModelReply:
-    """Return a response as a reply.
-
-    Raises:
-        AgentError: it holds no choice.
-    """
+    """Return a response as a reply; one without a choice is an AgentError."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0].get("message"), dict):
         raise AgentError("the server's answer holds no choice")
@@ -420,11 +416,7 @@ def open_transport(config: PaperConfig) -> Send:
 
 
 def _own_key(config: PaperConfig) -> str | None:
-    """Return the key whose variable is configured, None where none is.
-
-    Raises:
-        ConfigError: the variable holds no key, or one that no header carries.
-    """
+    """Return the key whose variable is configured, None where none is; refuse one that no header carries."""
     if config.api.key_env is None:
         return None
     held, name = os.environ.get(config.api.key_env, "").strip(), config.api.shown_key_env

@@ -12,7 +12,7 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,14 @@ from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
-from caramba.paper.check import report
-from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable, at_server
+from caramba.paper.check import check_section, report
+from caramba.paper.client import LanguageModel, ModelUnusable, at_server
 from caramba.paper.compile import need_latex
 from caramba.paper.document import outside_of_sections, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
 from caramba.paper.gate import Gate, Passed
 from caramba.paper.journal import Journal
-from caramba.paper.latex import NotAllowed, scan
 from caramba.paper.literature import Literature, Record, read_bibliography
 from caramba.paper.research.spending import LoopBudget
 from caramba.paper.tools import Toolbox, first_messages, tool_schemas
@@ -68,7 +67,7 @@ class PaperDrafter:
         self._journal, self._parent, self._extend = journal, parent, extend
         self.config = config or PaperConfig()
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
-        self._sleep = sleep
+        self.sleep = sleep
 
     async def draft(self, run_dir: str | Path, *, update: bool = False, group: str | None = None) -> Drafted:
         """Like `draft_sync`, in a thread. A cancelled draft continues to its end: cancel by its budget."""
@@ -96,11 +95,11 @@ class PaperDrafter:
         words += ["--output-dir", str(self.output_dir)] if self.output_dir is not None else []
         way_on = f"`{shlex.join([*words, '--update'])}`"
         # What it refuses is refused before anything is written.
-        model = LanguageModel(self.config, sleep=self._sleep, way_on=way_on, journal=self._journal)
+        model = LanguageModel(self.config, sleep=self.sleep, way_on=way_on, journal=self._journal)
         price = model.price()
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
-            session = _Session(self.config, evidence, paper, model, self._sleep)
+            session = _Session(self, evidence, paper, model)
             session.open(group or "", update=update)
             spent = session.draft.spent
             return session.run(BudgetLedger(self.config.budget, spent, price, way_on, self._parent))
@@ -110,27 +109,15 @@ class _Session:
     """One draft in progress, its folder locked."""
 
     def __init__(
-        self,
-        config: PaperConfig,
-        evidence: Evidence,
-        folder: PaperFolder,
-        model: LanguageModel,
-        sleep: Callable[[float], None],
+        self, drafter: PaperDrafter, evidence: Evidence, folder: PaperFolder, model: LanguageModel
     ) -> None:
-        self.config, self.evidence, self.folder, self.model = config, evidence, folder, model
-        self.draft, self.gate = load_draft(folder.draft_file), Gate(config, evidence)
-        literature = Literature(config.citations, sleep=sleep)
-        self.tools = Toolbox(
-            self.gate, self.draft, folder, literature, lambda messages: self._ask(messages).text
-        )
-        self.schemas = tool_schemas(self.tools.tools())
+        self.config, self.evidence, self.folder, self.model = drafter.config, evidence, folder, model
+        self.draft, self.gate = load_draft(folder.draft_file), Gate(self.config, evidence)
+        literature = Literature(self.config.citations, sleep=drafter.sleep)
+        self.tools = Toolbox(self.gate, self.draft, folder, literature, self._ask)
 
     def open(self, group: str, *, update: bool) -> None:
-        """Bring the draft to where it resumes.
-
-        Raises:
-            ConfigError: there is a paper and `update` is false, it is on another run, or an edit cannot be kept.
-        """
+        """Bring the draft to where it resumes; refuse a paper that is not to be updated, or is on another run."""
         draft, config, evidence, root = self.draft, self.config, self.evidence, self.folder.root
         head = self.folder.head() or {}
         has_replies = any(message["role"] == "assistant" for message in draft.messages)
@@ -151,9 +138,8 @@ class _Session:
         self.folder.heal()
         if head and not draft.sections:
             bodies = read_paper(self.folder.version_path(head["version"]) / PAPER)
-            draft.sections = {
-                name: Section(body, head["sections"][name]["by"]) for name, body in bodies.items()
-            }
+            writers = {name: item["by"] for name, item in head["sections"].items()}
+            draft.sections = {name: Section(body, writers[name]) for name, body in bodies.items()}
             draft.cited = dict(head["citations"])
             draft.records |= TypeAdapter(dict[str, Record]).validate_python(head["records"])
         if config.citations.bibliography is not None:
@@ -182,10 +168,7 @@ class _Session:
     def _take_edits(self) -> tuple[str, ...] | None:
         """Take over the sections of paper.tex that a person changed since it was last seen, and return their names.
 
-        Returns None where nothing was changed since.
-
-        Raises:
-            ConfigError: what was changed cannot be kept, or the gate refuses it. The draft is as it was then.
+        Returns None where nothing was changed. Where what was changed cannot be kept, the draft is as it was.
         """
         draft, gate, head, file = self.draft, self.gate, self.folder.head(), self.folder.root / PAPER
         if head is None or not file.is_file():
@@ -198,9 +181,8 @@ class _Session:
         version = self.folder.version_path(head["version"]) / PAPER
         theirs, ours = read_paper(file), read_paper(version)
         self._refuse_left_out(sorted(theirs))
-        if outside_of_sections(file, theirs.keys() & ours.keys()) != outside_of_sections(
-            version, theirs.keys() & ours.keys()
-        ):
+        common = theirs.keys() & ours.keys()
+        if outside_of_sections(file, common) != outside_of_sections(version, common):
             raise ConfigError(
                 f"{file}: text outside of the sections, their order or a heading was changed, and code writes that; "
                 f"move it into a section, or take it back as in versions/{head['version']:03d}/{PAPER} (title, "
@@ -212,12 +194,10 @@ class _Session:
         removed = [name for name in before if name not in theirs]
         sections = {name: item for name, item in {**draft.sections, **changed}.items() if name not in removed}
         # A person cites an entry of the bibliography by its own key.
-        keys = [key for section in changed.values() for key in _cited_in(section.body)]
-        own = {key: f"bib:{key}" for key in keys if f"bib:{key}" in draft.records}
-        cited = {
-            **{key: name for key, name in own.items() if name not in draft.cited.values()},
-            **draft.cited,
-        }
+        checked = [check_section(name, item.body, self.evidence, {}) for name, item in changed.items()]
+        keys = [key for item in checked for key in item.scanned.citation_keys()]
+        uncited = draft.records.keys() - draft.cited.values()
+        cited = {key: f"bib:{key}" for key in keys if f"bib:{key}" in uncited} | draft.cited
         citable = dataclasses.replace(draft, cited=cited).citable()
         wrong = report(gate.problems(changed, citable))
         if changed and not gate.problems(sections, citable):
@@ -266,18 +246,16 @@ class _Session:
                     f"paper: request {self.draft.spent.iterations} of at most {self.config.budget.max_iterations}"
                 )
                 # What a request adds to the one before: all of it together is every request.
-                self.folder.note(
-                    "request",
-                    model=self.config.model,
-                    added=messages[index + 1 :],
-                    tools=list(self.tools.tools()),
-                )
-                reply = self._ask(messages, self.schemas)
+                added, tools = messages[index + 1 :], list(self.tools.tools())
+                self.folder.note("request", model=self.config.model, added=added, tools=tools)
+                schemas = tool_schemas(self.tools.tools())
+                reply = self.model.ask(messages, schemas, self.ledger, self._note)
                 messages.append(reply.message())
                 self._note("reply", **asdict(reply), spent=asdict(self.draft.spent))
 
-    def _ask(self, messages: list[dict[str, Any]], schemas: Sequence[dict[str, Any]] = ()) -> ModelReply:
-        return self.model.ask(messages, list(schemas), self.ledger, self._note)
+    def _ask(self, messages: list[dict[str, Any]]) -> str:
+        """Send a conversation without tools and return the answer."""
+        return self.model.ask(messages, [], self.ledger, self._note).text
 
     def _finish(self) -> Drafted | None:
         """Adopt the draft as a version, or tell the model what is missing."""
@@ -334,10 +312,3 @@ class _Session:
 
     def _save(self) -> None:
         self.draft.save(self.folder.draft_file)
-
-
-def _cited_in(body: str) -> list[str]:
-    try:
-        return scan(body).citation_keys()
-    except NotAllowed:
-        return []  # the gate reports why

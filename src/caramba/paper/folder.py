@@ -47,11 +47,13 @@ class PaperFolder:
         if not [name for name in names if name not in _BEGINNINGS and not name.endswith(".part")]:
             return
         is_draft = {"schema", "sections", "messages"} <= _record(self.draft_file).keys()
-        if self.head() is None and not is_draft:
+        if self.head() is not None:
+            return
+        if not is_draft:
             raise ConfigError(
                 f"{root}: holds files that are no paper's of caramba; name a new folder with --output-dir"
             )
-        if self.head() is None and PAPER in names:
+        if PAPER in names:
             raise ConfigError(
                 f"{self.root / PAPER}: {VERSIONS}/ holds no version of it, so edits in it cannot be found; "
                 f"put {VERSIONS}/ back, move {PAPER} away, or name a new folder with --output-dir"
@@ -65,11 +67,7 @@ class PaperFolder:
         """
         try:
             target = (self.root / path).resolve()
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # links in a circle, text that is no name of a file
+        except (OSError, ValueError, RuntimeError) as error:  # links in a circle, text that names no file
             raise ConfigError(
                 f"{path[:80]!r} cannot be read ({type(error).__name__}); name another file"
             ) from None
@@ -87,8 +85,7 @@ class PaperFolder:
 
     def head(self) -> dict[str, Any] | None:
         """Return the content of the newest version's version.json."""
-        numbers = self.versions()
-        if not numbers:
+        if not (numbers := self.versions()):
             return None
         file = self.version_path(numbers[-1]) / VERSION
         try:
@@ -103,10 +100,9 @@ class PaperFolder:
 
     def heal(self) -> None:
         """Put the newest version in place where a kill came before that, or where there is no paper.tex any more."""
-        head = self.head()
-        if head is not None:
-            published = self.version_path(head["version"]) / PUBLISHED
-            if not published.is_file() or not (self.root / PAPER).is_file():
+        if head := self.head():
+            files = (self.version_path(head["version"]) / PUBLISHED, self.root / PAPER)
+            if not all(file.is_file() for file in files):
                 self._publish(head)
 
     def adopt(self, files: Mapping[str, bytes], facts: Mapping[str, Any], keep: int | None) -> int:
@@ -211,10 +207,6 @@ class Draft:
     def citable(self) -> dict[str, Record]:
         """Return the works that may be cited, by citation key."""
         return {key: self.records[identity] for key, identity in self.cited.items()}
-
-    def bodies(self) -> dict[str, str]:
-        """Return the text of every section that is written."""
-        return {name: section.body for name, section in self.sections.items()}
 
     def save(self, file: Path) -> None:
         """Write the state whole, so that a kill at any moment leaves the one before or this one."""
