@@ -14,7 +14,6 @@ from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
 from caramba.config.paper import SECTIONS, PaperConfig, SectionName
 from caramba.errors import ConfigError
-from caramba.paper.check import derive
 from caramba.paper.evidence import Evidence, unit_tex
 from caramba.paper.latex import Scanned, list_names
 
@@ -164,7 +163,7 @@ def results_tex(sections: Sequence[Scanned], evidence: Evidence) -> str:
             )
     for operation, first, second in list_names("derived", sections):
         value, one, other = (
-            derive(operation, first, second, evidence),
+            evidence.derive(operation, first, second),
             evidence.result(first),
             evidence.result(second),
         )

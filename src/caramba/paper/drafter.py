@@ -23,13 +23,12 @@ from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
-from caramba.paper.check import check_section, report
 from caramba.paper.client import LanguageModel, ModelUnusable, at_server
 from caramba.paper.compile import need_latex
 from caramba.paper.document import outside_of_sections, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
-from caramba.paper.gate import Gate, Passed
+from caramba.paper.gate import Gate, Passed, check_section, report
 from caramba.paper.journal import Journal
 from caramba.paper.literature import Literature, Record, read_bibliography
 from caramba.paper.research.spending import LoopBudget

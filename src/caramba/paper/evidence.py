@@ -21,6 +21,7 @@ from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.runs.files import sha256_of
 from caramba.runs.manifest import read_manifest
 
+OPERATIONS, DIRECTIONS = ("ratio", "difference", "percent_change"), ("less", "more", "equal")
 PLUS_MINUS = r"\,$\pm$\,"
 _TABLE = re.compile(r"\\begin\{table\}.*?\\label\{tab:caramba-([a-z0-9_-]+)\}.*?\\end\{table\}", re.DOTALL)
 # Keys of a manifest that do not describe the experiment itself.
@@ -96,6 +97,45 @@ class Evidence:
                 f"{nearest(key, self.results) or '; get_experiment_results lists them'}"
             )
         return self.results[key]
+
+    def derive(self, operation: str, first: str, second: str) -> float:
+        """Compute a number from two results.
+
+        Raises:
+            CarambaError: unknown operation or key, different units, or a division by zero.
+        """
+        if operation not in OPERATIONS:
+            raise CarambaError(
+                f"{operation!r} is no operation{nearest(operation, OPERATIONS) or ';'} they are {', '.join(OPERATIONS)}"
+            )
+        one, other = self.result(first), self.result(second)
+        if one.unit != other.unit:
+            raise CarambaError(
+                f"{first} is in {one.unit or 'no unit'} and {second} in {other.unit or 'no unit'}"
+            )
+        if operation == "difference":
+            return one.value - other.value
+        if other.value == 0:
+            raise CarambaError(f"{second} is 0; nothing is relative to it")
+        return one.value / other.value if operation == "ratio" else 100 * (one.value / other.value - 1)
+
+    def check_claim(self, first: str, second: str, direction: str) -> list[str]:
+        """Return why a comparison of two results does not hold, nothing where it does.
+
+        `less` and `more` need the sign and a difference beyond 1.96 standard errors, `equal` one within them. Results
+        without dispersion are exact: their sign alone decides.
+        """
+        if direction not in DIRECTIONS:
+            hint = nearest(direction, DIRECTIONS) or ";"
+            return [f"{direction!r} is no direction{hint} they are {', '.join(DIRECTIONS)}"]
+        difference = self.derive("difference", first, second)
+        one, other = self.result(first), self.result(second)
+        margin = 1.96 * math.hypot(one.standard_error, other.standard_error)
+        found = "equal" if abs(difference) <= margin else "less" if difference < 0 else "more"
+        return [] if found == direction else [
+            f"\\claim states {direction}; {first} is {one.value:g}, {second} {other.value:g}, within {margin:.3g} of each "
+            f"other by chance: {found}"
+        ]  # fmt: skip
 
 
 def read_artifact(file: Path, sha256: str) -> bytes:

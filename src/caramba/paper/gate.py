@@ -1,4 +1,7 @@
-"""From sections to the files of a paper, through every check: what does not pass is not written."""
+"""From sections to the files of a paper, through every check: what does not pass is not written.
+
+Every number, citation, figure and reference that a section holds must be one that code knows.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,103 @@ import importlib
 import io
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
-from caramba.errors import CarambaError
-from caramba.paper.check import Checked, check_section, report, section_names
+from caramba.errors import CarambaError, nearest
 from caramba.paper.compile import Compiled, compile_paper
 from caramba.paper.document import PREAMBLE, build_paper, results_tex
 from caramba.paper.evidence import Evidence, read_artifact
 from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
-from caramba.paper.latex import list_names
+from caramba.paper.latex import NotAllowed, Scanned, Use, list_names, scan
 from caramba.paper.literature import Record
+from caramba.paper.numbers import Names, adjacent, in_prose
 
 Sections = Mapping[str, Section]
 Cited = Mapping[str, Record]
+_LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
+MOST = 12
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A section that was read: what it uses, and its problems with their lines, of which an accepted one has none."""
+
+    scanned: Scanned
+    problems: tuple[str, ...]
+
+
+def check_section(
+    name: str, body: str, evidence: Evidence, cited: Mapping[str, Record], *, numbers_are_free: bool = False
+) -> Checked:
+    """Check one section against the run's evidence and the works that may be cited, by their keys.
+
+    `numbers_are_free` is for a section that a person edited: its digits are the person's own.
+    """
+    try:
+        scanned = scan(body)
+    except NotAllowed as error:
+        return Checked(Scanned(), (f"{name}, line {error.line}: {error.text}",))
+    problems = [(text, use.line) for use in scanned.uses for text in _wrong(use, evidence, cited)]
+    if not numbers_are_free:
+        names = section_names(scanned, evidence, cited)
+        problems += [*scanned.wrong, *adjacent(scanned.text), *in_prose(scanned.text, names)]
+    return Checked(scanned, tuple(f"{name}, line {line}: {text}" for text, line in problems))
+
+
+def report(problems: Sequence[str]) -> str:
+    """Return problems as text for the model or a person."""
+    more = [f"… and {len(problems) - MOST} more"] if len(problems) > MOST else []
+    return "\n".join([*problems[:MOST], *more])
+
+
+def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[str]:
+    """Return what is wrong with a use of a command that names something."""
+    first, *others = use.arguments
+    known: Mapping[str, Mapping[str, object]] = {
+        "setting": evidence.settings, "figure": evidence.figures, "table": evidence.tables, "citation": cited,
+    }  # fmt: skip
+
+    def unknown(kind: str, where: str, name: str = first) -> list[str]:
+        hint = nearest(name, known[kind]) or f"; {where}"
+        return [] if name in known[kind] else [f"{name!r} is no {kind}{hint}"]
+
+    try:
+        match use.command:
+            case "result" | "resultvalue":
+                evidence.result(first)
+            case "derived":
+                evidence.derive(first, others[0], others[1])
+            case "claim":
+                return evidence.check_claim(first, others[0], others[1])
+            case "setting":
+                return unknown("setting", "get_experiment_manifest lists them")
+            case "artifactfigure" | "artifacttable":
+                return unknown(use.command.removeprefix("artifact"), "list_artifacts lists them")
+            case "citednumber":
+                wrong = unknown("citation", "add_citation makes a key, and one work is named")
+                if wrong or cited[first].states(others[0]):
+                    return wrong
+                return [f"{others[0]!r} does not stand in the abstract of {first}; quote a number that does"]
+            case "label" if not _LABEL.fullmatch(first):
+                return [f"label {first!r}: expected letters, digits, : - and _, such as sec:setup"]
+            case command if command.startswith("cite"):
+                keys = map(str.strip, first.split(","))
+                return [text for key in keys for text in unknown("citation", "add_citation makes a key", key)]
+            case _:
+                pass
+    except CarambaError as error:
+        return [str(error)]
+    return []
+
+
+def section_names(scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> Names:
+    """Return the words of a section that may hold digits: of the manifest, and of titles of works that it cites."""
+    titles = [cited[key].title for key in scanned.citation_keys() if key in cited]
+    return Names([*evidence.names, evidence.name, *titles])
 
 
 @dataclass(frozen=True)

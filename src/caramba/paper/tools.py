@@ -17,11 +17,10 @@ from caramba.config.base import Config
 from caramba.config.paper import PaperConfig, SectionName, SourceName
 from caramba.config.parse import parse_as
 from caramba.errors import AgentError, CarambaError, nearest
-from caramba.paper.check import OPERATIONS, check_section, report
 from caramba.paper.document import TITLES
-from caramba.paper.evidence import Evidence, read_artifact
+from caramba.paper.evidence import OPERATIONS, Evidence, read_artifact
 from caramba.paper.folder import AGENT, HUMAN, PAPER, Draft, PaperFolder, Section
-from caramba.paper.gate import Gate
+from caramba.paper.gate import Gate, check_section, report
 from caramba.paper.latex import MATH_ENVIRONMENTS, PROSE_COMMANDS, PROSE_ENVIRONMENTS
 from caramba.paper.literature import Literature, new_key
 from caramba.paper.untrusted import condense, encodable, read_json

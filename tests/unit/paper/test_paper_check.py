@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from caramba.paper.check import check_section, derive, report
 from caramba.paper.evidence import Evidence
+from caramba.paper.gate import check_section, report
 from caramba.paper.latex import NotAllowed, scan
 from caramba.paper.literature import Record
 
@@ -39,9 +39,9 @@ def test_problems_say_where(evidence: Evidence) -> None:
 
 def test_numbers_from_two_results_are_computed(evidence: Evidence) -> None:
     one, other = "perplexity.student.nll", "perplexity.teacher.nll"
-    assert derive("difference", one, other, evidence) == pytest.approx(2.342 - 2.301)
-    assert derive("ratio", one, other, evidence) == pytest.approx(2.342 / 2.301)
-    assert derive("percent_change", one, other, evidence) == pytest.approx(100 * (2.342 / 2.301 - 1))
+    assert evidence.derive("difference", one, other) == pytest.approx(2.342 - 2.301)
+    assert evidence.derive("ratio", one, other) == pytest.approx(2.342 / 2.301)
+    assert evidence.derive("percent_change", one, other) == pytest.approx(100 * (2.342 / 2.301 - 1))
 
 
 def visible_digits(text: str) -> str:

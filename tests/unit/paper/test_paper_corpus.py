@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from caramba.paper.check import check_section, report
 from caramba.paper.evidence import Evidence
+from caramba.paper.gate import check_section, report
 from caramba.paper.literature import Record
 from caramba.paper.numbers import claims
 

@@ -22,11 +22,11 @@ from tests.examples import examples
 from caramba.config.paper import PaperConfig
 from caramba.errors import CarambaError
 from caramba.paper import PaperDrafter, client, drafter, gate
-from caramba.paper.check import Checked, check_section
 from caramba.paper.compile import Compiled
 from caramba.paper.document import read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PaperFolder
+from caramba.paper.gate import Checked, check_section
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 
