@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,7 @@ class Evidence:
         Raises:
             CarambaError: no such key, with the nearest one.
         """
-        if key not in self.results:
-            raise CarambaError(
-                f"{key!r} is no key of {REPORT_FILE}"
-                f"{nearest(key, self.results) or '; get_experiment_results lists them'}"
-            )
+        need_name(key, self.results, f"key of {REPORT_FILE}", "get_experiment_results lists them")
         return self.results[key]
 
     def derive(self, operation: str, first: str, second: str) -> float:
@@ -104,10 +100,7 @@ class Evidence:
         Raises:
             CarambaError: unknown operation or key, different units, or a division by zero.
         """
-        if operation not in OPERATIONS:
-            raise CarambaError(
-                f"{operation!r} is no operation{nearest(operation, OPERATIONS) or ';'} they are {', '.join(OPERATIONS)}"
-            )
+        need_name(operation, OPERATIONS, "operation", f"they are {', '.join(OPERATIONS)}")
         one, other = self.result(first), self.result(second)
         if one.unit != other.unit:
             raise CarambaError(
@@ -119,23 +112,35 @@ class Evidence:
             raise CarambaError(f"{second} is 0; nothing is relative to it")
         return one.value / other.value if operation == "ratio" else 100 * (one.value / other.value - 1)
 
-    def check_claim(self, first: str, second: str, direction: str) -> list[str]:
-        """Return why a comparison of two results does not hold, nothing where it does.
+    def check_claim(self, first: str, second: str, direction: str) -> None:
+        """Check a comparison of two results.
 
         `less` and `more` need the sign and a difference beyond 1.96 standard errors, `equal` one within them. Results
         without dispersion are exact: their sign alone decides.
+
+        Raises:
+            CarambaError: an unknown direction or key, different units, or a comparison that does not hold.
         """
-        if direction not in DIRECTIONS:
-            hint = nearest(direction, DIRECTIONS) or ";"
-            return [f"{direction!r} is no direction{hint} they are {', '.join(DIRECTIONS)}"]
+        need_name(direction, DIRECTIONS, "direction", f"they are {', '.join(DIRECTIONS)}")
         difference = self.derive("difference", first, second)
         one, other = self.result(first), self.result(second)
         margin = 1.96 * math.hypot(one.standard_error, other.standard_error)
         found = "equal" if abs(difference) <= margin else "less" if difference < 0 else "more"
-        return [] if found == direction else [
-            f"\\claim states {direction}; {first} is {one.value:g}, {second} {other.value:g}, within {margin:.3g} of each "
-            f"other by chance: {found}"
-        ]  # fmt: skip
+        if found != direction:
+            raise CarambaError(
+                f"\\claim states {direction}; {first} is {one.value:g}, {second} {other.value:g}, within {margin:.3g} "
+                f"of each other by chance: {found}"
+            )
+
+
+def need_name(name: str, known: Collection[str], kind: str, where: str) -> None:
+    """Refuse a name that is not known, with the nearest one or where they are listed.
+
+    Raises:
+        CarambaError: it is not among `known`.
+    """
+    if name not in known:
+        raise CarambaError(f"{name!r} is no {kind}{nearest(name, known) or f'; {where}'}")
 
 
 def read_artifact(file: Path, sha256: str) -> bytes:

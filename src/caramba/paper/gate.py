@@ -15,14 +15,14 @@ from typing import Any
 
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
-from caramba.errors import CarambaError, nearest
+from caramba.errors import CarambaError
 from caramba.paper.compile import Compiled, compile_paper
 from caramba.paper.document import PREAMBLE, build_paper, results_tex
-from caramba.paper.evidence import Evidence, read_artifact
+from caramba.paper.evidence import Evidence, need_name, read_artifact
 from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
 from caramba.paper.latex import NotAllowed, Scanned, Use, list_names, scan
 from caramba.paper.literature import Record
-from caramba.paper.numbers import Names, adjacent, in_prose
+from caramba.paper.numbers import Found, Names, adjacent, in_prose
 
 Sections = Mapping[str, Section]
 Cited = Mapping[str, Record]
@@ -49,7 +49,12 @@ def check_section(
         scanned = scan(body)
     except NotAllowed as error:
         return Checked(Scanned(), (f"{name}, line {error.line}: {error.text}",))
-    problems = [(text, use.line) for use in scanned.uses for text in _wrong(use, evidence, cited)]
+    problems: list[Found] = []
+    for use in scanned.uses:
+        try:
+            _check_use(use, evidence, cited)
+        except CarambaError as error:
+            problems.append((str(error), use.line))
     if not numbers_are_free:
         names = section_names(scanned, evidence, cited)
         problems += [*scanned.wrong, *adjacent(scanned.text), *in_prose(scanned.text, names)]
@@ -62,44 +67,35 @@ def report(problems: Sequence[str]) -> str:
     return "\n".join([*problems[:MOST], *more])
 
 
-def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[str]:
-    """Return what is wrong with a use of a command that names something."""
+def _check_use(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> None:
+    """Refuse a use of a command that names what code does not know."""
     first, *others = use.arguments
-    known: Mapping[str, Mapping[str, object]] = {
-        "setting": evidence.settings, "figure": evidence.figures, "table": evidence.tables, "citation": cited,
-    }  # fmt: skip
-
-    def unknown(kind: str, where: str, name: str = first) -> list[str]:
-        hint = nearest(name, known[kind]) or f"; {where}"
-        return [] if name in known[kind] else [f"{name!r} is no {kind}{hint}"]
-
-    try:
-        match use.command:
-            case "result" | "resultvalue":
-                evidence.result(first)
-            case "derived":
-                evidence.derive(first, others[0], others[1])
-            case "claim":
-                return evidence.check_claim(first, others[0], others[1])
-            case "setting":
-                return unknown("setting", "get_experiment_manifest lists them")
-            case "artifactfigure" | "artifacttable":
-                return unknown(use.command.removeprefix("artifact"), "list_artifacts lists them")
-            case "citednumber":
-                wrong = unknown("citation", "add_citation makes a key, and one work is named")
-                if wrong or cited[first].states(others[0]):
-                    return wrong
-                return [f"{others[0]!r} does not stand in the abstract of {first}; quote a number that does"]
-            case "label" if not _LABEL.fullmatch(first):
-                return [f"label {first!r}: expected letters, digits, : - and _, such as sec:setup"]
-            case command if command.startswith("cite"):
-                keys = map(str.strip, first.split(","))
-                return [text for key in keys for text in unknown("citation", "add_citation makes a key", key)]
-            case _:
-                pass
-    except CarambaError as error:
-        return [str(error)]
-    return []
+    match use.command:
+        case "result" | "resultvalue":
+            evidence.result(first)
+        case "derived":
+            evidence.derive(first, *others)
+        case "claim":
+            evidence.check_claim(first, *others)
+        case "setting":
+            need_name(first, evidence.settings, "setting", "get_experiment_manifest lists them")
+        case "artifactfigure":
+            need_name(first, evidence.figures, "figure", "list_artifacts lists them")
+        case "artifacttable":
+            need_name(first, evidence.tables, "table", "list_artifacts lists them")
+        case "label":
+            if not _LABEL.fullmatch(first):
+                raise CarambaError(f"label {first!r}: expected letters, digits, : - and _, such as sec:setup")
+        case command if command.startswith("cite"):
+            keys = first.split(",") if command != "citednumber" else [first]
+            for key in map(str.strip, keys):
+                need_name(key, cited, "citation", "add_citation makes a key")
+            if others and not cited[first].states(others[0]):
+                raise CarambaError(
+                    f"{others[0]!r} does not stand in the abstract of {first}; quote a number that does"
+                )
+        case _:
+            pass
 
 
 def section_names(scanned: Scanned, evidence: Evidence, cited: Mapping[str, Record]) -> Names:
