@@ -194,7 +194,7 @@ class _Session:
         sections = {name: item for name, item in {**draft.sections, **changed}.items() if name not in removed}
         # A person cites an entry of the bibliography by its own key.
         checked = [check_section(name, item.body, self.evidence, {}) for name, item in changed.items()]
-        keys = [key for item in checked for key in item.scanned.citation_keys()]
+        keys = [key for item in checked for key in item.citation_keys()]
         uncited = draft.records.keys() - draft.cited.values()
         cited = {key: f"bib:{key}" for key in keys if f"bib:{key}" in uncited} | draft.cited
         citable = dataclasses.replace(draft, cited=cited).citable()

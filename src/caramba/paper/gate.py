@@ -30,17 +30,9 @@ _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
 MOST = 12
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A section that was read: what it uses, and its problems with their lines, of which an accepted one has none."""
-
-    scanned: Scanned
-    problems: tuple[str, ...]
-
-
 def check_section(
     name: str, body: str, evidence: Evidence, cited: Mapping[str, Record], *, numbers_are_free: bool = False
-) -> Checked:
+) -> Scanned:
     """Check one section against the run's evidence and the works that may be cited, by their keys.
 
     `numbers_are_free` is for a section that a person edited: its digits are the person's own.
@@ -48,7 +40,7 @@ def check_section(
     try:
         scanned = scan(body)
     except NotAllowed as error:
-        return Checked(Scanned(), (f"{name}, line {error.line}: {error.text}",))
+        return Scanned(problems=(f"{name}, line {error.line}: {error.text}",))
     problems: list[Found] = []
     for use in scanned.uses:
         try:
@@ -58,7 +50,8 @@ def check_section(
     if not numbers_are_free:
         names = section_names(scanned, evidence, cited)
         problems += [*scanned.wrong, *adjacent(scanned.text), *in_prose(scanned.text, names)]
-    return Checked(scanned, tuple(f"{name}, line {line}: {text}" for text, line in problems))
+    scanned.problems = tuple(f"{name}, line {line}: {text}" for text, line in problems)
+    return scanned
 
 
 def report(problems: Sequence[str]) -> str:
@@ -126,9 +119,9 @@ class Gate:
 
     def problems(self, sections: Sections, cited: Cited) -> list[str]:
         """Return what the checks find in the sections, without compiling them."""
-        return [problem for checked in self._check(sections, cited) for problem in checked.problems]
+        return [problem for scanned in self._check(sections, cited) for problem in scanned.problems]
 
-    def _check(self, sections: Sections, cited: Cited) -> list[Checked]:
+    def _check(self, sections: Sections, cited: Cited) -> list[Scanned]:
         return [check_section(name, section.body, self.evidence, cited, numbers_are_free=section.by == HUMAN)
                 for name, section in sections.items()]  # fmt: skip
 
@@ -140,10 +133,9 @@ class Gate:
 
     def try_out(self, sections: Sections, cited: Cited) -> Passed:
         """Check the sections and compile the paper that they make, in a folder that is thrown away."""
-        checked = self._check(sections, cited)
-        if found := [problem for item in checked for problem in item.problems]:
+        scanned = self._check(sections, cited)
+        if found := [problem for part in scanned for problem in part.problems]:
             return Passed(refusal=f"refused, {len(found)} problem(s):\n{report(found)}")
-        scanned = [item.scanned for item in checked]
         keys = list(dict.fromkeys(key for part in scanned for key in part.citation_keys() if key in cited))
         bodies = {name: section.body for name, section in sections.items()}
         try:
@@ -202,7 +194,7 @@ def unknown_digits(sections: Mapping[str, str], evidence: Evidence, cited: Cited
         if compiled.pdf is None:
             wrong.append(f"{section}: does not compile without its numbers:\n{compiled.error}")
             continue
-        scanned = check_section(section, body, evidence, cited, numbers_are_free=True).scanned
+        scanned = check_section(section, body, evidence, cited, numbers_are_free=True)
         names, before = section_names(scanned, evidence, cited), ""
         shown: list[str] = []
         for word in " ".join(

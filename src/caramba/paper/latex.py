@@ -150,12 +150,16 @@ class Use:
 
 @dataclass
 class Scanned:
-    """What a section uses and prints. The digits of formulas, and what is wrong in them, are separate."""
+    """What a section uses and prints. The digits of formulas, and what is wrong in them, are separate.
+
+    `problems` are those of the checks, with their lines, of which an accepted section has none.
+    """
 
     uses: list[Use] = field(default_factory=lambda: [])
     text: Text = field(default_factory=lambda: [])
     digits: str = ""
     wrong: list[Found] = field(default_factory=lambda: [])
+    problems: tuple[str, ...] = ()
 
     def citation_keys(self) -> list[str]:
         """Return the keys of the works that it cites, in order."""
@@ -177,19 +181,17 @@ def scan(source: str) -> Scanned:
     """
     _check_source(source)
     tex, grammar = _parser()
-    reader = _Reader(source, tex)
+    reader, walker = (
+        _Reader(source, tex),
+        tex.LatexWalker(source, latex_context=grammar, tolerant_parsing=False),
+    )
     try:
-        reader.walk(
-            tex.LatexWalker(source, latex_context=grammar, tolerant_parsing=False).get_latex_nodes()[0]
-        )
+        reader.walk(walker.get_latex_nodes()[0])
     except tex.LatexWalkerParseError as error:
-        opened = [
-            f" for what opened on line {line}" for _, _, line, _ in error.open_contexts if line is not None
-        ]
+        opened = [line for _, _, line, _ in error.open_contexts if line is not None]
+        where = f" for what opened on line {opened[-1]}" if opened else ""
         text = re.sub(r"Unexpected end of stream, was expecting '?(.+?)'?$", r"\1 is missing", error.msg)
-        raise NotAllowed(
-            f"{text}{''.join(opened[-1:])}; close what is open, in order", error.lineno or 1
-        ) from None
+        raise NotAllowed(f"{text}{where}; close what is open, in order", error.lineno or 1) from None
     except RecursionError:
         raise NotAllowed(_TOO_DEEP, 1) from None
     return reader.found
@@ -221,12 +223,9 @@ def _check_source(source: str) -> None:
 
 
 def _unknown(name: str, line: int, allowed: Iterable[str]) -> NotAllowed:
-    hint = nearest(name, allowed) if len(name) > 2 else None
+    hint = (nearest(name, allowed) if len(name) > 2 else None) or "; get_paper_template lists them"
     where = " in mathematics" if allowed is MATH_COMMANDS else ""
-    return NotAllowed(
-        rf"\{name} is not a command that a section may use{where}{hint or '; get_paper_template lists them'}",
-        line,
-    )
+    return NotAllowed(rf"\{name} is not a command that a section may use{where}{hint}", line)
 
 
 @functools.cache
@@ -236,14 +235,17 @@ def _parser() -> tuple[Any, Any]:
     spec: Any = importlib.import_module("pylatexenc.macrospec")
     forms = {name: "".join("[" if kind[0] == "?" else "*" if kind == "*" else "{" for kind in kinds)
              for name, (kinds, _) in {**PROSE_COMMANDS, **MATH_COMMANDS}.items()}  # fmt: skip
-    environments = [
-        spec.EnvironmentSpec(name, "{" if name == "tabular" else "") for name in PROSE_ENVIRONMENTS
-    ]
-    environments += [spec.EnvironmentSpec(name, is_math_mode=True)
-                     for name in (*MATH_ENVIRONMENTS, *_INNER_ENVIRONMENTS)]  # fmt: skip
     grammar = spec.LatexContextDb()
-    macros = [spec.MacroSpec(name, form) for name, form in forms.items()]
-    grammar.add_context_category("section", macros=macros, environments=environments)
+    grammar.add_context_category(
+        "section",
+        macros=[spec.MacroSpec(name, form) for name, form in forms.items()],
+        environments=[
+            spec.EnvironmentSpec(
+                name, "{" if name == "tabular" else "", is_math_mode=name not in PROSE_ENVIRONMENTS
+            )
+            for name in (*PROSE_ENVIRONMENTS, *MATH_ENVIRONMENTS, *_INNER_ENVIRONMENTS)
+        ],
+    )
     return importlib.import_module("pylatexenc.latexwalker"), grammar
 
 
@@ -264,9 +266,8 @@ class _Reader:
 
     def _put(self, shown: str, in_row: str | None = None) -> None:
         """Print in the text and, in a formula, in its row, where it may be represented by something else."""
-        self.found.text += [
-            (HOLE if letter == LETTER else letter, self.line) for letter in shown if letter != EMPTY
-        ]
+        visible = shown.replace(EMPTY, "").replace(LETTER, HOLE)
+        self.found.text += [(letter, self.line) for letter in visible]
         if self.rows:
             self.rows[-1] += [(letter, self.line) for letter in (shown if in_row is None else in_row)]
 
@@ -275,11 +276,12 @@ class _Reader:
         outer, self.in_math = self.in_math, in_math
         items: list[tuple[Any, int]] = []
         for node in nodes:
-            is_text = isinstance(node, self.tex.LatexCharsNode)
-            items += zip(node.chars, itertools.count(node.pos)) if is_text else [(node, node.pos)]
-        left = iter(
-            [pair for pair in items if not (in_math and isinstance(pair[0], str) and pair[0].isspace())]
-        )
+            if isinstance(node, self.tex.LatexCharsNode):
+                letters = zip(node.chars, itertools.count(node.pos), strict=False)
+                items += [pair for pair in letters if not (in_math and pair[0].isspace())]
+            else:
+                items.append((node, node.pos))
+        left = iter(items)
         for item, at in left:
             self.line = self._lines[at]
             if in_math and isinstance(item, str) and item in "^_":

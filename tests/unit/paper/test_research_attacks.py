@@ -26,7 +26,8 @@ from caramba.paper.compile import Compiled
 from caramba.paper.document import read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PaperFolder
-from caramba.paper.gate import Checked, check_section
+from caramba.paper.gate import check_section
+from caramba.paper.latex import Scanned
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 
@@ -163,7 +164,7 @@ def test_fuzzed_sessions_leave_nothing_ungrounded(
     assert counts["adopted"] > 0
     assert {kind: counts[kind] for kind in KINDS} == dict.fromkeys(KINDS, 0)
 
-    def let_through(*arguments: Any, **named: Any) -> Checked:
+    def let_through(*arguments: Any, **named: Any) -> Scanned:
         return replace(check_section(*arguments, **named), problems=())
 
     monkeypatch.setattr(gate, "check_section", let_through)  # the count sees what the gate lets through
