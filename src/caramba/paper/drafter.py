@@ -116,7 +116,7 @@ class _Session:
         self.tools = Toolbox(self.gate, self.draft, folder, literature, self._ask)
 
     def open(self, group: str, *, update: bool) -> None:
-        """Bring the draft to where it resumes; refuse a paper that is not to be updated, or is on another run."""
+        """Bring the draft to where it resumes; refuse a paper that is on another run or not to be updated."""
         draft, config, evidence, root = self.draft, self.config, self.evidence, self.folder.root
         head = self.folder.head() or {}
         has_replies = any(message["role"] == "assistant" for message in draft.messages)
