@@ -1,4 +1,4 @@
-"""AdaGC: every tensor's gradient clipped by the norms that it has had; and the clipping of a portfolio."""
+"""AdaGC: every tensor's gradient clipped by the norms that it has had."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.config.optimizer import AdaGCConfig
-from caramba.optim.clip import clip_gradients, clip_values, clipping_step, tensor_norms
+from caramba.optim.clip import clip_gradients, tensor_norms
 from caramba.optim.groups import local
-from caramba.optim.portfolio import Portfolio
 
 
 class AdaGC:
@@ -89,36 +87,3 @@ class AdaGC:
         assert isinstance(steps, int)
         assert isinstance(gamma, Tensor)
         self.steps, self.gamma = steps, gamma.clone()
-
-
-class StrategyClip(AdaGC):
-    """AdaGC while the active strategy clips by it, else the phase's clipping; averages of norms are kept throughout."""
-
-    def __init__(self, portfolio: Portfolio, parameters: Sequence[nn.Parameter]) -> None:
-        phase = portfolio.phase
-        settings = phase.adagc or AdaGCConfig()
-        super().__init__(parameters, max_norm=phase.max_grad_norm, **settings.model_dump())
-        self.portfolio, self.algorithm = portfolio, phase.gradient_clip_algorithm
-
-    @torch.no_grad()
-    def __call__(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
-        if self.portfolio.strategy.clip == "adagc":
-            return super().__call__(groups)
-        step, later = clipping_step(self.portfolio), None
-        if self.algorithm == "value" and self.max_norm is not None:
-            total = clip_values(groups, self.max_norm)
-        else:
-            total = clip_gradients(groups, self.max_norm, hand_over=None if step is None else step.take_clip)
-            later = None if step is None else step.clip
-        self._observe(total, later=later)
-        return total
-
-
-def build_strategy_clip(optimizer: Any, parameters: Sequence[nn.Parameter]) -> StrategyClip | None:
-    """Return the clipping of a portfolio in which a strategy that may step asks for AdaGC; None where none does."""
-    assert isinstance(optimizer, Portfolio)
-    is_monitor = optimizer.phase.orchestrator_mode == "monitor"
-    used = [optimizer.strategy] if is_monitor else optimizer.strategies.values()
-    if not any(one.clip == "adagc" for one in used):
-        return None
-    return StrategyClip(optimizer, parameters)

@@ -1,4 +1,4 @@
-"""A portfolio of optimiser strategies as one optimiser: one steps at a time, and states are handed over."""
+"""A portfolio of optimiser strategies as one optimiser: one steps at a time, states are handed over, and it clips."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.config.optimizer import MATCHED, SECOND_MOMENTS, StrategyConfig
+from caramba.config.optimizer import MATCHED, SECOND_MOMENTS, AdaGCConfig, StrategyConfig
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
+from caramba.optim.adagc import AdaGC
+from caramba.optim.clip import clip_gradients, clip_values, clipping_step
 from caramba.optim.groups import Named, call_closure, copies_of
 from caramba.optim.muon import MuonAdamW
 from caramba.runtime.device import wide_dtype
@@ -414,3 +416,36 @@ def _copy_states(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str,
         p: {key: next(copied) if isinstance(value, Tensor) else value for key, value in state.items()}
         for p, state in states.items()
     }
+
+
+class StrategyClip(AdaGC):
+    """AdaGC while the active strategy clips by it, else the phase's clipping; averages of norms are kept throughout."""
+
+    def __init__(self, portfolio: Portfolio, parameters: Sequence[nn.Parameter]) -> None:
+        phase = portfolio.phase
+        settings = phase.adagc or AdaGCConfig()
+        super().__init__(parameters, max_norm=phase.max_grad_norm, **settings.model_dump())
+        self.portfolio, self.algorithm = portfolio, phase.gradient_clip_algorithm
+
+    @torch.no_grad()
+    def __call__(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+        if self.portfolio.strategy.clip == "adagc":
+            return super().__call__(groups)
+        step, later = clipping_step(self.portfolio), None
+        if self.algorithm == "value" and self.max_norm is not None:
+            total = clip_values(groups, self.max_norm)
+        else:
+            total = clip_gradients(groups, self.max_norm, hand_over=None if step is None else step.take_clip)
+            later = None if step is None else step.clip
+        self._observe(total, later=later)
+        return total
+
+
+def build_strategy_clip(optimizer: Any, parameters: Sequence[nn.Parameter]) -> StrategyClip | None:
+    """Return the clipping of a portfolio in which a strategy that may step asks for AdaGC; None where none does."""
+    assert isinstance(optimizer, Portfolio)
+    is_monitor = optimizer.phase.orchestrator_mode == "monitor"
+    used = [optimizer.strategy] if is_monitor else optimizer.strategies.values()
+    if not any(one.clip == "adagc" for one in used):
+        return None
+    return StrategyClip(optimizer, parameters)

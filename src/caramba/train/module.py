@@ -123,7 +123,7 @@ class CarambaModule(pl.LightningModule):
             )
         optimizer = build_optimizer(trained, self.phase)  # takes its masters from float32 weights
         if self.phase.orchestrator_enabled:
-            from caramba.optim.adagc import build_strategy_clip
+            from caramba.optim.portfolio import build_strategy_clip
 
             self.adagc = build_strategy_clip(optimizer, [parameter for _, parameter in trained])
         if self.phase.has_16_bit_weights:

@@ -14,8 +14,7 @@ from caramba.config.optimizer import STRATEGIES
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.optim import AdamW, build_optimizer
-from caramba.optim.adagc import build_strategy_clip
-from caramba.optim.portfolio import Portfolio
+from caramba.optim.portfolio import Portfolio, build_strategy_clip
 
 SHAPES = {
     "layers.up.weight": (6, 8),

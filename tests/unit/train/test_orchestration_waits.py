@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.optim import build_optimizer
-from caramba.optim.adagc import build_strategy_clip
-from caramba.optim.portfolio import Portfolio
+from caramba.optim.portfolio import Portfolio, build_strategy_clip
 from caramba.train.orchestration.guard import LEAST, Guard
 from tests.unit.train.orchestrated import orchestrated, phase_of, train
 
