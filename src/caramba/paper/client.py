@@ -15,17 +15,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
-
-from pydantic import TypeAdapter
 
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import ApiConfig, PaperConfig
 from caramba.errors import AgentError, ConfigError, fits_header
 from caramba.paper.budget import WAY_ON, BudgetLedger, Price
-from caramba.paper.journal import Journal
 from caramba.paper.untrusted import encodable, read_json, read_object
 from caramba.runs.deadline import run_with_timeout
 
@@ -77,25 +74,18 @@ class LanguageModel:
     """Asks one model, with tools. Every attempt is reserved in the ledger before it is sent."""
 
     def __init__(
-        self,
-        config: PaperConfig,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        way_on: str = WAY_ON,
-        journal: Journal | None = None,
+        self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep, way_on: str = WAY_ON
     ) -> None:
-        """Check that the model can be asked; with a `journal`, replies that it holds are not asked for again.
+        """Check that the model can be asked; `way_on` is the command that resumes the draft, for messages.
 
         Raises:
             ConfigError: a library of the extra `paper` is not installed, no key, or a model that litellm does not know.
         """
-        self.config, self._sleep, self._way_on, self.journal = config, sleep, way_on, journal
-        self._is_replay = journal is not None and journal.replay is not None
+        self.config, self._sleep, self._way_on = config, sleep, way_on
         self._has_text_tools = config.api.tools == "text"
-        if not self._is_replay:
-            for library in ("litellm", "pylatexenc", "pybtex", "pypdf")[config.api.base_url is not None :]:
-                need_library(library, "paper", "paper")
-            self._send = open_transport(config)
+        for library in ("litellm", "pylatexenc", "pybtex", "pypdf")[config.api.base_url is not None :]:
+            need_library(library, "paper", "paper")
+        self._send = open_transport(config)
 
     def price(self) -> Price | None:
         """Return what a token costs: as configured, else as in litellm's own list, None if in neither.
@@ -103,18 +93,17 @@ class LanguageModel:
         Raises:
             ConfigError: neither, and the budget has a limit in dollars.
         """
-        budget = self.config.budget
-        if budget.usd_per_million_prompt is not None and budget.usd_per_million_reply is not None:
-            return Price(budget.usd_per_million_prompt / 1e6, budget.usd_per_million_reply / 1e6)
-        is_listed = self.config.api.base_url is None and not self._is_replay
+        if (configured := configured_price(self.config)) is not None:
+            return configured
+        is_listed, limit = self.config.api.base_url is None, self.config.budget.max_cost_usd
         known = (load_litellm().model_cost.get(self.config.model) if is_listed else None) or {}
         prompt, reply = known.get("input_cost_per_token"), known.get("output_cost_per_token")
         if prompt is not None and reply is not None:
             return Price(float(prompt), float(reply))
-        if budget.max_cost_usd is not None and not self._is_replay:
+        if limit is not None:
             raise ConfigError(
-                f"paper.budget.max_cost_usd={budget.max_cost_usd:g}: what {self.config.model} costs is not known "
-                "here; set budget.usd_per_million_prompt and usd_per_million_reply, or limit max_tokens alone"
+                f"paper.budget.max_cost_usd={limit:g}: what {self.config.model} costs is not known here; set "
+                "budget.usd_per_million_prompt and usd_per_million_reply, or limit max_tokens alone"
             )
         return None
 
@@ -128,24 +117,13 @@ class LanguageModel:
             AgentError: it refuses the request, fails on every attempt, or never answers in form (ModelUnusable).
             BudgetExceeded: an attempt would cross a limit.
         """
-        request = {"model": self.config.model, "messages": messages, "tools": tools}
-        if self.journal is not None and (known := self.journal.find(request)) is not None:
-            return _recorded(known)
         attempt = functools.partial(self._attempt, ledger, record)
-        if self._is_replay and self.journal is not None:
-            reply = _recorded(self.journal.find_recorded(request))
-            ledger.record_usage(ledger.reserve(messages, tools), reply.prompt_tokens, reply.reply_tokens)
-        elif self._has_text_tools and tools:
-            reply = self._ask_in_text(attempt, messages, tools)
-        else:
+        if not (self._has_text_tools and tools):
             try:
-                reply = attempt(messages, tools)
+                return attempt(messages, tools)
             except _ToolsRefused:
                 self._has_text_tools = True
-                reply = self._ask_in_text(attempt, messages, tools)
-        if self.journal is not None:
-            self.journal.add(request, asdict(reply))
-        return reply
+        return self._ask_in_text(attempt, messages, tools)
 
     def _ask_in_text(
         self, attempt: Callable[[Messages, Messages], ModelReply], messages: Messages, tools: Messages
@@ -215,8 +193,10 @@ class LanguageModel:
         return ConfigError(f"paper.model={model}: {wrong} [{text}]")
 
 
-def _recorded(plain: dict[str, Any]) -> ModelReply:
-    return TypeAdapter(ModelReply).validate_python(plain)
+def configured_price(config: PaperConfig) -> Price | None:
+    """Return the price of a token that the configuration states, None where it states none."""
+    prompt, reply = config.budget.usd_per_million_prompt, config.budget.usd_per_million_reply
+    return None if prompt is None or reply is None else Price(prompt / 1e6, reply / 1e6)
 
 
 def _read(answer: dict[str, Any]) -> ModelReply:

@@ -29,7 +29,6 @@ from caramba.paper.document import outside_of_sections, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
 from caramba.paper.gate import Gate, Passed, check_section, report
-from caramba.paper.journal import Journal
 from caramba.paper.literature import Literature, Record, read_bibliography
 from caramba.paper.research.spending import LoopBudget
 from caramba.paper.tools import Toolbox, first_messages, tool_schemas
@@ -58,12 +57,12 @@ class PaperDrafter:
         output_dir: str | Path | None = None,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        journal: Journal | None = None,
+        model: Callable[..., LanguageModel] = LanguageModel,
         parent: LoopBudget | None = None,
         extend: Callable[[Evidence], Evidence] | None = None,
     ) -> None:
         """Draft by a configuration; `extend` adds to the evidence of the run what a research loop found."""
-        self._journal, self._parent, self._extend = journal, parent, extend
+        self._model, self._parent, self._extend = model, parent, extend
         self.config = config or PaperConfig()
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         self.sleep = sleep
@@ -94,7 +93,7 @@ class PaperDrafter:
         words += ["--output-dir", str(self.output_dir)] if self.output_dir is not None else []
         way_on = f"`{shlex.join([*words, '--update'])}`"
         # What it refuses is refused before anything is written.
-        model = LanguageModel(self.config, sleep=self.sleep, way_on=way_on, journal=self._journal)
+        model = self._model(self.config, sleep=self.sleep, way_on=way_on)
         price = model.price()
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):

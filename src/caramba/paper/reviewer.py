@@ -12,7 +12,6 @@ from caramba.config.paper import Action, Persona, ReviewConfig, Strictness
 from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, ModelUnusable
 from caramba.paper.evidence import Evidence
-from caramba.paper.journal import Journal
 from caramba.paper.research.proposal import Proposal
 from caramba.paper.research.spending import LoopBudget
 from caramba.paper.review import Reviewed, check_paper
@@ -73,7 +72,7 @@ class PaperReviewer:
         config: ReviewConfig,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        journal: Journal | None = None,
+        model: Callable[..., LanguageModel] = LanguageModel,
         parent: LoopBudget | None = None,
         way_on: str = "`caramba review RUN`",
     ) -> None:
@@ -83,7 +82,7 @@ class PaperReviewer:
             ConfigError: no library, no key, or a model without a price where one is needed.
         """
         self.config, self.parent, self.way_on = config, parent, way_on
-        self.model = LanguageModel(config.as_paper(), sleep=sleep, way_on=way_on, journal=journal)
+        self.model = model(config.as_paper(), sleep=sleep, way_on=way_on)
         self.price = self.model.price()
 
     def review(

@@ -18,8 +18,8 @@ from test_research_loop import PAPER, REVIEW, settings
 
 from caramba.paper import ResearchLoop, client, drafter, gate
 from caramba.paper.compile import Compiled
-from caramba.paper.journal import Journal
 from caramba.paper.research import experiment, loop
+from caramba.paper.research.journal import Journal
 from caramba.paper.research.ledger import Ledger
 from caramba.runs.files import append_line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from caramba.config.paper import BudgetConfig, PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable, as_text, read_limits
-from caramba.paper.journal import CALLS, Journal
+from caramba.paper.research.journal import CALLS, Journal, RecordedModel
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 
@@ -30,7 +31,8 @@ Make = Callable[..., PaperConfig]
 
 
 def ask(config: PaperConfig, journal: Journal | None = None, text: str = "write") -> ModelReply:
-    model = LanguageModel(config, sleep=lambda seconds: None, journal=journal)
+    make = LanguageModel if journal is None else partial(RecordedModel, journal)
+    model = make(config, sleep=lambda seconds: None)
     messages = [MESSAGES[0], {"role": "user", "content": text}]
     return model.ask(
         messages, TOOLS, BudgetLedger(BudgetConfig(), Spent(), None), lambda event, **fields: None

@@ -17,8 +17,8 @@ from caramba.config.paper import LoopBudgetConfig, PaperConfig, ResearchLoopConf
 from caramba.config.parse import parse_as
 from caramba.errors import AgentError, ConfigError
 from caramba.paper import ResearchLoop, client
-from caramba.paper.journal import CALLS
 from caramba.paper.research import experiment, loop
+from caramba.paper.research.journal import CALLS
 from caramba.paper.research.ledger import LEDGER, Ledger
 from caramba.paper.research.loop import RESULT, LoopResult
 from caramba.paper.research.verify import verify_ledger

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -20,15 +21,15 @@ from caramba.config.paper import PaperConfig, ResearchLoopConfig, ReviewConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.errors import BudgetExceeded, ConfigError
-from caramba.paper.client import LanguageModel, ModelUnusable, read_limits
+from caramba.paper.client import ModelUnusable, read_limits
 from caramba.paper.compile import need_latex
 from caramba.paper.document import read_paper
 from caramba.paper.drafter import PaperDrafter
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import PAPER, TRANSCRIPT, PaperFolder
-from caramba.paper.journal import CALLS, Journal
 from caramba.paper.research.appendix import with_experiments
 from caramba.paper.research.experiment import Comparison, Launch, launch_run
+from caramba.paper.research.journal import CALLS, Journal, RecordedModel
 from caramba.paper.research.ledger import Ledger
 from caramba.paper.research.proposal import Proposal
 from caramba.paper.research.spending import LoopBudget
@@ -119,7 +120,7 @@ class ResearchLoop:
         """Refuse, before the first paid call, what would stop the loop later."""
         need_latex("research")
         for config in (self.paper_config, self.review_config.as_paper()):
-            model = LanguageModel(config, journal=session.journal)
+            model = session.model(config)
             if self._replay is None:
                 read_limits(config)
                 if self.config.budget.max_cost_usd is not None and model.price() is None:
@@ -143,6 +144,7 @@ class _Session:
         self.manifest = read_manifest(run)
         self.budget = LoopBudget(folder, loop.config.budget)
         self.journal = Journal(folder / CALLS, loop._replay)
+        self.model = functools.partial(RecordedModel, self.journal)
         self.comparison: Comparison | None = None
         if loop.config.gate is not None:
             timeout_s = loop.config.experiment_timeout_s
@@ -186,7 +188,7 @@ class _Session:
         if self._n_adopted() == begun["adopted"]:  # else a kill came between the version and its line
             self.journal.step = f"iter{number}/draft"
             drafter = PaperDrafter(
-                self._paper_config(number), self.paper, sleep=self.loop._sleep, journal=self.journal,
+                self._paper_config(number), self.paper, sleep=self.loop._sleep, model=self.model,
                 parent=self.budget, extend=self._extended,
             )  # fmt: skip
             drafter.draft_sync(self.run_dir, update=True)
@@ -230,7 +232,7 @@ class _Session:
         head = PaperFolder(self.paper).head() or {}
         titles = {key: head["records"][identity]["title"] for key, identity in head["citations"].items()}
         reviewer = PaperReviewer(
-            self.loop.review_config, sleep=self.loop._sleep, journal=self.journal, parent=self.budget,
+            self.loop.review_config, sleep=self.loop._sleep, model=self.model, parent=self.budget,
             way_on="the same command",
         )  # fmt: skip
         review = reviewer.review(read_paper(self.paper / PAPER), evidence, titles, self.manifest)

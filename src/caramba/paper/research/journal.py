@@ -5,11 +5,18 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from operator import eq
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
+from caramba.paper.budget import BudgetLedger, Price
+from caramba.paper.client import LanguageModel, Messages, ModelReply, configured_price
 from caramba.runs.files import append_line, whole_lines
 
 CALLS = "calls.jsonl"
@@ -78,3 +85,33 @@ def _read(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _lines(request: dict[str, Any]) -> list[str]:
     return json.dumps(request, sort_keys=True, indent=1, ensure_ascii=False).splitlines()
+
+
+class RecordedModel(LanguageModel):
+    """A language model that is not asked for what a journal holds; in a replay only the recorded file answers."""
+
+    def __init__(self, journal: Journal, config: PaperConfig, **named: Any) -> None:
+        """Check that the model can be asked, unless it is replayed; `named` as for `LanguageModel`."""
+        self.journal, self.config = journal, config
+        if journal.replay is None:
+            super().__init__(config, **named)
+
+    def price(self) -> Price | None:
+        """Return what a token costs; of a replay, as configured."""
+        return super().price() if self.journal.replay is None else configured_price(self.config)
+
+    def ask(
+        self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]
+    ) -> ModelReply:
+        """Return the reply of the journal, of the replayed file, or of the model, as `LanguageModel.ask` does."""
+        request = {"model": self.config.model, "messages": messages, "tools": tools}
+        read = TypeAdapter(ModelReply).validate_python
+        if (known := self.journal.find(request)) is not None:
+            return read(known)
+        if self.journal.replay is not None:
+            reply = read(self.journal.find_recorded(request))
+            ledger.record_usage(ledger.reserve(messages, tools), reply.prompt_tokens, reply.reply_tokens)
+        else:
+            reply = super().ask(messages, tools, ledger, record)
+        self.journal.add(request, asdict(reply))
+        return reply
