@@ -93,7 +93,7 @@ class LanguageModel:
         Raises:
             ConfigError: neither, and the budget has a limit in dollars.
         """
-        if (configured := configured_price(self.config)) is not None:
+        if (configured := price_in_config(self.config)) is not None:
             return configured
         is_listed, limit = self.config.api.base_url is None, self.config.budget.max_cost_usd
         known = (load_litellm().model_cost.get(self.config.model) if is_listed else None) or {}
@@ -193,7 +193,7 @@ class LanguageModel:
         return ConfigError(f"paper.model={model}: {wrong} [{text}]")
 
 
-def configured_price(config: PaperConfig) -> Price | None:
+def price_in_config(config: PaperConfig) -> Price | None:
     """Return the price of a token that the configuration states, None where it states none."""
     prompt, reply = config.budget.usd_per_million_prompt, config.budget.usd_per_million_reply
     return None if prompt is None or reply is None else Price(prompt / 1e6, reply / 1e6)

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import BudgetLedger, Price
-from caramba.paper.client import LanguageModel, Messages, ModelReply, configured_price
+from caramba.paper.client import LanguageModel, Messages, ModelReply, price_in_config
 from caramba.runs.files import append_line, whole_lines
 
 CALLS = "calls.jsonl"
@@ -98,7 +98,7 @@ class RecordedModel(LanguageModel):
 
     def price(self) -> Price | None:
         """Return what a token costs; of a replay, as configured."""
-        return super().price() if self.journal.replay is None else configured_price(self.config)
+        return super().price() if self.journal.replay is None else price_in_config(self.config)
 
     def ask(
         self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]
