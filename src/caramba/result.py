@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 WINDOW_NLL = "window_nll"
 """The column of a perplexity row that holds the mean NLL of each window, which pairs models; in no CSV."""
@@ -178,6 +178,11 @@ class PhaseResult:
     skipped: str | None = None
     details: dict[str, Any] = field(default_factory=lambda: {})
     val_loss: float | None = None
+
+    @classmethod
+    def untrained(cls, stage: str, phase: str, seconds: float = 0.0) -> Self:
+        """Return the outcome of a stage that leaves no weights."""
+        return cls(stage, phase, "none", 0, 0, seconds, "")
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,7 @@ def _default_checkpointing(
     asked, own = checkpointing_word(parallel.get(key)), checkpointing_word(train.get(key))
     if asked is None:
         return
-    typed = {path[-1] for path in given if path[0] == "train" and len(path) == 2}
-    typed |= {path[-1] for path in given if path[:2] == ("train", "phases") and _id_of(run) in path[2:3]}
-    is_typed = key in {PhaseConfig.aliases.get(str(name), name) for name in typed}
+    is_typed = key in _typed_keys(run, here, given)
     if ("parallel", key) in given and is_typed and own != asked:
         raise ConfigError(
             f"parallel.{key}={bare(asked)} and train.{key}={bare(own)} of run {quote(run.get('id'))} are the same "
@@ -256,33 +254,23 @@ def _shorten(
     most = debug.get("max_steps") if is_mapping(debug) else None
     if isinstance(most, int) and isinstance(train.get("steps"), int):
         train["steps"] = min(train["steps"], most)
-    steps, warmup = train.get("steps"), train.get("warmup_steps")
-    typed = {
-        ("train", "warmup_steps"),
-        ("train", "phases", _id_of(run), "warmup_steps"),
-        (*here, "train", "warmup_steps"),
-    }
+    steps, warmup, typed = train.get("steps"), train.get("warmup_steps"), _typed_keys(run, here, given)
     changed = (
         isinstance(most, int)
-        or bool(
-            {
-                ("train", "steps"),
-                ("train", "phases", _id_of(run), "steps"),
-                (*here, "train", "steps"),
-                (*here, "steps"),
-            }
-            & set(given)
-        )
+        or "steps" in typed
+        or (*here, "steps") in given
         or origins.get((*here, "train", "steps")) == ("train", "steps")
     )
-    if (
-        changed
-        and isinstance(steps, int)
-        and isinstance(warmup, int)
-        and warmup > steps
-        and not typed & set(given)
-    ):
+    is_longer = isinstance(steps, int) and isinstance(warmup, int) and warmup > steps
+    if changed and is_longer and "warmup_steps" not in typed:
         train["warmup_steps"] = steps // 10
+
+
+def _typed_keys(run: Mapping[str, Any], here: Path, given: Collection[Path]) -> set[str]:
+    """Return the keys of a phase that were typed: for all phases, for this one, or in the run of a manifest."""
+    places: tuple[Path, ...] = (("train",), ("train", "phases", _id_of(run) or ""), (*here, "train"))
+    typed = [str(path[-1]) for path in given if path[:-1] in places]
+    return {PhaseConfig.aliases.get(key, key) for key in typed}
 
 
 def _has_teacher(manifest: Mapping[str, Any]) -> bool:

@@ -76,7 +76,7 @@ def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
         seconds = time.perf_counter() - began
         session.ledger.put(
             StageRecord(
-                PhaseResult(stage, "controls", "none", 0, 0, seconds, ""),
+                PhaseResult.untrained(stage, "controls", seconds),
                 benchmarks=(dataclasses.replace(result, seconds=seconds),),
             )
         )

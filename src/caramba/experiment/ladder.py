@@ -558,7 +558,7 @@ class Ladder:
 
 
 def _record(session: Session, result: BenchmarkResult) -> None:
-    phase = PhaseResult(result.id, "ladder", "none", 0, 0, result.seconds, "")
+    phase = PhaseResult.untrained(result.id, "ladder", result.seconds)
     session.ledger.put(StageRecord(phase, benchmarks=(result,)))
 
 

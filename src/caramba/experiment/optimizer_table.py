@@ -278,10 +278,11 @@ class OptimizerTable:
             "trial_tokens": max(run["trial_steps"] for run in runs) * config.batch_size * config.block_size,
             "runs": runs,
         }
-        first = found if row == "adamw" else self.rows[0]
-        pairs = list(zip(runs, first["runs"], strict=True))
-        found["loss_difference"] = _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs])
-        found["tokens_to_adamw"] = [_tokens_to(ours, theirs["train_loss"]) for ours, theirs in pairs]
+        others = (found if row == "adamw" else self.rows[0])["runs"]
+        found["loss_difference"] = _difference(runs, others)
+        found["tokens_to_adamw"] = [
+            _tokens_to(ours, theirs["train_loss"]) for ours, theirs in zip(runs, others, strict=True)
+        ]
         return found
 
     def measure_time(self, row: Row) -> Row:
@@ -299,9 +300,7 @@ class OptimizerTable:
         """Return the orchestrator's differences from the best fixed row."""
         best = self._best_fixed()
         assert best is not None
-        pairs = zip(row["runs"], best["runs"], strict=True)
-        found = _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs])
-        return {"best_fixed": best["row"], "best_fixed_difference": found}
+        return {"best_fixed": best["row"], "best_fixed_difference": _difference(row["runs"], best["runs"])}
 
     def time_fixed(self, row: Row) -> Row:
         """Return the orchestrator's differences from runs of the best fixed row that take its seconds."""
@@ -323,8 +322,7 @@ class OptimizerTable:
             self.need_time(other["row"], *steps[at:])
             run = self.train(other["row"], self._rate_of(other), steps[at], ours["seed"])
             runs.append({key: run[key] for key in ("seed", "steps", "seconds", "loss")})
-        pairs = zip(row["runs"], runs, strict=True)
-        return runs, _interval([ours["loss"] - theirs["loss"] for ours, theirs in pairs])
+        return runs, _difference(row["runs"], runs)
 
     def _rate_of(self, row: Row) -> float:
         return next(one["rate"] for one in row["rates"] if one["lr"] == row["lr"])
@@ -377,7 +375,7 @@ class OptimizerTable:
         rows = () if row is None else (row,)
         metrics = () if row is None or row["skipped"] is not None else self._metrics(row)
         result = BenchmarkResult(stage, self.config.type, metrics, rows, error, seconds)
-        phase = PhaseResult(stage, "optimizers", "none", 0, 0, seconds, "")
+        phase = PhaseResult.untrained(stage, "optimizers", seconds)
         self.session.ledger.put(StageRecord(phase, benchmarks=(result,)))
 
     def _metrics(self, row: Row) -> tuple[Metric, ...]:
@@ -438,7 +436,9 @@ class OptimizerTable:
         write_json(self.session.run_dir / FILE, {"settings": settings, "rows": self.rows})
 
 
-def _interval(differences: list[float]) -> dict[str, float]:
+def _difference(runs: list[Row], others: list[Row]) -> dict[str, float]:
+    """Return the interval of the differences in loss of runs from others of the same seeds."""
+    differences = [ours["loss"] - theirs["loss"] for ours, theirs in zip(runs, others, strict=True)]
     found = compute_interval(differences)
     return {"mean": found.mean, "low": found.low, "high": found.high, "n": len(differences)}
 

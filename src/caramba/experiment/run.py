@@ -158,7 +158,7 @@ def finish(session: Session) -> None:
             measure_controls(session, bench)
     last = last_trained(session.group)
     if VERIFY not in session.ledger and last is not None and last.verify:
-        session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, last)))
+        session.ledger.add(StageRecord(PhaseResult.untrained(VERIFY, VERIFY), verdicts=verify(session, last)))
     if VERIFY in session.ledger:
         hold(session.ledger[VERIFY].verdicts)
 
@@ -174,7 +174,9 @@ def measure_final(session: Session, benchmarks: Sequence[BenchmarkConfig]) -> No
     named = (("teacher", session.teacher), ("student", session.student))
     models = {name: model.eval() for name, model in named if model is not None}
     measured |= {result.id: result for result in session.measure(left, models)}
-    record = StageRecord(_unphased(FINAL), benchmarks=tuple(measured[bench.id] for bench in benchmarks))
+    record = StageRecord(
+        PhaseResult.untrained(FINAL, FINAL), benchmarks=tuple(measured[bench.id] for bench in benchmarks)
+    )
     session.ledger.put(record)
 
 
@@ -192,7 +194,7 @@ def verify_run(session: Session, run: RunConfig) -> None:
         transplant_student(session)
     if run.id not in session.ledger:
         read_back(session)
-        session.ledger.add(StageRecord(_unphased(run.id), verdicts=verify(session, run)))
+        session.ledger.add(StageRecord(PhaseResult.untrained(run.id, run.id), verdicts=verify(session, run)))
     hold(session.ledger[run.id].verdicts)
 
 
@@ -202,7 +204,7 @@ def sample_run(session: Session, run: RunConfig, config: SampleConfig) -> None:
         return
     _ready(session, config.role)
     write_samples(session, run, config)
-    session.ledger.add(StageRecord(_unphased(run.id)))
+    session.ledger.add(StageRecord(PhaseResult.untrained(run.id, run.id)))
 
 
 def chat_run(session: Session, run: RunConfig, config: ChatConfig) -> None:
@@ -211,7 +213,7 @@ def chat_run(session: Session, run: RunConfig, config: ChatConfig) -> None:
         return
     _ready(session, config.role)
     if run_chat(session, run, config):
-        session.ledger.add(StageRecord(_unphased(run.id)))
+        session.ledger.add(StageRecord(PhaseResult.untrained(run.id, run.id)))
 
 
 def _ready(session: Session, role: str) -> None:
@@ -225,10 +227,6 @@ def last_trained(group: GroupConfig) -> RunConfig | None:
     return next(
         (run for run in reversed(group.runs) if run.train and not run.train.control and not run.exp), None
     )
-
-
-def _unphased(stage: str) -> PhaseResult:
-    return PhaseResult(stage, stage, "none", 0, 0, 0.0, "")
 
 
 def collect(session: Session, run_dir: Path) -> RunResult:

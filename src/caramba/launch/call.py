@@ -121,7 +121,7 @@ def _command_line(
             f"launch: {quote(dashed)} is an option of the command line; give KEY=VALUE, or an argument of the function"
         )
     words = [*([] if manifest is None else [f"manifest={os.fspath(manifest)}"]), *overrides]
-    return CommandLine(words, [as_folder(os.fspath(folder)) for folder in config_dirs], is_debug=False)
+    return CommandLine(words, [as_folder(os.fspath(folder)) for folder in config_dirs])
 
 
 def _run_raising(manifest_file: Path, flags: list[str]) -> int:

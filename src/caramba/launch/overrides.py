@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as File
@@ -402,10 +401,13 @@ def _values(override: HydraOverride, key: str, config_dirs: Sequence[File]) -> l
     return list(override.sweep_string_iterator())
 
 
-FLAGS = (
-    *("--help", "-h", "--debug", "--quiet", "--multirun", "-m", "--config-dir", "-cd", "--cfg", "-c"),
-    *("--package", "-p", "--resolve", "--version"),
-)
+_SWITCHES = {
+    **dict.fromkeys(("--help", "-h"), "wants_help"),
+    **dict.fromkeys(("--multirun", "-m"), "is_multirun"),
+    **{"--debug": "is_debug", "--quiet": "is_quiet", "--resolve": "resolves", "--version": "wants_version"},
+}
+"""Flags without a value, and the fields that they set."""
+FLAGS = (*_SWITCHES, "--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 HYDRA_FLAGS = {
     "--config-name": "conf/config.yaml is what is composed; add --config-dir DIR and choose experiment=NAME, or run "
     "one file: caramba run FILE",
@@ -432,7 +434,7 @@ class CommandLine:
     wants_help: bool = False
     wants_version: bool = False
     resolves: bool = False
-    is_debug: bool = "--debug" in sys.argv
+    is_debug: bool = False
     is_quiet: bool = False
     is_multirun: bool = False
 
@@ -448,17 +450,15 @@ def parse_argv(argv: list[str]) -> CommandLine:
     Raises:
         ConfigError: an unknown flag, or one that lacks its value.
     """
-    args = CommandLine(is_debug="--debug" in argv)
+    args = CommandLine()
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         name, _, value = word.partition("=")
         if not word.startswith("-"):
             args.overrides.append(word)
-        elif word == "--version":
-            args.wants_version = True
-        elif word in ("--help", "-h"):
-            args.wants_help = True
+        elif word in _SWITCHES:
+            setattr(args, _SWITCHES[word], True)
         elif name in ("--shell-completion", "-sc", "--hydra-help"):
             args.native.append(word)
         elif name in ("--info", "-i"):
@@ -471,13 +471,7 @@ def parse_argv(argv: list[str]) -> CommandLine:
             args.cfg = value or _next(word, rest)
         elif name in ("--package", "-p"):
             args.package = value or _next(word, rest)
-        elif word == "--resolve":
-            args.resolves = True
-        elif word in ("--multirun", "-m"):
-            args.is_multirun = True
-        elif word == "--quiet":
-            args.is_quiet = True
-        elif word != "--debug":
+        else:
             raise ConfigError(f"command line: unknown option {word}{_hint(name, value, rest)} see --help")
     if args.package is not None and args.cfg is None:
         raise ConfigError(

@@ -12,9 +12,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -96,28 +95,30 @@ def _remove(part: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(
-    path: Path, around: Callable[[Path, Path], AbstractContextManager[None]] | None = None
-) -> Iterator[Path]:
+def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; on success it is synced and renamed over `path`, on failure removed.
 
-    Args:
-        around: makes a context of (path, temporary path) for the rename.
+    The sum of an artifact of a run is recorded with the rename.
     """
     with part_of(path) as temporary:
         yield temporary
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
-        with contextlib.nullcontext() if around is None else around(path, temporary):
+        with recorded(path, temporary):
             os.replace(temporary, path)
             _sync_folder(path.parent)
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Write `content` to `path` whole."""
-    with atomic_file(path) as temporary:
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Write `content` to `path` through a temporary file, fsync and rename."""
+    with whole_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, whole. NaN and infinity are refused: they are not JSON."""
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def append_line(file: Path, text: str) -> None:
@@ -332,7 +333,7 @@ def _update(root: Path, name: str, versions: list[dict[str, Any]]) -> None:
 
 
 def _write(root: Path, files: Mapping[str, Any]) -> None:
-    write_atomic(root / RECORD, _text(files))
+    write_whole(root / RECORD, _text(files))
 
 
 def _text(files: Mapping[str, Any]) -> str:
@@ -369,7 +370,7 @@ def _remember(file: Path, digest: str) -> None:
     stored = {**_stored_hashes(), _stamp(file): digest}
     # The cache saves time alone: where it cannot be written, files are hashed at each start.
     with contextlib.suppress(OSError):
-        write_atomic(_cache_file(), json.dumps(dict(list(stored.items())[-_MAX_CACHED:]), indent=2) + "\n")
+        write_json(_cache_file(), dict(list(stored.items())[-_MAX_CACHED:]))
 
 
 def _stored_hashes() -> dict[str, str]:
@@ -385,34 +386,10 @@ def _cache_file() -> Path:
     return home() / RECORD
 
 
-__all__ = ["home", "remove_parts", "sha256_of", "whole_file", "write_json", "write_whole"]
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; on success it is synced and renamed over `path`, on failure removed.
-
-    The sum of an artifact of a run is recorded with the rename.
-    """
-    with atomic_file(path, recorded) as temporary:
-        yield temporary
-
-
 def remove_parts(folder: Path) -> None:
     """Remove the temporary files of writers that were killed; the caller holds the folder, so that no writer lives."""
     for file in folder.rglob(".*.part"):
         file.unlink() if not file.is_dir() else shutil.rmtree(file)
-
-
-def write_whole(path: Path, content: bytes | str) -> None:
-    """Write `content` to `path` through a temporary file, fsync and rename."""
-    with whole_file(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, whole. NaN and infinity are refused: they are not JSON."""
-    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def sha256_of(path: Path) -> str:

@@ -116,7 +116,8 @@ def lost_checkpoints(run: Path) -> list[Path]:
 def list_failed_benchmarks(run: Path) -> tuple[str, ...]:
     """Return the benchmarks that failed of a run that has its result and lacks nothing else, else none.
 
-    A verification that ended a run is in its result too; its verdict is final unless training changes.
+    A resume tries these again, and what was trained stays. A verification that ended a run is in its result too; its
+    verdict is final unless training changes.
     """
     if _result_status(run) != FAILED:
         return ()
@@ -136,12 +137,6 @@ def list_failed_benchmarks(run: Path) -> tuple[str, ...]:
     except (OSError, ValueError, KeyError, TypeError):
         return ()  # of an older form, or damaged
     return tuple(dict.fromkeys(failed)) if all(check.passed for check in checks) else ()
-
-
-def lacks_benchmarks(run: Path) -> bool:
-    """Whether a run has its result, and what failed of it are benchmarks alone: a resume tries those again, and what
-    was trained stays."""
-    return bool(list_failed_benchmarks(run))
 
 
 def select_retries(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]:

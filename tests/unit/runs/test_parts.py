@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba.runs.files import part_of, write_atomic
+from caramba.runs.files import part_of, write_whole
 
 WRITER = """
 import sys, time
@@ -69,7 +69,7 @@ def test_a_part_that_goes_with_its_writer_is_no_abandoned_one(
 def test_parts_of_other_names_and_folders_that_are_resumed_stay(tmp_path: Path) -> None:
     for name in (".out.part", ".other.abcdefgh.part", ".out.txt"):
         (tmp_path / name).touch()
-    write_atomic(tmp_path / "out", "text")
+    write_whole(tmp_path / "out", "text")
     assert sorted(os.listdir(tmp_path)) == [".other.abcdefgh.part", ".out.part", ".out.txt", "out"]
 
 
@@ -81,7 +81,7 @@ def test_a_file_system_without_locks_is_written_to_and_no_part_is_removed(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / ".out.abcdefgh.part").touch()
-    write_atomic(tmp_path / "out", "text")
+    write_whole(tmp_path / "out", "text")
     assert (tmp_path / "out").read_text() == "text"
     assert sorted(os.listdir(tmp_path)) == [".out.abcdefgh.part", "out"]
 

@@ -32,7 +32,7 @@ from caramba.runs import (
 from caramba.runs.environment import list_installed_packages
 from caramba.runs.exit_codes import run_command
 from caramba.runs.files import drop_mark, home, marks_of, remove_parts, write_json
-from caramba.runs.state import lacks_benchmarks
+from caramba.runs.state import list_failed_benchmarks
 
 
 @pytest.fixture(name="manifest")
@@ -297,12 +297,12 @@ def test_what_a_run_lacks_is_told_from_its_result(tmp_path, error, value, fail_f
     verdict = {"type": "fidelity", "run_id": "look", "checks": [check], "fail_fast": fail_fast, "cases": []}
     result = {"status": "failed", "benchmarks": [{"id": "a", "error": error}], "verdicts": [verdict]}
     write_json(tmp_path / "result.json", result)
-    assert lacks_benchmarks(tmp_path) is expected
+    assert list_failed_benchmarks(tmp_path) == (("a",) if expected else ())
     folder = tmp_path / "groups" / "main"
     folder.mkdir(parents=True)
     write_json(folder / "result.json", result)
     write_json(tmp_path / "result.json", {"status": "failed", "groups": ["main"]})
-    assert lacks_benchmarks(tmp_path) is expected
+    assert list_failed_benchmarks(tmp_path) == (("a",) if expected else ())
 
 
 def test_the_newest_result_of_a_manifest_says_whether_benchmarks_are_left(manifest, tmp_path):

@@ -29,8 +29,8 @@ from caramba.runs.state import (
     RESULT,
     RUNNING,
     WAITING,
-    lacks_benchmarks,
     last_event_time,
+    list_failed_benchmarks,
     record_job,
     record_submission,
     refuse_queued,
@@ -165,7 +165,7 @@ class SweepRunner:
         A run with a result is resumed only for missing benchmarks.
         """
         run = self.sweep.run_of(point)
-        if run is not None and (not (run / RESULT).exists() or lacks_benchmarks(run)):
+        if run is not None and (not (run / RESULT).exists() or list_failed_benchmarks(run)):
             return run
         run_dir = mint(self.sweep.manifest(point), self._overrides(point), self.sweep.root)
         self.new_runs.add(run_dir)
