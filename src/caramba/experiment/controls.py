@@ -20,12 +20,12 @@ from caramba.config.train import BLOCK_PHASES
 from caramba.console import logger
 from caramba.errors import ConfigError, DataError
 from caramba.evaluation.memory import measure as measure_memory
-from caramba.experiment.session import Session, StageRecord
+from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_phase
 from caramba.experiment.surgery import TRANSPLANT
 from caramba.infer.agreement import Agreement, agreement
 from caramba.model import Model, build_model, load_pretrained
-from caramba.result import BenchmarkResult, Metric, PhaseResult
+from caramba.result import BenchmarkResult, Metric
 from caramba.runs.exit_codes import until_recorded
 from caramba.train import drop_state
 
@@ -73,13 +73,7 @@ def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
                 f"({row['kv_ratio']:.2f}x), KL {row['kl']:.4f}, top-1 {row['top1']:.1%}"
             )
             result = dataclasses.replace(result, rows=(row,), metrics=_metrics(row, bench.id))
-        seconds = time.perf_counter() - began
-        session.ledger.put(
-            StageRecord(
-                PhaseResult.untrained(stage, "controls", seconds),
-                benchmarks=(dataclasses.replace(result, seconds=seconds),),
-            )
-        )
+        session.ledger.put_row(dataclasses.replace(result, seconds=time.perf_counter() - began))
 
 
 def _outcome(stage: str, subject: Subject, error: Exception) -> dict[str, Any]:

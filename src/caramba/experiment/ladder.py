@@ -36,12 +36,12 @@ from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
 from caramba.experiment.fit_apart import fit_apart
 from caramba.experiment.planning import Budget, Ended, StepCandidate, Stopwatch, Trial, largest_batch
-from caramba.experiment.session import Session, StageRecord
+from caramba.experiment.session import Session
 from caramba.infer.nll import windowed_nll
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model, build_with_random_weights
 from caramba.ops.backend import REFERENCE, without_kernels
-from caramba.result import BenchmarkResult, Metric, PhaseResult
+from caramba.result import BenchmarkResult, Metric
 from caramba.runtime import AttentionChoice, MemoryMeter, free_bytes, release_memory, seed_process
 from caramba.train import FitOutcome
 
@@ -360,7 +360,7 @@ class Ladder:
             result = dataclasses.replace(result, rows=(found,), metrics=self._metrics(found))
             if found["skipped"] is None:
                 self._strike_behind(row)
-        _record(self.session, dataclasses.replace(result, seconds=time.perf_counter() - began))
+        self.session.ledger.put_row(dataclasses.replace(result, seconds=time.perf_counter() - began))
 
     def _strike_behind(self, row: str) -> None:
         """Strike rows on record that were measured without this one, which had failed: each rung builds on those before
@@ -557,11 +557,6 @@ class Ladder:
         logger.info(f"{stage}: {', '.join(words)}")
 
 
-def _record(session: Session, result: BenchmarkResult) -> None:
-    phase = PhaseResult.untrained(result.id, "ladder", result.seconds)
-    session.ledger.put(StageRecord(phase, benchmarks=(result,)))
-
-
 def climb_ladder(session: Session, bench: BenchmarkConfig) -> None:
     """Measure a training ladder with the session's own models off its device.
 
@@ -575,7 +570,7 @@ def climb_ladder(session: Session, bench: BenchmarkConfig) -> None:
                 f"models={list(bench.models)}, and this run has the {' and '.join(roles)} alone; name that"
             )
             logger.error(f"{bench.id}: {error}")
-            _record(session, BenchmarkResult(bench.id, bench.config.type, error=error))
+            session.ledger.put_row(BenchmarkResult(bench.id, bench.config.type, error=error))
         return
     ladder = Ladder(session, bench, role)
     models = [model for model in (session.teacher, session.student) if model is not None]

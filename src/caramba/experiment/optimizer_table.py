@@ -23,9 +23,9 @@ from caramba.data import batches, spread_windows
 from caramba.errors import CarambaError
 from caramba.experiment.fit_apart import fit_apart
 from caramba.experiment.objectives import build_objective
-from caramba.experiment.session import Session, StageRecord
+from caramba.experiment.session import Session
 from caramba.model import Model, build_model
-from caramba.result import BenchmarkResult, Metric, PhaseResult
+from caramba.result import BenchmarkResult, Metric
 from caramba.runs.files import write_json
 from caramba.train.orchestration.policies import compute_interval
 from caramba.train.orchestration.trials import mean_loss
@@ -374,9 +374,7 @@ class OptimizerTable:
     def _record(self, stage: str, row: Row | None, seconds: float, error: str | None) -> None:
         rows = () if row is None else (row,)
         metrics = () if row is None or row["skipped"] is not None else self._metrics(row)
-        result = BenchmarkResult(stage, self.config.type, metrics, rows, error, seconds)
-        phase = PhaseResult.untrained(stage, "optimizers", seconds)
-        self.session.ledger.put(StageRecord(phase, benchmarks=(result,)))
+        self.session.ledger.put_row(BenchmarkResult(stage, self.config.type, metrics, rows, error, seconds))
 
     def _metrics(self, row: Row) -> tuple[Metric, ...]:
         n = self.config.seeds

@@ -111,10 +111,8 @@ def run_group(
                     train_run(session, item, is_last=item is last_trained(group))
                 elif item.verify:
                     verify_run(session, item)
-                elif item.sample is not None:
-                    sample_run(session, item, item.sample)
-                elif item.mode == "chat":
-                    chat_run(session, item, item.chat or ChatConfig())
+                elif item.mode in ("sample", "chat"):
+                    write_texts(session, item)
             finish(session)
     except VerificationFailed as error:
         failure = error
@@ -198,28 +196,20 @@ def verify_run(session: Session, run: RunConfig) -> None:
     hold(session.ledger[run.id].verdicts)
 
 
-def sample_run(session: Session, run: RunConfig, config: SampleConfig) -> None:
-    """Generate from the model as it is and write samples/RUN.json, unless that is done."""
+def write_texts(session: Session, run: RunConfig) -> None:
+    """Generate from the model as it is, or hold the conversation of a run, and write what was said, unless that is
+    done."""
     if run.id in session.ledger:
         return
-    _ready(session, config.role)
-    write_samples(session, run, config)
-    session.ledger.add(StageRecord(PhaseResult.untrained(run.id, run.id)))
-
-
-def chat_run(session: Session, run: RunConfig, config: ChatConfig) -> None:
-    """Hold the conversation of a run of mode=chat and write chats/RUN.json, unless that is done."""
-    if run.id in session.ledger:
-        return
-    _ready(session, config.role)
-    if run_chat(session, run, config):
-        session.ledger.add(StageRecord(PhaseResult.untrained(run.id, run.id)))
-
-
-def _ready(session: Session, role: str) -> None:
-    if role == "student" and session.student is None:
+    config = run.sample or run.chat or ChatConfig()
+    if config.role == "student" and session.student is None:
         transplant_student(session)
     read_back(session)
+    if isinstance(config, SampleConfig):
+        write_samples(session, run, config)
+    elif not run_chat(session, run, config):
+        return
+    session.ledger.add(StageRecord(PhaseResult.untrained(run.id, run.id)))
 
 
 def last_trained(group: GroupConfig) -> RunConfig | None:

@@ -99,6 +99,11 @@ class StageLedger:
         """Keep a stage, at its place among the others where it is on record already."""
         (self.replace if record.phase.id in self else self.add)(record)
 
+    def put_row(self, result: BenchmarkResult) -> None:
+        """Keep a row of a benchmark whose rows are stages of their own."""
+        phase = PhaseResult.untrained(result.id, result.type, result.seconds)
+        self.put(StageRecord(phase, benchmarks=(result,)))
+
     def remove(self, stage: str) -> None:
         """Strike a stage from the record: it is to be done again."""
         remove_recorded(self._file(stage))
