@@ -88,23 +88,16 @@ def start(
 
 def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path, bool]:
     """Return where a manifest runs, and whether that is new."""
-    if manifest.resume not in ("auto", "never"):
-        run_dir = _matching_run(manifest)
-        print(f"resuming {run_dir}", file=sys.stderr)
-        return run_dir, False
-    if manifest.resume == "auto" and (unfinished := find_unfinished_run(manifest)) is not None:
-        print(f"resuming {unfinished}, which did not finish (resume=never starts a new run)", file=sys.stderr)
-        return unfinished, False
-    if manifest.resume == "auto" and (found := find_unmeasured_run(manifest)) is not None:
-        run_dir, failed = found
-        what = f"{'benchmarks' if len(failed) > 1 else 'benchmark'} {', '.join(failed)}"
-        print(f"resuming {run_dir}, where {what} failed (resume=never starts a new run)", file=sys.stderr)
-        return run_dir, False
-    return mint(manifest, overrides), True
+    found = run_to_resume(manifest)
+    if found is None:
+        return mint(manifest, overrides), True
+    run_dir, reason = found
+    print(f"resuming {run_dir}{reason}", file=sys.stderr)
+    return run_dir, False
 
 
-def run_to_resume(manifest: Manifest) -> Path | None:
-    """Return the run that a launch of this manifest would resume, None where it would start a new one.
+def run_to_resume(manifest: Manifest) -> tuple[Path, str] | None:
+    """Return the run that a launch of this manifest would resume, and why; None where it would start a new one.
 
     Raises:
         ConfigError: `resume=PATH` names no run, or one of another manifest.
@@ -112,11 +105,14 @@ def run_to_resume(manifest: Manifest) -> Path | None:
     if manifest.resume == "never":
         return None
     if manifest.resume != "auto":
-        return _matching_run(manifest)
-    found = find_unfinished_run(manifest)
-    if found is None and (unmeasured := find_unmeasured_run(manifest)) is not None:
-        return unmeasured[0]
-    return found
+        return _matching_run(manifest), ""
+    if (unfinished := find_unfinished_run(manifest)) is not None:
+        return unfinished, ", which did not finish (resume=never starts a new run)"
+    if (unmeasured := find_unmeasured_run(manifest)) is None:
+        return None
+    run_dir, failed = unmeasured
+    what = f"{'benchmarks' if len(failed) > 1 else 'benchmark'} {', '.join(failed)}"
+    return run_dir, f", where {what} failed (resume=never starts a new run)"
 
 
 def drop_if_nothing_began(run_dir: Path, status: int) -> bool:

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+from collections.abc import Callable
 from typing import NoReturn
 
 from caramba.errors import ConfigError
 from caramba.launch.commands.table import COMMANDS
+
+
+def real(is_good: Callable[[float], bool], problem: str) -> Callable[[str], float]:
+    """Return the type of an argument that is a finite number; `problem` says what is wrong with another {text}."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = float(text)
+            if math.isfinite(value) and is_good(value):
+                return value
+        raise argparse.ArgumentTypeError(problem.format(text=text))
+
+    return read
+
+
+class HelpArguments(argparse.ArgumentParser):
+    """argparse whose errors end with where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 class CommandArguments(argparse.ArgumentParser):

@@ -79,9 +79,10 @@ def plan_of(args: CommandLine) -> tuple[Manifest, ExperimentPlan, list[str]]:
 
 def _finished(manifest: Manifest) -> dict[tuple[str, str], str]:
     """Return the stages on record in the run that a launch would resume, as (group, run id), and that run's path."""
-    run_dir = run_to_resume(manifest)
-    if run_dir is None:
+    found = run_to_resume(manifest)
+    if found is None:
         return {}
+    run_dir = found[0]
     groups = manifest.groups_to_run()
     folders = {
         group.name: run_dir if len(groups) == 1 else run_dir / "groups" / group.name for group in groups

@@ -18,7 +18,7 @@ from caramba.evaluation.custom_suite import count_items, open_suites, score_suit
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
 from caramba.infer.model_bundle import ModelBundle, load_model, need_tokenizer
-from caramba.launch.commands.arguments import CommandArguments
+from caramba.launch.commands.arguments import CommandArguments, real
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device
 
@@ -161,7 +161,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
     parser.add_argument("--batch-size", type=_positive, default=8)
     parser.add_argument("--max-length", type=_positive)
-    parser.add_argument("--smallest-difference", type=_points)
+    parser.add_argument("--smallest-difference", type=lambda text: _points(text) / 100)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     return parser.parse_args(argv)
 
@@ -172,14 +172,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _points(text: str) -> float:
-    try:
-        points = float(text)
-    except ValueError:
-        points = 0.0
-    if not 0 < points <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of points above 0, at most 100")
-    return points / 100
+_points = real(lambda value: 0 < value <= 100, "{text!r} is not a number of points above 0, at most 100")
 
 
 def _natural(text: str) -> int:

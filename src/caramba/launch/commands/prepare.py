@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from caramba.config.data import DataConfig
 from caramba.console import logger
@@ -19,6 +19,7 @@ from caramba.data.prepare import Advance, PreparedCorpus, PrepareOptions, prepar
 from caramba.data.sources import FINEWEB, FINEWEB_SAMPLE, DocumentSource, TextSource, open_hub, open_local
 from caramba.data.tokenizer import MAX_BPE_SIZE, Tokenizer
 from caramba.errors import ConfigError
+from caramba.launch.commands.arguments import HelpArguments, real
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
@@ -233,14 +234,13 @@ def _meter(total_bytes: int | None, total_tokens: int | None) -> Iterator[Advanc
     yield line
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="caramba prepare", description="Turn text into tokens that data=tokens reads.")
-    kinds: Any = parser.add_subparsers(dest="corpus", required=True, parser_class=_Parser, metavar="CORPUS")
+    parser = HelpArguments(
+        prog="caramba prepare", description="Turn text into tokens that data=tokens reads."
+    )
+    kinds: Any = parser.add_subparsers(
+        dest="corpus", required=True, parser_class=HelpArguments, metavar="CORPUS"
+    )
     text = kinds.add_parser("text", help="local text or code, files or folders")
     text.add_argument("paths", nargs="+", metavar="PATH")
     text.add_argument(
@@ -323,21 +323,5 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 10:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature above 0, at most 10")
-    return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
-    return value
+_temperature = real(lambda value: 0 < value <= 10, "{text!r} is not a temperature above 0, at most 10")
+_fraction = real(lambda value: 0 <= value < 1, "{text!r} is not a share from 0 to below 1")

@@ -16,6 +16,7 @@ from caramba.infer.arguments import ModelArguments, chat_template, end_marks, op
 from caramba.infer.engine import Engine
 from caramba.infer.model_bundle import ModelBundle
 from caramba.infer.quantised import calibration_config
+from caramba.launch.commands.arguments import real
 from caramba.runtime import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -184,22 +185,6 @@ def _whole(low: int, high: int | None = None):
     return whole_number
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected seconds above 0")
-    return value
-
-
-def _seconds_or_none(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected seconds of 0 or more")
-    return value
-
-
-def _megabytes(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected megabytes of 0 or more")
-    return value
+_seconds = real(lambda value: value > 0, "got {text}, expected seconds above 0")
+_seconds_or_none = real(lambda value: value >= 0, "got {text}, expected seconds of 0 or more")
+_megabytes = real(lambda value: value >= 0, "got {text}, expected megabytes of 0 or more")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.launch.commands.arguments import HelpArguments, real
 from caramba.lower.tune.attention import FAMILIES, measure_family
 from caramba.lower.tune.decode import tune_decode
 from caramba.ops import TRITON_AVAILABLE
@@ -188,22 +186,13 @@ def _chosen(choice: AttentionChoice) -> str:
     return order if choice.uses_varlen else f"{order}; documents by a mask, which is faster than varlen"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        value = float(text)
-        if value > 0 and math.isfinite(value):
-            return value
-    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds above 0")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="caramba tune", add_help=False, allow_abbrev=False)
-    parser.add_argument("--seconds", type=_seconds, default=SECONDS)
+    parser = HelpArguments(prog="caramba tune", add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--seconds",
+        type=real(lambda s: s > 0, "got {text!r}, expected a number of seconds above 0"),
+        default=SECONDS,
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     parser.add_argument("--out")
     parser.add_argument("--show", action="store_true")
