@@ -17,6 +17,7 @@ from caramba.evaluation.custom_suite import count_items, open_suites, score_suit
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
 from caramba.evaluation.local_tasks import LocalTask, TaskScores, group_means, open_tasks, score_task
 from caramba.evaluation.subject import Subjects
+from caramba.model import Model
 from caramba.result import ITEMS, Metric
 
 # The metric that represents a task in the mean over tasks, the first that it has.
@@ -79,7 +80,9 @@ def accuracy(
             metrics.append(
                 Metric(key, row["value"], "", row["documents"], None, source, row["standard_error"])
             )
-        metrics += _mean(found, name, source)
+        scores = [(row["value"], row["standard_error"]) for row in _main_rows(found)]
+        if scores:
+            metrics.append(_mean_metric(scores, name, source))
     return metrics, rows
 
 
@@ -116,23 +119,15 @@ def _local_accuracy(
     log_power(counted, config.smallest_difference, f"benchmarks.{source}")
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
-    max_length = config.max_length or subjects.max_length
     for name, model in subjects.models.items():
-        results = [
-            score_task(
-                task,
-                model.eval(),
-                tokenizer,
-                max_length=max_length,
+        results = list(
+            score_local(
+                *(tasks, suites, model, tokenizer),
+                max_length=config.max_length or subjects.max_length,
                 batch_size=config.batch_size,
                 limit=config.limit,
             )
-            for task in tasks
-        ]
-        for suite in suites:
-            results += score_suite(
-                suite, model, tokenizer, max_length=max_length, batch_size=config.batch_size
-            )
+        )
         for result in results:
             for metric, (value, error) in result.scores.items():
                 key = f"accuracy.{name}.{metric}@task={result.task}"
@@ -154,7 +149,8 @@ def _local_accuracy(
         # A suite under a change of its prompts is no task of its own.
         mains = [result for result in results if result.main in MAIN_LOCAL and not result.change]
         if mains:
-            metrics.append(_mean_of(mains, name, source))
+            scores = [result.scores[result.main] for result in mains]
+            metrics.append(_mean_metric(scores, name, source))
         metrics += [
             Metric(f"accuracy.{name}.mean@group={group}", value, "", None, None, source)
             for group, value in group_means(results).items()
@@ -162,9 +158,26 @@ def _local_accuracy(
     return metrics, rows
 
 
-def _mean_of(results: Sequence[TaskScores], name: str, source: str) -> Metric:
+def score_local(
+    tasks: Sequence[LocalTask],
+    suites: Sequence[SuiteFile],
+    model: Model,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    batch_size: int,
+    limit: int | None,
+) -> Iterator[TaskScores]:
+    """Score one model on local tasks, then on suites."""
+    sizes = {"max_length": max_length, "batch_size": batch_size}
+    for task in tasks:
+        yield score_task(task, model.eval(), tokenizer, limit=limit, **sizes)
+    for suite in suites:
+        yield from score_suite(suite, model, tokenizer, **sizes)
+
+
+def _mean_metric(scores: Sequence[tuple[float, float | None]], name: str, source: str) -> Metric:
     """Return the mean over tasks of each task's main score; the errors of tasks are taken as independent."""
-    scores = [result.scores[result.main] for result in results]
     errors = [error for _, error in scores if error is not None]
     error = math.hypot(*errors) / len(errors) if len(errors) == len(scores) else None
     value = sum(value for value, _ in scores) / len(scores)
@@ -192,18 +205,6 @@ def _scores(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "fewshot": results.get("n-shot", {}).get(task),
                 "version": results.get("versions", {}).get(task),
             }
-
-
-def _mean(rows: Sequence[dict[str, Any]], name: str, source: str) -> list[Metric]:
-    chosen = _main_rows(rows)
-    if not chosen:
-        return []
-    values = [row["value"] for row in chosen]
-    errors = [row["standard_error"] for row in chosen]
-    known = [error for error in errors if error is not None]
-    error = math.hypot(*known) / len(errors) if len(known) == len(errors) else None
-    key = f"accuracy.{name}.mean@tasks={len(values)}"
-    return [Metric(key, sum(values) / len(values), "", len(values), None, source, error)]
 
 
 def _main_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

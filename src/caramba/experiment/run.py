@@ -197,8 +197,7 @@ def verify_run(session: Session, run: RunConfig) -> None:
 
 
 def write_texts(session: Session, run: RunConfig) -> None:
-    """Generate from the model as it is, or hold the conversation of a run, and write what was said, unless that is
-    done."""
+    """Generate from the model as it is, or hold the conversation of a run, unless that is done."""
     if run.id in session.ledger:
         return
     config = run.sample or run.chat or ChatConfig()

@@ -97,7 +97,7 @@ def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path
 
 
 def run_to_resume(manifest: Manifest) -> tuple[Path, str] | None:
-    """Return the run that a launch of this manifest would resume, and why; None where it would start a new one.
+    """Return the run that a launch of this manifest would resume, and why; None for a new one.
 
     Raises:
         ConfigError: `resume=PATH` names no run, or one of another manifest.

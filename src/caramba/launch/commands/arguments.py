@@ -13,7 +13,7 @@ from caramba.launch.commands.table import COMMANDS
 
 
 def real(is_good: Callable[[float], bool], problem: str) -> Callable[[str], float]:
-    """Return the type of an argument that is a finite number; `problem` says what is wrong with another {text}."""
+    """Return the type of an argument that is a finite number; `problem` is the error for another {text}."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):

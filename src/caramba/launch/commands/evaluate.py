@@ -13,10 +13,10 @@ from typing import Any
 from caramba.config.benchmark import SUITE_SUFFIXES
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.evaluation.accuracy import log_power
-from caramba.evaluation.custom_suite import count_items, open_suites, score_suite
+from caramba.evaluation.accuracy import log_power, score_local
+from caramba.evaluation.custom_suite import count_items, open_suites
 from caramba.evaluation.harness import count_documents, item_records, run_harness, task_manager
-from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks, score_task
+from caramba.evaluation.local_tasks import TaskScores, group_means, open_tasks
 from caramba.infer.model_bundle import ModelBundle, load_model, need_tokenizer
 from caramba.launch.commands.arguments import CommandArguments, real
 from caramba.runs.files import write_json
@@ -79,24 +79,14 @@ def _evaluate_local(args: argparse.Namespace, names: list[str], suites: list[str
     counted = [(task.name, len(task.items)) for task in tasks if task.items] + count_items(files)
     log_power(counted, args.smallest_difference, "eval")
     results: list[TaskScores] = []
-    longest = args.max_length or opened.max_positions
-    for task in tasks:
-        results.append(
-            score_task(
-                task,
-                opened.model,
-                tokenizer,
-                max_length=longest,
-                batch_size=args.batch_size,
-                limit=args.limit,
-            )
-        )
-        _print_scores(results[-1])
-    for file in files:
-        scored = score_suite(file, opened.model, tokenizer, max_length=longest, batch_size=args.batch_size)
-        for result in scored:
-            _print_scores(result)
-        results += scored
+    for result in score_local(
+        *(tasks, files, opened.model, tokenizer),
+        max_length=args.max_length or opened.max_positions,
+        batch_size=args.batch_size,
+        limit=args.limit,
+    ):
+        _print_scores(result)
+        results.append(result)
     means = group_means(results)
     for group, value in means.items():
         print(f"{group:<24} {'mean':<26} {value:.4f}")
