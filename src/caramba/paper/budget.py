@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from caramba.config.paper import BudgetConfig
 from caramba.errors import BudgetExceeded
-
-if TYPE_CHECKING:
-    from caramba.paper.research.spending import LoopBudget
 
 # Text and JSON have three to four bytes a token; the estimate of a prompt must not be too small.
 BYTES_PER_TOKEN = 2
@@ -42,16 +39,9 @@ class Spent:
 class BudgetLedger:
     """Reserves attempts and books what they used, against the limits of a draft. `price` is None where unknown."""
 
-    def __init__(
-        self,
-        limits: BudgetConfig,
-        spent: Spent,
-        price: Price | None,
-        way_on: str = WAY_ON,
-        parent: LoopBudget | None = None,
-    ) -> None:
-        """`way_on` is the command that resumes the draft, for messages; `parent` is the budget of a whole loop."""
-        self.limits, self.spent, self._price, self._parent = limits, spent, price or Price(0.0, 0.0), parent
+    def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None, way_on: str = WAY_ON) -> None:
+        """`way_on` is the command that resumes the draft, for messages."""
+        self.limits, self.spent, self._price = limits, spent, price or Price(0.0, 0.0)
         self._advice = f"; raise it and resume with {way_on}, which keeps what is written"
 
     def begin(self) -> None:
@@ -86,9 +76,7 @@ class BudgetLedger:
                 f"the next request may cost {most.cost_usd:.4f} USD, {spent.cost_usd:.4f} of max_cost_usd={limit:g} "
                 f"are spent{self._advice}"
             )
-        if self._parent is not None:
-            self._parent.reserve(calls=1, tokens=most.tokens, usd=most.cost_usd)
-        self._count(most, 1)
+        self._take(most)
         return most
 
     def record_usage(self, reserved: Spent, prompt_tokens: int | None, reply_tokens: int | None) -> None:
@@ -104,12 +92,11 @@ class BudgetLedger:
     def _of(self, prompt: int, reply: int) -> Spent:
         return Spent(0, prompt, reply, prompt * self._price.prompt + reply * self._price.reply)
 
-    def _book(self, amount: Spent, sign: int) -> None:
-        self._count(amount, sign)
-        if self._parent is not None:
-            self._parent.book(tokens=sign * amount.tokens, usd=sign * amount.cost_usd)
+    def _take(self, most: Spent) -> None:
+        """Book a reservation that the limits allow."""
+        self._book(most, 1)
 
-    def _count(self, amount: Spent, sign: int) -> None:
+    def _book(self, amount: Spent, sign: int) -> None:
         self.spent.prompt_tokens += sign * amount.prompt_tokens
         self.spent.reply_tokens += sign * amount.reply_tokens
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)

@@ -30,7 +30,6 @@ from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
 from caramba.paper.gate import Gate, Passed, check_section, report
 from caramba.paper.literature import Literature, Record, read_bibliography
-from caramba.paper.research.spending import LoopBudget
 from caramba.paper.tools import Toolbox, first_messages, tool_schemas
 from caramba.runs import lock
 from caramba.runs.files import sha256_of
@@ -58,11 +57,10 @@ class PaperDrafter:
         *,
         sleep: Callable[[float], None] = time.sleep,
         model: Callable[..., LanguageModel] = LanguageModel,
-        parent: LoopBudget | None = None,
         extend: Callable[[Evidence], Evidence] | None = None,
     ) -> None:
         """Draft by a configuration; `extend` adds to the evidence of the run what a research loop found."""
-        self._model, self._parent, self._extend = model, parent, extend
+        self._model, self._extend = model, extend
         self.config = config or PaperConfig()
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         self.sleep = sleep
@@ -99,8 +97,7 @@ class PaperDrafter:
         with lock(paper.root, "draft"):
             session = _Session(self, evidence, paper, model)
             session.open(group or "", update=update)
-            spent = session.draft.spent
-            return session.run(BudgetLedger(self.config.budget, spent, price, way_on, self._parent))
+            return session.run(BudgetLedger(self.config.budget, session.draft.spent, price, way_on))
 
 
 class _Session:

@@ -13,7 +13,6 @@ from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, ModelUnusable
 from caramba.paper.evidence import Evidence
 from caramba.paper.research.proposal import Proposal
-from caramba.paper.research.spending import LoopBudget
 from caramba.paper.review import Reviewed, check_paper
 from caramba.paper.review_tools import ReviewToolbox, as_findings
 from caramba.paper.tools import tool_schemas
@@ -73,7 +72,6 @@ class PaperReviewer:
         *,
         sleep: Callable[[float], None] = time.sleep,
         model: Callable[..., LanguageModel] = LanguageModel,
-        parent: LoopBudget | None = None,
         way_on: str = "`caramba review RUN`",
     ) -> None:
         """Check that the model can be asked.
@@ -81,7 +79,7 @@ class PaperReviewer:
         Raises:
             ConfigError: no library, no key, or a model without a price where one is needed.
         """
-        self.config, self.parent, self.way_on = config, parent, way_on
+        self.config, self.way_on = config, way_on
         self.model = model(config.as_paper(), sleep=sleep, way_on=way_on)
         self.price = self.model.price()
 
@@ -99,7 +97,7 @@ class PaperReviewer:
         tools = ReviewToolbox(self.config, evidence, sections, titles, base)
         schemas = tool_schemas(tools.tools())
         spent = Spent()
-        ledger = BudgetLedger(self.config.budget, spent, self.price, self.way_on, self.parent)
+        ledger = BudgetLedger(self.config.budget, spent, self.price, self.way_on)
         messages = _opening(self.config, sections, evidence)
         silent = 0
         while tools.submitted is None:

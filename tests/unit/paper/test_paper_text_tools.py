@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.paper_servers import Answer, chat_server, says
 
-from caramba.config.paper import BudgetConfig, PaperConfig
+from caramba.config.paper import BudgetConfig, LoopBudgetConfig, PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, ModelReply, ModelUnusable, as_text, read_limits
 from caramba.paper.research.journal import CALLS, Journal, RecordedModel
+from caramba.paper.research.spending import LoopBudget
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 
@@ -31,8 +31,11 @@ Make = Callable[..., PaperConfig]
 
 
 def ask(config: PaperConfig, journal: Journal | None = None, text: str = "write") -> ModelReply:
-    make = LanguageModel if journal is None else partial(RecordedModel, journal)
-    model = make(config, sleep=lambda seconds: None)
+    model = LanguageModel(config, sleep=lambda seconds: None)
+    if journal is not None:
+        journal.file.parent.mkdir(exist_ok=True)
+        budget = LoopBudget(journal.file.parent, LoopBudgetConfig())
+        model = RecordedModel(journal, budget, config, sleep=lambda seconds: None)
     messages = [MESSAGES[0], {"role": "user", "content": text}]
     return model.ask(
         messages, TOOLS, BudgetLedger(BudgetConfig(), Spent(), None), lambda event, **fields: None

@@ -17,6 +17,7 @@ from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import BudgetLedger, Price
 from caramba.paper.client import LanguageModel, Messages, ModelReply, price_in_config
+from caramba.paper.research.spending import LoopBudget, SharedLedger
 from caramba.runs.files import append_line, whole_lines
 
 CALLS = "calls.jsonl"
@@ -88,11 +89,14 @@ def _lines(request: dict[str, Any]) -> list[str]:
 
 
 class RecordedModel(LanguageModel):
-    """A language model that is not asked for what a journal holds; in a replay only the recorded file answers."""
+    """A language model of a loop, whose budget it shares. It is not asked for what the journal holds.
 
-    def __init__(self, journal: Journal, config: PaperConfig, **named: Any) -> None:
+    In a replay only the recorded file answers.
+    """
+
+    def __init__(self, journal: Journal, budget: LoopBudget, config: PaperConfig, **named: Any) -> None:
         """Check that the model can be asked, unless it is replayed; `named` as for `LanguageModel`."""
-        self.journal, self.config = journal, config
+        self.journal, self.budget, self.config = journal, budget, config
         if journal.replay is None:
             super().__init__(config, **named)
 
@@ -108,6 +112,7 @@ class RecordedModel(LanguageModel):
         read = TypeAdapter(ModelReply).validate_python
         if (known := self.journal.find(request)) is not None:
             return read(known)
+        ledger = SharedLedger(ledger, self.budget)
         if self.journal.replay is not None:
             reply = read(self.journal.find_recorded(request))
             ledger.record_usage(ledger.reserve(messages, tools), reply.prompt_tokens, reply.reply_tokens)

@@ -144,7 +144,7 @@ class _Session:
         self.manifest = read_manifest(run)
         self.budget = LoopBudget(folder, loop.config.budget)
         self.journal = Journal(folder / CALLS, loop._replay)
-        self.model = functools.partial(RecordedModel, self.journal)
+        self.model = functools.partial(RecordedModel, self.journal, self.budget)
         self.comparison: Comparison | None = None
         if loop.config.gate is not None:
             timeout_s = loop.config.experiment_timeout_s
@@ -189,7 +189,7 @@ class _Session:
             self.journal.step = f"iter{number}/draft"
             drafter = PaperDrafter(
                 self._paper_config(number), self.paper, sleep=self.loop._sleep, model=self.model,
-                parent=self.budget, extend=self._extended,
+                extend=self._extended,
             )  # fmt: skip
             drafter.draft_sync(self.run_dir, update=True)
         head = PaperFolder(self.paper).head() or {}
@@ -232,7 +232,7 @@ class _Session:
         head = PaperFolder(self.paper).head() or {}
         titles = {key: head["records"][identity]["title"] for key, identity in head["citations"].items()}
         reviewer = PaperReviewer(
-            self.loop.review_config, sleep=self.loop._sleep, model=self.model, parent=self.budget,
+            self.loop.review_config, sleep=self.loop._sleep, model=self.model,
             way_on="the same command",
         )  # fmt: skip
         review = reviewer.review(read_paper(self.paper / PAPER), evidence, titles, self.manifest)

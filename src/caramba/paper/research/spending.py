@@ -10,6 +10,7 @@ from typing import Any
 
 from caramba.config.paper import LoopBudgetConfig
 from caramba.errors import BudgetExceeded
+from caramba.paper.budget import BudgetLedger, Spent
 from caramba.runs.files import write_json
 
 SPEND = "spend.json"
@@ -65,3 +66,20 @@ class LoopBudget:
     def as_dict(self) -> dict[str, Any]:
         """Return the spending on language models, which a replay repeats exactly."""
         return {kind: self.spent[kind] for kind in ("calls", "tokens", "usd")}
+
+
+class SharedLedger(BudgetLedger):
+    """The ledger of a draft or review whose requests are the loop's too."""
+
+    def __init__(self, own: BudgetLedger, loop: LoopBudget) -> None:
+        """Continue `own`, whose spending stays shared with this ledger."""
+        vars(self).update(vars(own))
+        self._loop = loop
+
+    def _take(self, most: Spent) -> None:
+        self._loop.reserve(calls=1, tokens=most.tokens, usd=most.cost_usd)
+        super()._book(most, 1)
+
+    def _book(self, amount: Spent, sign: int) -> None:
+        super()._book(amount, sign)
+        self._loop.book(tokens=sign * amount.tokens, usd=sign * amount.cost_usd)
