@@ -358,7 +358,7 @@ def write_token_folder(
     Raises:
         DataError: a split has no documents.
     """
-    with part_of(folder, folder=True) as temporary:
+    with part_of(folder) as temporary:
         write_tokenizer(temporary, tokenizer)
         dtype = token_dtype(tokenizer.vocab_size)
         facts: dict[str, Any] = {}

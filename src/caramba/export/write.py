@@ -122,7 +122,7 @@ def export_model(
     check_format(format)
     folder = folder.expanduser().absolute()
     check_out(folder, force=force)
-    with part_of(folder, folder=True) as part:
+    with part_of(folder) as part:
         if format == "hf":
             architecture, notes = _write_hf(opened, part, role, dtype)
         elif format == "deepseek":

@@ -116,7 +116,7 @@ class PaperFolder:
         final = self.version_path(number)
         final.parent.mkdir(parents=True, exist_ok=True)
         self.resolve_inside(VERSIONS)
-        with part_of(final, folder=True) as staged:
+        with part_of(final) as staged:
             for name, content in files.items():
                 write_whole(staged / name, content)
             record = {"version": number, "time": round(time.time(), 3), **facts, "files": digests}

@@ -42,8 +42,8 @@ def named_when_full(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def part_of(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Yield a temporary file, or folder, `.NAME.xxxxxxxx.part` next to `path`; remove what is left of it at the end.
+def part_of(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder `.NAME.xxxxxxxx.part` next to `path`; remove what is left of it at the end.
 
     The writer holds a lock on it, which the kernel drops with the process. Parts of the same name without a lock are
     those of killed writers, and are removed first, where the file system has locks.
@@ -51,10 +51,10 @@ def part_of(path: Path, *, folder: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(NoLocksError):
         _remove_abandoned(path)
-    part, lock = _make_part(path, folder), None
+    part, lock = _make_part(path), None
     with contextlib.suppress(NoLocksError):
         while (lock := try_lock(part)) is None:  # another writer took it for abandoned before it was locked
-            part = _make_part(path, folder)
+            part = _make_part(path)
     try:
         with named_when_full(path):
             yield part
@@ -64,13 +64,8 @@ def part_of(path: Path, *, folder: bool = False) -> Iterator[Path]:
             os.close(lock)
 
 
-def _make_part(path: Path, folder: bool) -> Path:
-    prefix, suffix = f".{path.name}.", ".part"
-    if folder:
-        return Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=path.parent))
-    handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=path.parent)
-    os.close(handle)
-    return Path(name)
+def _make_part(path: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -100,7 +95,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     The sum of an artifact of a run is recorded with the rename.
     """
-    with part_of(path) as temporary:
+    # In a folder of its own: safetensors replaces the file that it is given, and a lock on that would be gone.
+    with part_of(path) as folder:
+        temporary = folder / path.name
+        temporary.touch()
         yield temporary
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
