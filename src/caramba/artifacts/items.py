@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from caramba.artifacts.statistics import PairedTest, holm, run_paired_test
 from caramba.result import ITEMS, RunResult
+from caramba.runs.files import csv_text
 
 ITEMS_FILE = "items.csv"
 COLUMNS = ("benchmark", "model", "task", "metric", "is_main", "item", "text_sha256", "cluster", "score")
@@ -66,16 +65,12 @@ def items_csv(result: RunResult) -> str | None:
         for row in bench.rows
         if row.get(ITEMS) and not row.get("repeat")  # repeats score the same items again
     ]
-    if not listed:
-        return None
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for bench, row, items in listed:
-        names = [bench, row["model"], row["task"], row["metric"], int(items.is_main)]
-        for item in zip(items.ids, items.texts, items.clusters, items.scores, strict=True):
-            writer.writerow([*names, *item])
-    return text.getvalue()
+    rows = [
+        [bench, row["model"], row["task"], row["metric"], int(items.is_main), *item]
+        for bench, row, items in listed
+        for item in zip(items.ids, items.texts, items.clusters, items.scores, strict=True)
+    ]
+    return csv_text([COLUMNS, *rows]) if listed else None
 
 
 def compare_items(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from typing import Any
 
 from caramba.artifacts.report import Omission
 from caramba.errors import CarambaError
 from caramba.result import HIDDEN_COLUMNS, Answer, BenchmarkResult, Case, RunResult, Verdict
+from caramba.runs.files import csv_text
 
 ID_COLUMN = "benchmark"
 
@@ -28,11 +27,8 @@ def to_csv(result: RunResult, kind: str) -> str | None:
     if not listed:
         return None
     columns = list(dict.fromkeys(name for bench, row in listed for name in _names(bench, row)))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([ID_COLUMN, *columns])
-    writer.writerows([[bench.id, *(_cell(row.get(name)) for name in columns)] for bench, row in listed])
-    return text.getvalue()
+    rows = ([bench.id, *(_cell(row.get(name)) for name in columns)] for bench, row in listed)
+    return csv_text([[ID_COLUMN, *columns], *rows])
 
 
 def collect_measured_rows(result: RunResult, kind: str) -> list[dict[str, Any]]:
@@ -79,8 +75,6 @@ def _names(bench: BenchmarkResult, row: dict[str, Any]) -> list[str]:
 
 
 def _cell(value: Any) -> Any:
-    if value is None:
-        return ""
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value
 
 
@@ -103,13 +97,7 @@ def cases_csv(result: RunResult) -> str | None:
     rows = [
         _row(verdict, case, answer) for verdict, case in collect_verdicts(result) for answer in case.answers
     ]
-    if not rows:
-        return None
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(rows)
-    return text.getvalue()
+    return csv_text([COLUMNS, *rows]) if rows else None
 
 
 def _row(verdict: Verdict, case: Case, answer: Answer) -> list[object]:
@@ -119,4 +107,4 @@ def _row(verdict: Verdict, case: Case, answer: Answer) -> list[object]:
     row: list[object] = [verdict.run_id, case.id, case.kind, answer.model, answer.is_correct, case.expected]
     row += [answer.answer, answer.text, case.prompt, format_list(case.choices)]
     row += [format_list(answer.logprobs), format_list(answer.logprobs_per_token), case.length_normalized]
-    return ["" if value is None else value for value in [*row, case.dropped_tokens]]
+    return [*row, case.dropped_tokens]

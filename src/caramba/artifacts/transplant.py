@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 
 from caramba.artifacts.report import Omission
 from caramba.artifacts.style import COLOURS, OTHER_COLOUR, Picture, new_figure, styled, to_picture
 from caramba.result import RunResult, TransplantedLayer
+from caramba.runs.files import csv_text
 
 CSV_FILE, TRANSPLANT_FILE = "transplant.csv", "transplant.png"
 _BLOCK = "block_relative_l1"
@@ -25,14 +24,13 @@ def transplant_csv(result: RunResult) -> str | None:
         return None
     names = [field.name for field in dataclasses.fields(TransplantedLayer)]
     blocks = _block_errors(result)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["layer", *names, "kv_ratio", _BLOCK])
+    rows: list[list[object]] = [["layer", *names, "kv_ratio", _BLOCK]]
     for index, layer in enumerate(layers):
-        values = [getattr(layer, name) for name in names]
-        cells = ["" if value is None else value for value in values]
-        writer.writerow([index, *cells, layer.teacher_cached / layer.cached, blocks[index] if blocks else ""])
-    return text.getvalue()
+        ratio = layer.teacher_cached / layer.cached
+        rows.append(
+            [index, *(getattr(layer, name) for name in names), ratio, blocks[index] if blocks else ""]
+        )
+    return csv_text(rows)
 
 
 def draw_transplant(result: RunResult) -> tuple[Picture | None, list[Omission]]:

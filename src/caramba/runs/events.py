@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import time
@@ -11,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from caramba.runs.files import write_whole
+from caramba.runs.files import csv_text, write_whole
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.csv"
@@ -121,12 +119,8 @@ def write_metrics(run_dir: Path) -> None:
             row = rows.setdefault((event["phase"], event["step"]), {})
             row |= event["values"]
             columns |= dict.fromkeys(event["values"])
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["phase", "step", *columns])
-    for (phase, step), row in rows.items():
-        writer.writerow([phase, step, *(row.get(name, "") for name in columns)])
-    write_whole(run_dir / METRICS, text.getvalue())
+    lines = ([*key, *map(row.get, columns)] for key, row in rows.items())
+    write_whole(run_dir / METRICS, csv_text([["phase", "step", *columns], *lines]))
 
 
 def _plain(value: Any) -> Any:

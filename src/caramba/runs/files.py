@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -117,6 +119,13 @@ def write_whole(path: Path, content: bytes | str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, whole. NaN and infinity are refused: they are not JSON."""
     write_whole(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as CSV; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def append_line(file: Path, text: str) -> None:

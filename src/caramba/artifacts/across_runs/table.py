@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 
 from caramba.artifacts.across_runs.gather import Gathered
@@ -12,7 +10,7 @@ from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import NOTHING, mean_text
 from caramba.console import align_columns
 from caramba.runs import MANIFEST
-from caramba.runs.files import sha256_of
+from caramba.runs.files import csv_text, sha256_of
 
 
 def spread_text(spread: MeanAndDeviation | None) -> str:
@@ -40,31 +38,24 @@ def text_table(
 def runs_csv(found: Gathered, keys: Sequence[str]) -> str:
     """Return one line per run: its directory, state and manifest, its words, and every metric that any run has."""
     metrics = list(dict.fromkeys(key for row in found.rows for key in row.metrics))
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["run", "state", "manifest_sha256", *keys, *metrics])
+    lines: list[list[object]] = [["run", "state", "manifest_sha256", *keys, *metrics]]
     for row in found.rows:
-        values = [row.metrics[key].value if key in row.metrics else "" for key in metrics]
-        digest = sha256_of(row.run / MANIFEST) if row.run is not None else ""
-        writer.writerow(
-            [row.run or "", row.state, digest, *(row.words.get(key, "") for key in keys), *values]
-        )
-    return out.getvalue()
+        values = [row.metrics[key].value if key in row.metrics else None for key in metrics]
+        digest = sha256_of(row.run / MANIFEST) if row.run is not None else None
+        lines.append([row.run, row.state, digest, *map(row.words.get, keys), *values])
+    return csv_text(lines)
 
 
 def summary_csv(groups: Sequence[Group], keys: Sequence[str]) -> str:
     """Return one line per group and metric, with mean, standard deviation and n at full precision."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*keys, "metric", "unit", "mean", "std", "n"])
+    lines: list[list[object]] = [[*keys, "metric", "unit", "mean", "std", "n"]]
     for group in groups:
         units = {key: item.unit for row in group.rows for key, item in row.metrics.items()}
         for metric, unit in units.items():
             spread = group.spread(metric)
             if spread is not None:
-                std = "" if spread.std is None else spread.std
-                writer.writerow([*group.values, metric, unit, spread.mean, std, spread.n])
-    return out.getvalue()
+                lines.append([*group.values, metric, unit, spread.mean, spread.std, spread.n])
+    return csv_text(lines)
 
 
 def latex_table(

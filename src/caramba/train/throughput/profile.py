@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from caramba.runs.files import whole_file, write_whole
+from caramba.runs.files import csv_text, whole_file, write_whole
 
 WAIT, WARM_UP, ACTIVE = 5, 2, 3  # compilation and first kernels come before, and the profiler's own start
 TOP = 30
@@ -126,12 +124,8 @@ def op_times(events: Any, *, by_device: bool) -> list[OpTime]:
 
 def as_csv(rows: Sequence[OpTime]) -> str:
     """Return every op with its times."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(OpTime.__dataclass_fields__)
-    for row in rows:
-        writer.writerow([row.name, row.calls, *(round(value, 3) for value in _times(row))])
-    return text.getvalue()
+    times = ([row.name, row.calls, *(round(value, 3) for value in _times(row))] for row in rows)
+    return csv_text([OpTime.__dataclass_fields__, *times])
 
 
 def as_text(rows: Sequence[OpTime], name: str, steps: int, *, by_device: bool) -> str:
