@@ -25,6 +25,11 @@ NARROW_COLUMNS = 100  # below which a progress bar is left out
 WIDE_COLUMNS = 150  # below which it is short
 
 
+def print_stderr(text: str) -> None:
+    """Print a line to stderr, also under --quiet."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class Console:
     """Prints messages to stdout, and warnings and errors to stderr.
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caramba.console import logger
+from caramba.console import logger, print_stderr
 from caramba.errors import CarambaError, ConfigError, Preempted
 from caramba.runs.exit_codes import (
     INTERRUPTED,
@@ -104,18 +104,15 @@ def run(run_dir: Path) -> int:
         except Exception as error:
             _tell_agent(error)
             append_event(run_dir, ENDED_BADLY, error=f"{type(error).__name__}: {error}")
-            print(f"the run stopped; continue with: caramba resume {show_path(run_dir)}", file=sys.stderr)
+            print_stderr(f"the run stopped; continue with: caramba resume {show_path(run_dir)}")
             raise
         except KeyboardInterrupt:
             append_event(run_dir, STOPPED)
-            print(f"\ninterrupted; continue with: caramba resume {show_path(run_dir)}", file=sys.stderr)
+            print_stderr(f"\ninterrupted; continue with: caramba resume {show_path(run_dir)}")
             return INTERRUPTED
         except Preempted as stop:
             append_event(run_dir, STOPPED, signal=stop.signal_name)
-            print(
-                f"stopped by {stop.signal_name}; continue with: caramba resume {show_path(run_dir)}",
-                file=sys.stderr,
-            )
+            print_stderr(f"stopped by {stop.signal_name}; continue with: caramba resume {show_path(run_dir)}")
             status = status_of(stop)
             if status == PREEMPTED and current_job() is not None:
                 (run_dir / REQUEUE).touch()
@@ -127,7 +124,7 @@ def run(run_dir: Path) -> int:
     if failed:
         again = select_retries(manifest, failed)
         hint = f"; to try {', '.join(again)} again: caramba resume {show_path(run_dir)}" if again else ""
-        print(f"failed: {problem}{hint}", file=sys.stderr)
+        print_stderr(f"failed: {problem}{hint}")
     return 1 if failed else 0
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
-from caramba.console import logger
+from caramba.console import logger, print_stderr
 from caramba.errors import ConfigError
 from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.launchers.process import run_in_process
@@ -92,7 +91,7 @@ def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path
     if found is None:
         return mint(manifest, overrides), True
     run_dir, reason = found
-    print(f"resuming {run_dir}{reason}", file=sys.stderr)
+    print_stderr(f"resuming {run_dir}{reason}")
     return run_dir, False
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from caramba.console import logger, visible
+from caramba.console import logger, print_stderr, visible
 from caramba.errors import LONGEST_MESSAGE, BatchReduced, CarambaError, Preempted, clip
 from caramba.runs.files import FULL, home
 from caramba.runs.ranks import is_rank
@@ -75,13 +75,13 @@ def run_command(command: Callable[[], int], *, is_debug: bool = False) -> int:
     except CarambaError as error:
         if is_debug:
             traceback.print_exc()
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print_stderr(f"error: {visible(str(error))}")
         return error.exit_status
     except Preempted as stop:
-        print(f"stopped by {stop.signal_name}", file=sys.stderr)
+        print_stderr(f"stopped by {stop.signal_name}")
         return status_of(stop)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_stderr("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
@@ -90,20 +90,19 @@ def run_command(command: Callable[[], int], *, is_debug: bool = False) -> int:
         if is_debug:
             traceback.print_exc()
         if isinstance(error, OSError) and _is_of_caches(error):
-            print(
+            print_stderr(
                 f"error: {error.filename}: {error.strerror}; caches are kept there: set CARAMBA_HOME to a folder "
-                "that can be written",
-                file=sys.stderr,
+                "that can be written"
             )
             return MISTAKE
         if isinstance(error, OSError) and error.errno in _NO_PATH:
             place = clip(os.fsdecode(error.filename or ""), 100)
-            print(visible(f"error: {place}: {error.strerror}; give another path"), file=sys.stderr)
+            print_stderr(visible(f"error: {place}: {error.strerror}; give another path"))
             return MISTAKE
         hint = "" if is_debug else " (--debug shows the traceback)"
         full = _full_disk(error)
         text = clip(full or f"{type(error).__name__}: {error}", LONGEST_MESSAGE)
-        print(f"failed: {visible(text)}{hint}", file=sys.stderr)
+        print_stderr(f"failed: {visible(text)}{hint}")
         return 1
 
 

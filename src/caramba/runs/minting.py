@@ -7,11 +7,11 @@ import functools
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from caramba.console import print_stderr
 from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.runs.environment import (
     ENVIRONMENT,
@@ -123,10 +123,9 @@ def _write_patch(file: Path, patch: bytes) -> None:
 
 @functools.cache
 def _announce_once() -> None:
-    print(
+    print_stderr(
         f"uncommitted changes of this git repository are stored in each run's {GIT_PATCH} (readable by you alone); "
-        f"{GIT_PATCH_SWITCH}=off leaves them out",
-        file=sys.stderr,
+        f"{GIT_PATCH_SWITCH}=off leaves them out"
     )
 
 

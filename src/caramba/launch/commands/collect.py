@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from caramba.artifacts.across_runs.summary import (
     prefers_higher,
 )
 from caramba.artifacts.across_runs.table import latex_table, runs_csv, spread_text, summary_csv, text_table
+from caramba.console import print_stderr
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs.files import write_whole
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     print(_headline(found))
     for row in found.rows:
         if row.problem:
-            print(f"collect: {row.run}: omitted: {row.problem}", file=sys.stderr)
+            print_stderr(f"collect: {row.run}: omitted: {row.problem}")
     if not found.finished:
         if args.csv or args.tex or args.plot or args.metric:
             raise ConfigError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from caramba.config.crosscheck import refuse_unbuilt
 from caramba.config.manifest import Manifest
+from caramba.console import print_stderr
 from caramba.errors import ConfigError
 from caramba.launch.overrides import parse_command
 from caramba.launch.preflight import check_extras, check_weights
@@ -46,7 +46,7 @@ def rerun(text: str, flags: list[str]) -> int:
     folder, run_dir, manifest = _copy(text)
     status = start_worker(run_dir, manifest, flags)
     if not drop_if_nothing_began(run_dir, status) and (folder / RESULT).is_file():
-        print(f"compare with: caramba compare {show_path(folder)} {show_path(run_dir)}", file=sys.stderr)
+        print_stderr(f"compare with: caramba compare {show_path(folder)} {show_path(run_dir)}")
     return status
 
 
@@ -60,7 +60,7 @@ def _copy(text: str) -> tuple[Path, Path, Manifest]:
     check_launcher(manifest)
     folder = source.parent if source.is_file() else source
     for line in (*environment_changes(folder), *plugin_changes(folder, manifest)):
-        print(f"differs from the original: {line}", file=sys.stderr)
+        print_stderr(f"differs from the original: {line}")
     run_dir = mint(manifest, read_overrides(folder))
-    print(f"running {folder} again in {run_dir}", file=sys.stderr)
+    print_stderr(f"running {folder} again in {run_dir}")
     return folder, run_dir, manifest

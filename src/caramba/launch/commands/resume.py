@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from caramba.console import print_stderr
 from caramba.errors import ConfigError
 from caramba.launch.overrides import parse_command
 from caramba.launch.run import check_launcher, start_worker
@@ -34,9 +34,8 @@ def resume(text: str, flags: list[str]) -> int:
     manifest = read_manifest(run_dir)
     check_launcher(manifest)
     if run_state(run_dir).state == FINISHED and not manifest.launcher.is_slurm:
-        print(
-            f"{run_dir} has finished: nothing is left to do but its artifacts; caramba rerun does all of it again",
-            file=sys.stderr,
+        print_stderr(
+            f"{run_dir} has finished: nothing is left to do but its artifacts; caramba rerun does all of it again"
         )
     return start_worker(run_dir, manifest, flags)
 

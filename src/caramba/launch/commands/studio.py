@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from caramba.artifacts.studio.page import build_data, build_page, find
 from caramba.artifacts.studio.server import serve
+from caramba.console import print_stderr
 from caramba.errors import ConfigError
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.runs.files import write_whole
@@ -53,4 +53,4 @@ def main(argv: list[str]) -> int:
 
 def _report(done: int, total: int) -> None:
     if total >= _SAID_FROM and (done % _SAID_FROM == 0 or done == total):
-        print(f"studio: read {done:,} of {total:,} changed runs", file=sys.stderr, flush=True)
+        print_stderr(f"studio: read {done:,} of {total:,} changed runs")

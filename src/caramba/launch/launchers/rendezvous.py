@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from caramba.config.manifest import Manifest
+from caramba.console import print_stderr
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs.ranks import AGENT_STORE, rank
 
@@ -40,7 +40,7 @@ def shared_run_dir(make: Callable[[], Path]) -> Path:
         store.set(_KEY, str(run_dir.absolute()))
         return run_dir
     if rank() != 0:
-        print(f"rank {rank()}: waiting for the run that rank 0 composes", file=sys.stderr, flush=True)
+        print_stderr(f"rank {rank()}: waiting for the run that rank 0 composes")
     try:
         found = Path(store.get(_KEY).decode())
     except RuntimeError as error:

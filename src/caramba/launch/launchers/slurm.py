@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
+from caramba.console import print_stderr
 from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.launch.launchers.torchrun import LOGS, ranks_per_node
 from caramba.runs import MANIFEST
@@ -42,7 +43,7 @@ def submit_run(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
     if number is not None:
         record_submission(run_dir, number, last)
         print(f"submitted SLURM job {number}: {run_dir}")
-        print(f"follow it with: caramba status, or tail -F {run_dir / LOGS}/rank-0.log", file=sys.stderr)
+        print_stderr(f"follow it with: caramba status, or tail -F {run_dir / LOGS}/rank-0.log")
     return 0
 
 

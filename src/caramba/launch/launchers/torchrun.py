@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
+from caramba.console import print_stderr
 from caramba.errors import ConfigError
 from caramba.launch.launchers.process import last_lines, visible_gpus
 from caramba.launch.preflight import threads_each
@@ -134,13 +135,13 @@ def _attempts(run_dir: Path, manifest: Manifest, flags: Sequence[str], forwarder
             phases = {name for name, size in smaller.items() if size != before.get(name)} or {""}
             if phases & started_again:
                 of = f"{', '.join(sorted(phases))}: " if phases != {""} else ""
-                _log(f"{of}memory ran out again, with the smaller batch: not started again")
+                print_stderr(f"{of}memory ran out again, with the smaller batch: not started again")
                 return 1
             started_again |= phases
-            _log("starting all ranks again with the smaller batch")
+            print_stderr("starting all ranks again with the smaller batch")
         elif attempt < most:
             attempt += 1
-            _log(f"starting all ranks again from the last saved state (restart {attempt} of {most})")
+            print_stderr(f"starting all ranks again from the last saved state (restart {attempt} of {most})")
         else:
             return status
 
@@ -157,10 +158,6 @@ def _reduced_batches(run_dir: Path) -> dict[str, int]:
         }
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # nothing is planned yet; or it is damaged, which the ranks say as they set it aside
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _log_folder(run_dir: Path) -> Path:
@@ -247,22 +244,20 @@ def _ending(folder: Path, status: int, forwarder: SignalForwarder) -> int:
         failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         tail = last_lines(folder / "agent.log")
-        print(
-            f"failed: the agent that runs the ranks ended with status {status}:\n{tail}\nlogs: {folder}",
-            file=sys.stderr,
+        print_stderr(
+            f"failed: the agent that runs the ranks ended with status {status}:\n{tail}\nlogs: {folder}"
         )
         return 1
     rank, code = failure["rank"], failure["exit_status"]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
     is_alone = not (folder / "rank-1.err").exists()
-    print(
-        f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped",
-        file=sys.stderr,
+    print_stderr(
+        f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped"
     )
     if rank != 0 and (tail := last_lines(folder / f"rank-{rank}.err")):  # the output of rank 0 is shown live
-        print(tail, file=sys.stderr)
+        print_stderr(tail)
     if code != MISTAKE:  # of a mistake nothing more is in them
-        print(f"logs of all ranks: {folder}", file=sys.stderr)
+        print_stderr(f"logs of all ranks: {folder}")
     return code if code > 0 else 1
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-import sys
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import LauncherConfig
+from caramba.console import print_stderr
 from caramba.errors import ConfigError
 from caramba.launch.launchers.process import Job, LiveWorker, Pool, last_lines, make_slots
 from caramba.launch.launchers.slurm import RUNS, SCRIPT, array_script, submit
@@ -145,10 +145,8 @@ class SweepRunner:
             run = self.sweep.run_of(point)
             if run is not None and is_locked(run):
                 point.state = RUNNING
-                print(
-                    f"{place} {point.title}  (waiting for process {holder_of(run)}, which runs {show_path(run)})",
-                    file=sys.stderr,
-                    flush=True,
+                print_stderr(
+                    f"{place} {point.title}  (waiting for process {holder_of(run)}, which runs {show_path(run)})"
                 )
                 yield Job(point.number, run, self.sweep.log_file(point), tuple(self.flags), is_live=True)
                 continue
@@ -156,7 +154,7 @@ class SweepRunner:
             point.state, point.exit_status, point.error = RUNNING, None, None
             self.sweep.link(point, run_dir)
             self.sweep.save()
-            print(f"{place} {point.title}  ({show_path(run_dir)})", file=sys.stderr, flush=True)
+            print_stderr(f"{place} {point.title}  ({show_path(run_dir)})")
             yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
 
     def _directory(self, point: Point) -> Path:
@@ -193,40 +191,39 @@ class SweepRunner:
                 point.runs.pop()
         self.sweep.save()
         if self.launcher.type == "process" or point.state != FINISHED:
-            print(f"  {point.state}: {point.title}", file=sys.stderr, flush=True)
+            print_stderr(f"  {point.state}: {point.title}")
         self.on_end(point)
 
     def _print_pending(self) -> None:
         counts = self.sweep.counts()
         if any(point.runs for point in self.sweep.points):
             listed = ", ".join(f"{count} {state}" for state, count in counts.items())
-            print(f"resuming {show_path(self.sweep.folder)}: {listed}", file=sys.stderr)
+            print_stderr(f"resuming {show_path(self.sweep.folder)}: {listed}")
         else:
-            print(f"sweep of {self.total} points: {show_path(self.sweep.folder)}", file=sys.stderr)
+            print_stderr(f"sweep of {self.total} points: {show_path(self.sweep.folder)}")
 
     def report(self, *, is_interrupted: bool) -> int:
         """Print the state of the sweep and the last lines of what failed; return its exit status."""
         bad = [point for point in self.sweep.points if point.state == FAILED]
         for point in bad:
             tail = "\n    ".join((point.error or "").splitlines())
-            print(f"failed: {point.title} (exit status {point.exit_status})\n    {tail}", file=sys.stderr)
+            print_stderr(f"failed: {point.title} (exit status {point.exit_status})\n    {tail}")
         counts = self.sweep.counts()
         listed = ", ".join(f"{count} {state}" for state, count in counts.items())
         total = len(self.sweep.points)
-        print(f"sweep: {counts.get(FINISHED, 0)} of {total} points finished ({listed})", file=sys.stderr)
+        print_stderr(f"sweep: {counts.get(FINISHED, 0)} of {total} points finished ({listed})")
         folder = show_path(self.sweep.folder)
         if is_interrupted:
-            print(f"interrupted; resume with: caramba resume {folder}", file=sys.stderr)
+            print_stderr(f"interrupted; resume with: caramba resume {folder}")
             return INTERRUPTED_STATUS
         if counts.get(FINISHED, 0) < total:
             others = total - counts.get(FINISHED, 0) - len(bad)
             also = f", {others} did not finish" if others else ""
-            print(
-                f"{len(bad)} of {total} points failed{also}; try again with: caramba resume {folder}",
-                file=sys.stderr,
+            print_stderr(
+                f"{len(bad)} of {total} points failed{also}; try again with: caramba resume {folder}"
             )
             return 1
-        print(f"collect with: caramba collect {folder}", file=sys.stderr)
+        print_stderr(f"collect with: caramba collect {folder}")
         return 0
 
 
@@ -291,7 +288,7 @@ class ArrayRunner(SweepRunner):
         if number is not None:
             folder = show_path(self.sweep.folder)
             print(f"submitted SLURM array {number} of {len(todo)} points: {folder}")
-            print(f"follow it with: caramba status {folder}; caramba collect {folder}", file=sys.stderr)
+            print_stderr(f"follow it with: caramba status {folder}; caramba collect {folder}")
         return 0
 
     def _submit(self, runs: dict[int, Path]) -> str | None:

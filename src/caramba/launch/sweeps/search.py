@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from caramba.config.layer_base import Positive
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import LauncherConfig
 from caramba.config.parse import parse_as
+from caramba.console import print_stderr
 from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.launch.overrides import CommandLine, expand_sweep, refuse_unsafe_overrides, split_sign
 from caramba.launch.sweeps.grid import check_point
@@ -143,7 +143,7 @@ class SearchRunner(SweepRunner):
             manifest, ready = check_point([*words, *self.space.fixed], folders)
         except CarambaError as error:
             self.study.tell(trial, state=TrialState.FAIL)
-            print(f"  trial {trial.number} cannot run: {str(error).splitlines()[0]}", file=sys.stderr)
+            print_stderr(f"  trial {trial.number} cannot run: {str(error).splitlines()[0]}")
             return None
         twin = next((item for item in self.sweep.points if item.experiment == ready.experiment), None)
         if twin is not None and twin.state == FINISHED and "value" in twin.values:
@@ -188,7 +188,7 @@ class SearchRunner(SweepRunner):
         if found:
             sign = -1 if self.settings.direction == "maximize" else 1
             best = min(found, key=lambda point: sign * point.values["value"])
-            print(f"best {self.metric}: {best.values['value']:.6g} at {best.title}", file=sys.stderr)
+            print_stderr(f"best {self.metric}: {best.values['value']:.6g} at {best.title}")
         return status
 
 
