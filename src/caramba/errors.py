@@ -29,6 +29,11 @@ def _escape(character: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
 
 
+def one_line(error: object) -> str:
+    """Return the text of an error with single blanks in place of its line breaks."""
+    return " ".join(str(error).split())
+
+
 def clip(text: str, length: int) -> str:
     """Return a text of at most `length` characters, which counts those that it omits."""
     if len(text) <= length:

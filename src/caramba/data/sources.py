@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from caramba.config.extension import DataSourceConfig, build_extension, user_traceback
 from caramba.config.plugins import read_source
-from caramba.errors import DataError, ExtensionFailedError
+from caramba.errors import DataError, ExtensionFailedError, one_line
 from caramba.runs.deadline import TimedOut, run_with_timeout
 
 MOST_DOCUMENT_CHARACTERS = 1 << 20
@@ -118,7 +118,7 @@ class HubSource:
             try:
                 row = next(rows, None)
             except ValueError as error:  # what Arrow raises of a line or file that is damaged
-                said = " ".join(str(error).split())
+                said = one_line(error)
                 raise DataError(f"{self.identity}: cannot be read: {said}") from error
             if row is None:
                 return

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
-from caramba.errors import ConfigError, clip
+from caramba.errors import ConfigError, clip, one_line
 from caramba.launch.config_files import MergedFile, Origin, SetPath, conf_root, config_file, groups, show_file
 from caramba.launch.overrides import (
     Override,
@@ -161,7 +161,7 @@ def hydra_ready() -> Iterator[None]:
     except (OmegaConfBaseException, IndexError, AttributeError, TypeError, ValueError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"cannot compose: {clip(' '.join(str(error).split()), LONGEST_REASON)}") from None
+        raise ConfigError(f"cannot compose: {clip(one_line(error), LONGEST_REASON)}") from None
     except AssertionError as error:
         if not _is_of_hydra(error):
             raise
@@ -170,7 +170,7 @@ def hydra_ready() -> Iterator[None]:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"cannot compose, a file is not YAML: {clip(' '.join(str(error).split()), LONGEST_REASON)}"
+            f"cannot compose, a file is not YAML: {clip(one_line(error), LONGEST_REASON)}"
         ) from None
 
 

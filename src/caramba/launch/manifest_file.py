@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from caramba.config.resolve import load_tree, read_text, resolve
 from caramba.config.source import Path
-from caramba.errors import ConfigError, quote
+from caramba.errors import ConfigError, one_line, quote
 from caramba.launch.config_files import MergedFile, Origin, SetPath, groups, show_file
 from caramba.launch.overrides import Override, parse_overrides, refuse_sweeps, refuse_unsafe_overrides
 
@@ -44,7 +44,7 @@ def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
                 _apply(config, override, name)
             tree = OmegaConf.to_container(config, resolve=False)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name}: {one_line(error)}") from None
     assert isinstance(tree, dict)
     origin = Origin(
         lambda: [MergedFile(file, ())],
@@ -60,7 +60,7 @@ def _load(file: File, name: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name}: not YAML: {one_line(error)}") from None
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{name}: a manifest is a mapping with name, model and groups; got {quote(tree)}")
     return {str(key): value for key, value in (tree or {}).items()}
@@ -81,6 +81,4 @@ def _apply(config: DictConfig, override: Override, name: str) -> None:
             key = "defaults" + key.removeprefix("settings")
         OmegaConf.update(config, key, override.hydra.value(), force_add=True)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"command line: {override.typed}: does not fit {name}: {' '.join(str(error).split())}"
-        ) from None
+        raise ConfigError(f"command line: {override.typed}: does not fit {name}: {one_line(error)}") from None

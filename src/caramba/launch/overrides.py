@@ -19,7 +19,7 @@ from caramba.config.resolve import (
     too_deep,
 )
 from caramba.config.source import Path, is_index
-from caramba.errors import SYNONYMS, ConfigError, clip, nearest, quote
+from caramba.errors import SYNONYMS, ConfigError, clip, nearest, one_line, quote
 from caramba.launch.config_files import config_file, groups, show_file
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def refuse_unsafe_folder(folder: File) -> None:
         try:
             tree = load_nodes(text, name, MOST_OPTION_NODES)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: not YAML: {_one_line(error)}") from None
+            raise ConfigError(f"{name}: not YAML: {one_line(error)}") from None
         _refuse_node(tree, name, at_root=True)
 
 
@@ -176,10 +176,6 @@ def refuse_option(group: str, option: str, options: Iterable[str]) -> None:
             f"{group}: no option {option!r}{nearest(option, known) or ';'} options: {', '.join(known)} "
             f"(command line: {group}={option})"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 @dataclass(frozen=True)

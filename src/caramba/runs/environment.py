@@ -144,13 +144,14 @@ def stores_git_patch() -> bool:
 
 def _git(*arguments: str) -> bytes | None:
     # A repository too large to wait for is as good as none.
-    return _output(["git", *arguments])
+    return output_of(["git", *arguments])
 
 
-def _output(command: list[str]) -> bytes | None:
+def output_of(command: list[str]) -> bytes | None:
+    """Return what a program prints; None where it fails or is not on this machine."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # the program is not on this machine
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 
@@ -173,7 +174,7 @@ def _memory_bytes() -> int | None:
 def _gpus() -> list[dict[str, str]]:
     """Return name, driver and memory of every NVIDIA GPU, from the driver's own tool: torch is not loaded here."""
     fields = ("name", "driver_version", "memory.total")
-    text = _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    text = output_of(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
     rows = [line.split(", ") for line in (text or b"").decode().splitlines() if line.strip()]
     return [
         dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == len(fields)

@@ -31,7 +31,7 @@ from caramba.data import TokenDataset, count_targets
 from caramba.data.checkpoint import load_training_state, save_training_state
 from caramba.data.checkpoint.folder import LOOP, latest_sharded_state
 from caramba.distill import Batch, BlockwiseObjective, Objective
-from caramba.errors import OutOfMemory, Preempted
+from caramba.errors import OutOfMemory, Preempted, one_line
 from caramba.optim import NonFiniteWatch
 from caramba.runs.events import MEMORY_SLOTS, append_event, drop_metrics_after, metric_rows, start_phase
 from caramba.runs.exit_codes import listen, stop_error, until_step_ends
@@ -361,7 +361,7 @@ def _out_of_memory(error: BaseException, phase: PhaseConfig, module: CarambaModu
     """Return what to raise; gradients, which are of no more use, are let go."""
     for parameter in module.model.parameters():
         parameter.grad = None
-    said = " ".join(str(error).split())[:200]
+    said = one_line(error)[:200]
     return OutOfMemory(
         f"{phase.phase}: out of memory at step {module.trained_steps} with batch_size={phase.batch_size}: {said}",
         step=module.trained_steps,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from caramba.config.train import PhaseConfig
-from caramba.errors import CarambaError, OutOfMemory
+from caramba.errors import CarambaError, OutOfMemory, one_line
 from caramba.experiment.planning.batch import largest_batch
 from caramba.experiment.planning.candidate import Budget, Measure, StepCandidate, Trial
 from caramba.runtime import Decision
@@ -237,7 +237,7 @@ class _Planner:
             try:
                 trial = self.measure(candidate)
             except CarambaError as error:  # this compile mode fails here, and the plan records it
-                trial = Trial(candidate, refusal=" ".join(str(error).split())[:300])
+                trial = Trial(candidate, refusal=one_line(error)[:300])
             if trial.refusal or trial.peak_bytes > self.target:
                 self.budget.skip(candidate, trial.refusal or f"takes {_gb(trial.peak_bytes)}")
                 continue

@@ -12,7 +12,7 @@ from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.config.resolve import load_tree, read_text
 from caramba.console import logger
-from caramba.errors import ConfigError, nearest
+from caramba.errors import ConfigError, nearest, one_line
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.paper import PaperDrafter
 from caramba.runs import read_manifest, resolve_run
@@ -91,9 +91,7 @@ def _section(path: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}"
-        ) from None
+        raise ConfigError(f"--config {path}: cannot be read as YAML: {one_line(error)}") from None
     if isinstance(loaded, dict) and isinstance(loaded.get("paper"), dict):
         loaded = loaded["paper"]
     if not isinstance(loaded, dict):

@@ -17,7 +17,7 @@ from caramba.config.parallel import LauncherConfig
 from caramba.errors import ConfigError
 from caramba.launch.preflight import available_cores, threads_each
 from caramba.runs import MANIFEST
-from caramba.runs.environment import SHARING
+from caramba.runs.environment import SHARING, output_of
 from caramba.runs.exit_codes import INTERRUPTED, DeferredSignals
 from caramba.runs.files import holder_of, is_locked, marks_of
 from caramba.runs.state import FAILED, FINISHED, run_state
@@ -243,17 +243,8 @@ def visible_gpus() -> list[str]:
     set_by_user = os.environ.get("CUDA_VISIBLE_DEVICES")
     if set_by_user is not None:
         return [name.strip() for name in set_by_user.split(",") if name.strip() not in ("", "-1")]
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):  # no driver here: no GPUs
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    text = output_of(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
+    return [line.strip() for line in (text or b"").decode().splitlines() if line.strip()]
 
 
 POLL_S = 0.5

@@ -13,6 +13,7 @@ from caramba.console import print_stderr
 from caramba.errors import CarambaError, ConfigError, nearest
 from caramba.launch.launchers.torchrun import LOGS, ranks_per_node
 from caramba.runs import MANIFEST
+from caramba.runs.environment import output_of
 from caramba.runs.files import write_whole
 from caramba.runs.state import REQUEUE, last_event_time, record_submission
 
@@ -97,14 +98,7 @@ def _hint(said: str, manifest: Manifest) -> str:
 
 
 def _partitions() -> list[str]:
-    done = subprocess.run(
-        ["sinfo", "--noheader", "--format=%R"],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    return sorted(set(done.stdout.split()))
+    return sorted(set((output_of(["sinfo", "--noheader", "--format=%R"]) or b"").decode().split()))
 
 
 SCRIPT, RUNS = "sbatch.sh", "runs.txt"

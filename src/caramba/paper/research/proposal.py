@@ -16,7 +16,7 @@ from caramba.config.manifest import Manifest
 from caramba.config.parse import parse_as
 from caramba.config.resolve import load_tree, read_text
 from caramba.config.source import is_sequence
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, one_line
 from caramba.runs.manifest import manifest_sha256
 
 # Keys of a training phase that a proposal may set. Numbers: the lowest and highest value; words: all of them.
@@ -122,7 +122,7 @@ def read_proposal(file: Path) -> Proposal:
     except ConfigError:
         raise
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{file}: cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{file}: expected the keys of a proposal, got {type(plain).__name__}")
     return parse_as(Proposal, cast("dict[str, Any]", plain))

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from caramba.config.manifest import LoggerConfig, SettingsConfig
-from caramba.errors import ConfigError, nearest
+from caramba.errors import ConfigError, nearest, one_line
 
 PACKAGES = {
     "CometLogger": "comet_ml",
@@ -83,7 +83,7 @@ def build_named_loggers(
             found.append(getattr(loggers, name)(**values))
         except Exception as error:  # of a library, whose own classes are not known here
             raise ConfigError(
-                f"logger.lightning.{name}: cannot begin ({type(error).__name__}: {' '.join(str(error).split())}); "
+                f"logger.lightning.{name}: cannot begin ({type(error).__name__}: {one_line(error)}); "
                 "correct its arguments or environment, then resume"
             ) from error
         if name in LOCAL:
