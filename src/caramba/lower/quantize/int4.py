@@ -8,8 +8,8 @@ from caramba.ops.small_batch_linear import pack_int4
 
 GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale and a zero; the largest that divides a layer's."""
-MOST = 15
-SMALLEST = 2.0**-100
+MOST_CODE = 15
+LEAST_STEP = 2.0**-100
 AT_A_TIME = 2**24
 """Weight elements quantised at once: temporaries take some 50 bytes each."""
 
@@ -32,9 +32,9 @@ def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     for rows in weight.detach().split(max(1, AT_A_TIME // weight.shape[1])):
         grouped = upcast(rows).unflatten(1, (-1, group))
         low, high = grouped.aminmax(dim=2)
-        scale = torch.stack([((high - low) / MOST).clamp(min=SMALLEST), low], dim=2).bfloat16()
+        scale = torch.stack([((high - low) / MOST_CODE).clamp(min=LEAST_STEP), low], dim=2).bfloat16()
         step, zero = scale.to(grouped.dtype)[..., None].unbind(2)
-        codes = ((grouped - zero) / step).round_().clamp_(0, MOST)
+        codes = ((grouped - zero) / step).round_().clamp_(0, MOST_CODE)
         words.append(pack_int4(codes.flatten(1), group))
         scales.append(scale)
     return torch.cat(words), torch.cat(scales)
