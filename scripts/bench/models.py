@@ -11,7 +11,7 @@ from caramba.config.estimate import model_cost
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.model import Model, build_with_random_weights
-from caramba.model.identity import model_bytes
+from caramba.model.model import model_bytes
 
 # d_model, blocks, heads, key/value heads, d_ff, vocabulary: SmolLM2 135M's and Llama 3.2 1B's.
 SIZES = {

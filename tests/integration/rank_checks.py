@@ -15,8 +15,8 @@ from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
+from caramba.data.checkpoint.formats import save_sharded_state
 from caramba.data.checkpoint.network import spec_of
-from caramba.data.checkpoint.sharded import save_sharded_state
 from caramba.distill import LanguageModelObjective, PipelinedObjective
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model

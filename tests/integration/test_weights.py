@@ -16,10 +16,9 @@ from caramba.errors import ConfigError
 from caramba.evaluation import Subjects, ladder, run_suite
 from caramba.infer import Generator, step_pool
 from caramba.layer.quantized_linear import QuantizedLinear
-from caramba.lower.quantize import Ranges, observe_ranges, quantise_weights
-from caramba.lower.quantize.weights import DynamicLinear, linear_layers
+from caramba.lower.quantize import DynamicLinear, Ranges, linear_layers, observe_ranges, quantise_weights
 from caramba.model import build_model, model_hash
-from caramba.model.identity import model_bytes
+from caramba.model.model import model_bytes
 from caramba.result import RunResult
 from tests.needs import need
 from tests.unit.model.model_specs import VOCAB, transformer

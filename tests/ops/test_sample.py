@@ -7,7 +7,7 @@ import torch
 
 from caramba.config.generate import GenerateConfig
 from caramba.errors import ConfigError
-from caramba.infer.sampling import distribution
+from caramba.infer.step import distribution
 from caramba.ops.sample import draw, sample
 
 WIDE = torch.float64

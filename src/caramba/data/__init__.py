@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from caramba.data.dataset import refuse_overlap as refuse_overlap
     from caramba.data.dataset import samples_of as samples_of
     from caramba.data.dataset import spread_windows as spread_windows
+    from caramba.data.folder import TokenStream as TokenStream
     from caramba.data.folder import open_token_folder as open_token_folder
     from caramba.data.folder import write_token_folder as write_token_folder
-    from caramba.data.stream import TokenStream as TokenStream
     from caramba.data.token_file import open_benchmark_text as open_benchmark_text
     from caramba.data.tokenizer import ByteTokenizer as ByteTokenizer
     from caramba.data.tokenizer import Tokenizer as Tokenizer

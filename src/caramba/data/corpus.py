@@ -24,9 +24,15 @@ from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
-from caramba.data.folder import TokenFolder, open_token_folder, shard_name, write_token_folder
+from caramba.data.folder import (
+    TokenFolder,
+    Tokens,
+    open_token_folder,
+    shard_name,
+    split_at,
+    write_token_folder,
+)
 from caramba.data.sources import open_source, source_identity
-from caramba.data.stream import Tokens, split_at
 from caramba.data.token_file import TokenFile, open_benchmark_text, open_token_file
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from caramba.data.tokenizer_files import load_tokenizer

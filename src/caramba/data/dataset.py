@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from caramba.data.corpus import Corpus
-from caramba.data.folder import open_token_folder
-from caramba.data.stream import Tokens, TokenStream
+from caramba.data.folder import Tokens, TokenStream, open_token_folder
 from caramba.data.token_file import open_token_file
 from caramba.errors import DataError
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caramba.data.folder import NpyWriter, open_npy, open_token_folder, shard_name
-from caramba.data.stream import Tokens
+from caramba.data.folder import NpyWriter, Tokens, open_npy, open_token_folder, shard_name
 from caramba.data.tokenizer import Tokenizer
 from caramba.errors import DataError
 from caramba.runs.files import check_folder, home, whole_file, write_json

@@ -9,7 +9,7 @@ from caramba.distill.block_loss import sample_queries as sample_queries
 from caramba.distill.blockwise import BlockShard as BlockShard
 from caramba.distill.blockwise import BlockwiseObjective as BlockwiseObjective
 from caramba.distill.blockwise import block_errors as block_errors
-from caramba.distill.capture import capture_attention_io as capture_attention_io
+from caramba.distill.blockwise import capture_attention_io as capture_attention_io
 from caramba.distill.lora import Lora as Lora
 from caramba.distill.objective import Backward as Backward
 from caramba.distill.objective import Batch as Batch

@@ -31,7 +31,7 @@ from caramba.infer import Generator
 from caramba.infer.shared import BACKENDS, share_layers
 from caramba.lower.quantize import format_refusal, quantise_weights
 from caramba.model import Model, load_pretrained, save_model
-from caramba.model.identity import model_bytes
+from caramba.model.model import model_bytes
 from caramba.model.parallel import tensor_parallel_plan
 from caramba.ops import implementation
 from caramba.ops.backend import REFERENCE, without_kernels

@@ -15,7 +15,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.evaluation.subject import Subjects
 from caramba.infer import prefill
 from caramba.model import Model
-from caramba.model.identity import model_bytes
+from caramba.model.model import model_bytes
 from caramba.result import Metric
 
 

@@ -15,10 +15,9 @@ from caramba.data import spread_windows
 from caramba.errors import CarambaError, ConfigError, KernelUnavailable
 from caramba.evaluation.subject import Subjects
 from caramba.infer.nll import WindowedNLL, windowed_nll
-from caramba.lower.quantize import Ranges, format_refusal, observe_ranges, quantise_weights
-from caramba.lower.quantize.weights import linear_layers
+from caramba.lower.quantize import Ranges, format_refusal, linear_layers, observe_ranges, quantise_weights
 from caramba.model import Model
-from caramba.model.identity import model_bytes
+from caramba.model.model import model_bytes
 from caramba.result import Metric
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

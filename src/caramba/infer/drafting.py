@@ -9,7 +9,7 @@ from torch import Tensor
 from caramba.cache import Context, DeviceContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.ragged import Network, device_of, forward_ragged, rewind, right_pad
-from caramba.infer.sampling import distribution, next_token
+from caramba.infer.step import distribution, next_token
 from caramba.ops.sample import draw
 from caramba.runtime.device import wide_dtype
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from caramba.data import Corpus, Tokenizer, open_benchmark_text, open_corpus
-from caramba.data.stream import Tokens
+from caramba.data.folder import Tokens
 from caramba.errors import ConfigError, DataError
 from caramba.infer.model_bundle import ModelBundle
 

@@ -12,7 +12,7 @@ from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.device_steps import Captured, capture_graph
 from caramba.infer.drafting import DraftLength
 from caramba.infer.row import GenerationRow, OnText
-from caramba.infer.sampling import chosen_tokens, uniforms
+from caramba.infer.step import chosen_tokens, uniforms
 from caramba.infer.verification import WIDTHS, SpeculativeStats, VerifyForwards, seen_along
 from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.prompt_lookup_step import prompt_lookup_step

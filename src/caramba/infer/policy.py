@@ -33,7 +33,7 @@ from caramba.infer.policy_measure import (
 )
 from caramba.kernels import get_backend_info
 from caramba.model import Model, model_hash
-from caramba.model.identity import plain_tensors
+from caramba.model.model import plain_tensors
 from caramba.ops.backend import upcast
 from caramba.runtime.device import device_facts
 

@@ -21,7 +21,7 @@ from caramba.config.cache_policy import CacheKeys
 from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import TokenDataset, Tokenizer
-from caramba.data.stream import Tokens
+from caramba.data.folder import Tokens
 from caramba.errors import CarambaError, ConfigError, DataError
 from caramba.infer.agreement import agreement, cached_hidden
 from caramba.infer.decode import prefill

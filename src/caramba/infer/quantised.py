@@ -10,12 +10,11 @@ from torch import Tensor
 
 from caramba.config.benchmark import CalibrationConfig, WeightFormat
 from caramba.config.parse import parse_as
-from caramba.data.stream import Tokens
+from caramba.data.folder import Tokens
 from caramba.errors import ConfigError
 from caramba.infer.eval_text import EvalText, corpus_of
 from caramba.infer.model_bundle import ModelBundle
-from caramba.lower.quantize import QuantisedWeights, observe_ranges, quantise_weights
-from caramba.lower.quantize.weights import linear_layers
+from caramba.lower.quantize import QuantisedWeights, linear_layers, observe_ranges, quantise_weights
 
 WINDOW = 512
 KEYS: dict[str, Callable[[str], Any]] = {"method": str, "percentile": float, "tokens": int}

@@ -15,7 +15,7 @@ from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
 from caramba.infer.ragged import forward_ragged, rewind, right_pad
 from caramba.infer.row import GenerationRow, OnText
-from caramba.infer.sampling import distribution, next_token, uniforms
+from caramba.infer.step import distribution, next_token, uniforms
 from caramba.model import Model
 from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.sample import draw

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caramba.surgery.statistics import LayerStatistics
+from caramba.surgery.collect import LayerStatistics
 
 DAMPING = 1e-9
 

@@ -26,11 +26,11 @@ from caramba.layer import AttentionLayer
 from caramba.model import Model
 from caramba.model.topology.base import attention_applications
 from caramba.surgery.calibration import Calibration
+from caramba.surgery.collect import LayerStatistics
 from caramba.surgery.dba import split_keys
 from caramba.surgery.held_out import EvalWindows, latent_output, per_head_output
 from caramba.surgery.latent import latent_maps
 from caramba.surgery.per_head import per_head_maps
-from caramba.surgery.statistics import LayerStatistics
 
 STEPS = tuple(sorted({2**n for n in range(13)} | {3 * 2**n for n in range(11)}))
 """Widths that are tried: 1, 2, 3, 4, 6, 8, 12 and so on to 4096."""

@@ -15,9 +15,8 @@ from caramba.data.checkpoint import load_tensors, read_metadata, save_tensors
 from caramba.errors import CheckpointError, ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model, model_hash
-from caramba.surgery.collect import collect_statistics
+from caramba.surgery.collect import LayerStatistics, collect_statistics, pack, unpack
 from caramba.surgery.held_out import EvalWindows, capture
-from caramba.surgery.statistics import LayerStatistics, pack, unpack
 
 CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048

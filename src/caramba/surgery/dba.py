@@ -9,10 +9,10 @@ from caramba.layer import AttentionLayer
 from caramba.layer.projection import Projection
 from caramba.result import TransplantedLayer
 from caramba.surgery.algebra import Geometry, Grid, select_geometry
+from caramba.surgery.collect import LayerStatistics, standard_projection
 from caramba.surgery.held_out import EvalWindows, latent_output, per_head_output, sink_token
 from caramba.surgery.latent import LatentMaps, latent_maps, latent_state
 from caramba.surgery.per_head import per_head_maps, per_head_state
-from caramba.surgery.statistics import LayerStatistics, standard_projection
 
 BETA_STEPS = range(-3, 4)
 

@@ -19,10 +19,9 @@ from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
 from caramba.ops.backend import upcast
-from caramba.surgery.collect import batches
+from caramba.surgery.collect import batches, project_without_rope, standard_projection
 from caramba.surgery.latent import LatentMaps
 from caramba.surgery.per_head import PerHeadMaps
-from caramba.surgery.statistics import project_without_rope, standard_projection
 
 KEPT_BYTES = 4 * 2**30
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from caramba.layer import AttentionLayer
 from caramba.surgery.algebra import DAMPING, Geometry, leading, symmetric_roots
-from caramba.surgery.statistics import LayerStatistics, bias_of, standard_projection
+from caramba.surgery.collect import LayerStatistics, bias_of, standard_projection
 
 SINK_WEIGHT = 0.1
 """Weight of the attention sink next to the mean over all tokens. It is one token in thousands but draws much of the

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from caramba.layer import AttentionLayer
 from caramba.surgery.algebra import head_blocks, leading, query_energy, symmetric_roots
+from caramba.surgery.collect import LayerStatistics, standard_projection
 from caramba.surgery.latent import output_gram
-from caramba.surgery.statistics import LayerStatistics, standard_projection
 
 
 @dataclass(frozen=True)

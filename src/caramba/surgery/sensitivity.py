@@ -25,11 +25,10 @@ from caramba.ops.backend import upcast
 from caramba.runs.files import write_json
 from caramba.surgery.budget import STEPS, Choice, allocate, is_sane, lower_hull, unroll
 from caramba.surgery.calibration import Calibration
-from caramba.surgery.collect import batches
+from caramba.surgery.collect import LayerStatistics, batches
 from caramba.surgery.dba import split_keys
 from caramba.surgery.held_out import EvalWindows, latent_output
 from caramba.surgery.latent import latent_maps
-from caramba.surgery.statistics import LayerStatistics
 
 Curves = dict[str, list[list[Choice]]]
 """Choices of every layer, by format."""

@@ -18,9 +18,9 @@ from caramba.result import TransplantedLayer, TransplantReport
 from caramba.surgery.algebra import symmetric_roots
 from caramba.surgery.budget import fit_widths
 from caramba.surgery.calibration import Calibration
+from caramba.surgery.collect import weight_statistics
 from caramba.surgery.dba import convert, describe, load_layer
 from caramba.surgery.sensitivity import HeldOutKL, fit_budget
-from caramba.surgery.statistics import weight_statistics
 
 
 @dataclass(frozen=True)

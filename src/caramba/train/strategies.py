@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.data.checkpoint.folder import latest_sharded_state
+from caramba.data.checkpoint.formats import load_sharded_state, save_sharded_state
 from caramba.data.checkpoint.network import spec_of
-from caramba.data.checkpoint.sharded import load_sharded_state, save_sharded_state
 from caramba.errors import CheckpointError
 from caramba.optim import MasterWeights
 from caramba.runtime import (

@@ -15,7 +15,7 @@ from caramba.distill import (
     block_errors,
 )
 from caramba.distill.block_loss import attention_kl, attention_log_probabilities
-from caramba.distill.capture import capture_attention_io
+from caramba.distill.blockwise import capture_attention_io
 from caramba.infer.nll import windowed_nll
 from caramba.layer import Documents
 from caramba.model import build_model

@@ -14,7 +14,7 @@ from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer
 from caramba.errors import CheckpointError, ConfigError
 from caramba.infer import Generator, SpeculativeGenerator, decode, device_steps, generate, ragged
-from caramba.infer.sampling import distribution, uniforms
+from caramba.infer.step import distribution, uniforms
 from caramba.model import Model, build_model
 from caramba.ops.sample import draw
 from tests.unit.model.model_specs import VOCAB, transformer

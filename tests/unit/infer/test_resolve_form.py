@@ -10,12 +10,11 @@ import torch
 from caramba.config.generate import Compiled, EngineConfig, GenerateConfig
 from caramba.data import ByteTokenizer
 from caramba.infer import Generator, SpeculativeGenerator, device_steps, speculative
-from caramba.infer.chat_session import ChatSession
+from caramba.infer.chat_session import ChatSession, steps_remark
 from caramba.infer.device_steps import resolve_form
 from caramba.infer.dialogue import Dialogue
 from caramba.infer.engine import Engine
 from caramba.infer.generator import GenerateStats
-from caramba.infer.terminal import steps_remark
 from caramba.model import build_model
 from tests.unit.infer.test_generator import byte_spec, sharp
 from tests.unit.model.model_specs import transformer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from caramba.config.generate import GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
-from caramba.infer.sampling import distribution, next_token, uniforms
+from caramba.infer.step import distribution, next_token, uniforms
 from caramba.ops.sample import draw
 
 

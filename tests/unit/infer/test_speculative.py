@@ -14,7 +14,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.errors import ConfigError
 from caramba.infer import Generator, SpeculativeGenerator, device_steps, speculative, verification
 from caramba.infer.device_steps import DeviceDecoder, EagerDecoder
-from caramba.infer.sampling import distribution
+from caramba.infer.step import distribution
 from caramba.infer.verification import SpeculativeStats, verify_drafts
 from caramba.model import Model, build_model
 from caramba.ops.dba_decode import MAX_QUERIES

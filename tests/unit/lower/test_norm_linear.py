@@ -22,8 +22,7 @@ from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.lower.fuse_linears import FusedLinear, fuse
 from caramba.lower.lowering import lower
 from caramba.lower.norm_linear import NormLinear, SmallBatchResidual
-from caramba.lower.quantize import quantise_weights
-from caramba.lower.quantize.int4 import quantize_int4
+from caramba.lower.quantize import quantise_weights, quantize_int4
 from caramba.model import Model, build_model
 from caramba.model.topology import ResidualTopology
 from caramba.ops import backend

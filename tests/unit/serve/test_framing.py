@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from caramba.serve.framing import (
+from caramba.serve.connections import (
     FEWEST_PER_CHUNK,
     FREE_CHUNKS,
     MOST_CHUNK_LINE,

@@ -16,12 +16,11 @@ from caramba.surgery import Calibration, CalibrationText, calibrate
 from caramba.surgery import collect as collect_module
 from caramba.surgery import held_out as held_out_module
 from caramba.surgery.algebra import key_moments
-from caramba.surgery.collect import collect_statistics, mean_rotation
+from caramba.surgery.collect import collect_statistics, mean_rotation, pack, project_without_rope, unpack
 from caramba.surgery.dba import split_keys
 from caramba.surgery.held_out import capture, latent_output, per_head_output
 from caramba.surgery.latent import latent_maps
 from caramba.surgery.per_head import per_head_maps
-from caramba.surgery.statistics import pack, project_without_rope, unpack
 from tests.unit.surgery.models import DIM, KV, loud, make_teacher, spec, tokens
 
 pytestmark = pytest.mark.usefixtures("without_gradients")

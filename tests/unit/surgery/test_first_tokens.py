@@ -19,8 +19,7 @@ from caramba.layer import AttentionLayer, Documents
 from caramba.model import Model, build_model
 from caramba.surgery import CalibrationText, calibrate, pair_attention, transplant
 from caramba.surgery.calibration import calibration_key
-from caramba.surgery.collect import collect_statistics
-from caramba.surgery.statistics import project_without_rope
+from caramba.surgery.collect import collect_statistics, project_without_rope
 from tests.unit.surgery.models import DIM, KV, latent_spec, make_teacher, spec, tokens
 
 pytestmark = pytest.mark.usefixtures("without_gradients")

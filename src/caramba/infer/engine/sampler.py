@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.engine.upload import upload
-from caramba.infer.sampling import uniforms
+from caramba.infer.step import uniforms
 from caramba.ops.sample import argmax_logprob, draw, sample
 from caramba.runtime.device import wide_dtype
 

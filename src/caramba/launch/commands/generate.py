@@ -16,11 +16,11 @@ from caramba.config.generate import GenerateConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import GenerationArguments, open_generator, sampling_config
+from caramba.infer.chat_session import describe_speculation, log_cache_choice, steps_remark, without_control
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.model_bundle import ModelBundle
 from caramba.infer.shared import joined_ranks
 from caramba.infer.speculative import SpeculativeGenerator
-from caramba.infer.terminal import describe_speculation, log_cache_choice, steps_remark, without_control
 from caramba.runtime import is_main_process, is_out_of_memory
 
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from caramba.data.checkpoint.folder import MODEL, latest_sharded_state
-from caramba.data.checkpoint.formats import read_model_tensors, write_dcp
-from caramba.data.checkpoint.sharded import (
+from caramba.data.checkpoint.formats import (
     load_sharded_state,
+    read_model_tensors,
     save_sharded_state,
+    write_dcp,
 )
 from caramba.errors import CheckpointError
 from caramba.train import has_saved_state

@@ -10,7 +10,7 @@ import torch
 from caramba.config.generate import GenerateConfig
 from caramba.infer.engine import sampler as sampler_module
 from caramba.infer.engine.sampler import SlotSampler
-from caramba.infer.sampling import distribution, uniforms
+from caramba.infer.step import distribution, uniforms
 from caramba.ops.sample import argmax_logprob, draw
 
 VOCAB, N = 31, 40

@@ -11,10 +11,10 @@ from torch import nn
 from caramba.config.benchmark import CalibrationConfig, WeightFormat
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError, DataError, KernelUnavailable
-from caramba.lower.quantize import format_refusal, observe_ranges, quantise_weights, weights
-from caramba.lower.quantize.weights import linear_layers
+from caramba.lower import quantize
+from caramba.lower.quantize import format_refusal, linear_layers, observe_ranges, quantise_weights
 from caramba.model import build_model
-from caramba.model.identity import model_bytes
+from caramba.model.model import model_bytes
 
 CPU = torch.device("cpu")
 
@@ -94,12 +94,12 @@ def test_refusals_name_device_type_and_a_way_out(monkeypatch: pytest.MonkeyPatch
     ):
         quantise_weights(model, WeightFormat.INT4)
     with monkeypatch.context() as without:
-        without.setattr(weights.importlib.util, "find_spec", lambda name: None)
+        without.setattr(quantize.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(KernelUnavailable, match=r"pip install 'caramba\[quantise\]'"):
             quantise_weights(model, WeightFormat.INT8)
     with pytest.raises(ValidationError, match="percentile=99 is of method=percentile, got method=max"):
         CalibrationConfig.model_validate({"percentile": 99.0})
     assert CalibrationConfig.model_validate(CalibrationConfig().model_dump()).tokens == 2048
-    monkeypatch.setattr("caramba.lower.quantize.weights.load_torchao", lambda: None)
+    monkeypatch.setattr("caramba.lower.quantize.load_torchao", lambda: None)
     with pytest.raises(ConfigError, match="needs the ranges of activations"):
         quantise_weights(model, WeightFormat.INT8_DYNAMIC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from caramba.lower.quantize.weights import DynamicLinear
+from caramba.lower.quantize import DynamicLinear
 
 
 def build() -> DynamicLinear:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from caramba.lower.quantize import int4 as module
-from caramba.lower.quantize.int4 import group_of, quantize_int4
+from caramba.lower import quantize as module
+from caramba.lower.quantize import group_of, quantize_int4
 from caramba.ops.small_batch_linear import dequantize_int4
 
 

@@ -10,8 +10,7 @@ import torch
 from caramba.config.benchmark import CalibrationConfig, WeightFormat
 from caramba.config.model import ModelSpec
 from caramba.infer import Generator
-from caramba.lower.quantize import observe_ranges, quantise_weights
-from caramba.lower.quantize.weights import linear_layers
+from caramba.lower.quantize import linear_layers, observe_ranges, quantise_weights
 from caramba.model import Model, build_model
 
 pytestmark = [

@@ -1,10 +1,13 @@
-"""Swaps the weights of a model's linear layers for codes of 8 or 4 bits, for products of our own or torchao's."""
+"""Swaps weights of linear layers for codes of 8 or 4 bits, by products of our own or torchao's; their ranges."""
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -13,17 +16,125 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.config.benchmark import WeightFormat
-from caramba.errors import ConfigError, KernelUnavailable
+from caramba.config.benchmark import CalibrationConfig, WeightFormat
+from caramba.errors import ConfigError, DataError, KernelUnavailable
 from caramba.layer import LinearLayer
 from caramba.layer.latent import FirstTokens
 from caramba.layer.quantized_linear import QuantizedLinear
-from caramba.lower.quantize.calibrate import HEAD, Ranges
-from caramba.lower.quantize.int4 import GROUP_SIZES, group_of, quantize_int4
 from caramba.model import Model
-from caramba.model.identity import model_bytes
-from caramba.model.model import Head, TiedHead
+from caramba.model.model import Head, TiedHead, model_bytes
 from caramba.ops.backend import upcast
+from caramba.ops.small_batch_linear import pack_int4
+
+HEAD = "head"
+"""Name under which a model has its head."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The range of each input channel of each layer, fp32 [d_in] by qualified name, and the tokens they come from."""
+
+    of: Mapping[str, Tensor]
+    tokens: int
+    config: CalibrationConfig
+
+
+class LargestMagnitudes:
+    """The k largest magnitudes of every channel so far: their smallest is an exact percentile, the first the maximum.
+
+    Of n values the percentile p is the ceil((1 - p / 100) n)-th largest, at least the first.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.largest: Tensor | None = None
+
+    def observe(self, x: Tensor) -> None:
+        """Update with activations. Shape: [..., d_in]."""
+        found = x.detach().flatten(0, -2).abs().float()
+        every = found if self.largest is None else torch.cat((self.largest, found))
+        self.largest = every.topk(min(self.k, len(every)), dim=0).values
+
+    def range(self) -> Tensor:
+        """Return the k-th largest magnitude of each channel. Shape: [d_in]."""
+        assert self.largest is not None
+        return self.largest[-1]
+
+
+@torch.inference_mode()
+def observe_ranges(
+    model: Model, layers: Mapping[str, nn.Module], windows: Sequence[Tensor], config: CalibrationConfig
+) -> Ranges:
+    """Run windows of token ids [T] through a model in eval mode and return the ranges of what layers read.
+
+    Raises:
+        DataError: no text.
+    """
+    n_tokens = sum(len(window) for window in windows)
+    if not n_tokens:
+        raise DataError("calibration: no text to take ranges from; name a text of at least one token")
+    share = 0.0 if config.method == "max" else 1 - config.percentile / 100
+    # Rounded first: 1 - 99.9 / 100 is a hair above 0.001.
+    seen = {name: LargestMagnitudes(max(1, math.ceil(round(share * n_tokens, 6)))) for name in layers}
+
+    def watch(name: str) -> None:
+        def hook(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+            seen[name].observe(layer.reduce(given[0]) if isinstance(layer, LinearLayer) else given[0])
+
+        # By the class: every pass of prefill calls the linear layers, though it refuses new hooks on them.
+        hooks.append(nn.Module.register_forward_pre_hook(layers[name], hook))
+
+    hooks: list[torch.utils.hooks.RemovableHandle] = []
+    was_training, device = model.training, model.embedder.token.weight.device
+    model.eval()
+    try:
+        for name in layers:
+            if name != HEAD:
+                watch(name)
+        for window in windows:
+            hidden = model.hidden(window.to(device)[None])
+            if HEAD in seen:  # what it reads is at hand: its product with the whole vocabulary is not needed
+                seen[HEAD].observe(hidden)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(was_training)
+    return Ranges({name: each.range() for name, each in seen.items()}, n_tokens, config)
+
+
+GROUP_SIZES = (128, 64, 32)
+"""Inputs that share a scale and a zero; the largest that divides a layer's."""
+MOST_CODE = 15
+LEAST_STEP = 2.0**-100
+AT_A_TIME = 2**24
+"""Weight elements quantised at once: temporaries take some 50 bytes each."""
+
+
+def group_of(width: int) -> int | None:
+    """Return the largest group size that divides a width, or None."""
+    return next((size for size in GROUP_SIZES if width % size == 0), None)
+
+
+def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return packed codes q, scales s and zeros z of a weight w = q s + z.
+
+    s is a fifteenth of the group's range and z its minimum. Both are rounded to bfloat16 before codes are chosen, so
+    that q is the nearest code for the values used later. (torchao's z is the value of code 8. The minimum is itself a
+    weight, exact in bfloat16 for bfloat16 weights, and s q + z needs no subtraction.)
+
+    Shape: weight [N, K] to int16 [N, K / 4] and bfloat16 [N, K / group, 2].
+    """
+    words, scales = [], []
+    for rows in weight.detach().split(max(1, AT_A_TIME // weight.shape[1])):
+        grouped = upcast(rows).unflatten(1, (-1, group))
+        low, high = grouped.aminmax(dim=2)
+        scale = torch.stack([((high - low) / MOST_CODE).clamp(min=LEAST_STEP), low], dim=2).bfloat16()
+        step, zero = scale.to(grouped.dtype)[..., None].unbind(2)
+        codes = ((grouped - zero) / step).round_().clamp_(0, MOST_CODE)
+        words.append(pack_int4(codes.flatten(1), group))
+        scales.append(scale)
+    return torch.cat(words), torch.cat(scales)
+
 
 INT4_CAPABILITY = (8, 0)
 MISSING = (
