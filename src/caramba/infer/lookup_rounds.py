@@ -12,7 +12,7 @@ from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.device_steps import Captured, capture_graph
 from caramba.infer.drafting import DraftLength
 from caramba.infer.row import GenerationRow, OnText
-from caramba.infer.step import chosen_tokens, uniforms
+from caramba.infer.step import chosen_tokens, pad_prompts, seen_in, uniforms
 from caramba.infer.verification import WIDTHS, SpeculativeStats, VerifyForwards, seen_along
 from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.prompt_lookup_step import prompt_lookup_step
@@ -81,9 +81,7 @@ class LookupRounds:
 
     def refill(self, rows: Sequence[GenerationRow]) -> None:
         """Begin with rows whose prompts the context has just seen, in the memory of those before."""
-        prompts = torch.zeros(len(rows), max(len(row.prompt) for row in rows), dtype=torch.int64)
-        for index, row in enumerate(rows):
-            prompts[index, : len(row.prompt)] = torch.tensor(row.prompt)
+        prompts = pad_prompts([row.prompt for row in rows])
         self.ids[:, : prompts.shape[1]].copy_(prompts)
         lengths = torch.tensor([len(row.prompt) for row in rows])
         self.n_prompt.copy_(lengths)
@@ -92,10 +90,7 @@ class LookupRounds:
         self.live.fill_(True)
         self.uniform.copy_(torch.stack([uniforms(row.seed, self.uniform.shape[1]) for row in rows]))
         if self.seen is not None:
-            seen = torch.zeros(self.seen.shape, dtype=torch.bool)
-            for index, row in enumerate(rows):
-                seen[index, row.prompt] = True
-            self.seen.copy_(seen)
+            self.seen.copy_(seen_in([row.prompt for row in rows], self.seen.shape[1]))
 
     def first(self, logits: Tensor) -> None:
         """Queue the draw behind each prompt. Shape: [B, V]."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context, DeviceContext
+from caramba.infer.step import pad_prompts
 from caramba.layer import unplanned_attention
 from caramba.model import EarlyExit, Model
 from caramba.ops.dba_decode import MAX_QUERIES
@@ -30,9 +31,7 @@ def prefill_rows(
     Shape: [B, M].
     """
     lengths = [len(text) for text in texts]
-    tokens = torch.zeros(len(texts), max(lengths), dtype=torch.int64)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = torch.tensor(text)
+    tokens = pad_prompts(texts)
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     start, device, size = 0, device_of(network), chunk or max(lengths)
     for part in tokens.to(device).split(size, dim=1):

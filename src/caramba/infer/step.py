@@ -98,6 +98,22 @@ def uniforms(seed: int, n: int) -> Tensor:
     return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
 
 
+def pad_prompts(texts: Sequence[Sequence[int]]) -> Tensor:
+    """Return texts of any lengths as one tensor on the host, filled up with zeros. Shape: int64 [B, longest]."""
+    tokens = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+    return tokens
+
+
+def seen_in(texts: Sequence[list[int]], vocab_size: int) -> Tensor:
+    """Return which entries of the vocabulary each text holds, on the host. Shape: bool [B, V]."""
+    seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        seen[row, text] = True
+    return seen
+
+
 @dataclass
 class StepState:
     """What a step reads and writes on the device: tensors of fixed shapes, so that it can be compiled and captured.
@@ -148,9 +164,7 @@ class StepState:
     def refill(self, rows: Sequence[GenerationRow]) -> None:
         """Begin again with as many other rows, in the same memory: what was captured on it stays of use."""
         lengths = [len(row.prompt) for row in rows]
-        prompts = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        for index, row in enumerate(rows):
-            prompts[index, : len(row.prompt)] = torch.tensor(row.prompt)
+        prompts = pad_prompts([row.prompt for row in rows])
         self.prompts[:, : prompts.shape[1]].copy_(prompts)
         self.delay.copy_(torch.tensor(lengths) - min(lengths))
         self.uniform.copy_(torch.stack([uniforms(row.seed, self.uniform.shape[1]) for row in rows]))
@@ -159,10 +173,7 @@ class StepState:
         self.start.fill_(min(lengths))
         self.is_level = min(lengths) == max(lengths)
         if self.seen is not None:
-            seen = torch.zeros(self.seen.shape, dtype=torch.bool)
-            for index, row in enumerate(rows):
-                seen[index, row.prompt] = True
-            self.seen.copy_(seen)
+            self.seen.copy_(seen_in([row.prompt for row in rows], self.seen.shape[1]))
 
     def choose(self, logits: Tensor, config: GenerateConfig, fed: Tensor | None = None) -> Tensor:
         """Draw every row's token, record it, and return what is fed next, without a wait for the device: in `fed`, if

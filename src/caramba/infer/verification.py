@@ -15,7 +15,7 @@ from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
 from caramba.infer.ragged import forward_ragged, rewind, right_pad
 from caramba.infer.row import GenerationRow, OnText
-from caramba.infer.step import distribution, next_token, uniforms
+from caramba.infer.step import distribution, next_token, seen_in, uniforms
 from caramba.model import Model
 from caramba.ops.dba_decode import MAX_QUERIES
 from caramba.ops.sample import draw
@@ -187,10 +187,8 @@ class Verifier:
         self.texts = [list(row.prompt) for row in rows]
         self.seen: Tensor | None = None
         if config.repetition_penalty != 1.0:
-            shape = (len(rows), model.spec.embedder.vocab_size)
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            for index, row in enumerate(rows):
-                self._mark(index, row.prompt)
+            vocab_size = model.spec.embedder.vocab_size
+            self.seen = seen_in([row.prompt for row in rows], vocab_size).to(self.device)
 
     @property
     def is_done(self) -> bool:
