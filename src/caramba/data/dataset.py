@@ -166,13 +166,7 @@ class WindowSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        n_windows: int,
-        batch_size: int,
-        seed: int,
-        start: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        self, n_windows: int, batch_size: int, seed: int, start: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
         if n_windows < 1 or batch_size < 1 or seed < 0 or start < 0 or not 0 <= rank < world_size:
             raise DataError(

@@ -244,10 +244,7 @@ def _read_header(path: Path, size: int) -> tuple[tuple[int, ...], np.dtype, int]
             if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes, expected at most {_MAX_HEADER_BYTES}")
             file.seek(-width, os.SEEK_CUR)
-            readers = {
-                (1, 0): npy_format.read_array_header_1_0,
-                (2, 0): npy_format.read_array_header_2_0,
-            }
+            readers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
             if version not in readers:
                 raise ValueError(f".npy version {version} holds no plain integers")
             shape, _, dtype = readers[version](file)

@@ -14,13 +14,7 @@ from caramba.data import IGNORED, documents_of, samples_of
 from caramba.distill.lora import Lora
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.distill.teacher_rows import TAIL_SAMPLES, StoredRows, n_entries, sparse_rows
-from caramba.distill.vocabulary import (
-    LiveTeacher,
-    RowsOf,
-    VocabularyLosses,
-    cross_entropy,
-    vocabulary_losses,
-)
+from caramba.distill.vocabulary import LiveTeacher, RowsOf, VocabularyLosses, cross_entropy, vocabulary_losses
 from caramba.errors import CarambaError, ConfigError, ExtensionFailedError
 from caramba.lower.join_repeats import join_repeats
 from caramba.model import Model

@@ -271,11 +271,7 @@ class _Printer:
 
 
 def converse(
-    session: ChatSession,
-    lines: Iterable[str],
-    *,
-    goes_on: bool,
-    after: Callable[[], None] | None = None,
+    session: ChatSession, lines: Iterable[str], *, goes_on: bool, after: Callable[[], None] | None = None
 ) -> None:
     """Send every line, run those that are slash commands, until /quit; call `after` each answer.
 

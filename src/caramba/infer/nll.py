@@ -43,12 +43,7 @@ class WindowedNLL:
 
 @torch.inference_mode()
 def windowed_nll(
-    model: nn.Module,
-    dataset: Windows,
-    *,
-    windows: int,
-    batch_size: int,
-    device: torch.device,
+    model: nn.Module, dataset: Windows, *, windows: int, batch_size: int, device: torch.device
 ) -> WindowedNLL:
     """Measure the NLL of `model` on up to `windows` disjoint windows of `dataset`, spread over all of it.
 

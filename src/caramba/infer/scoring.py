@@ -14,11 +14,7 @@ from caramba.layer import unplanned_attention
 from caramba.lower.lowering import lower
 from caramba.model import Model
 
-KINDS = {
-    torch.float32: KVCacheKind.FP32,
-    torch.float16: KVCacheKind.FP16,
-    torch.bfloat16: KVCacheKind.BF16,
-}
+KINDS = {torch.float32: KVCacheKind.FP32, torch.float16: KVCacheKind.FP16, torch.bfloat16: KVCacheKind.BF16}
 
 LOGIT_ROWS = {"cpu": 32, "cuda": 4096}
 """Positions whose logits are computed at once: on a CPU those that its cache holds, on a GPU under 1 GB."""

@@ -73,12 +73,7 @@ class SpeculativeGenerator(Generator):
     """
 
     def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer | None = None,
-        *,
-        draft: Model | None = None,
-        **values: Any,
+        self, model: Model, tokenizer: Tokenizer | None = None, *, draft: Model | None = None, **values: Any
     ) -> None:
         """Take the keys of GenerateConfig and SpeculativeConfig by name.
 

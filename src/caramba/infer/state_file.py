@@ -19,11 +19,7 @@ Value = TypeVar("Value")
 
 
 def save_state(
-    path: Path,
-    model: Model,
-    ctx: Context,
-    tokens: Sequence[int] = (),
-    conversation: object = None,
+    path: Path, model: Model, ctx: Context, tokens: Sequence[int] = (), conversation: object = None
 ) -> None:
     """Write what a context holds, and optionally the tokens that it has seen, to a safetensors file.
 

@@ -57,11 +57,7 @@ class DecoupledProjection(GatedProjection):
         )
 
     def forward(
-        self,
-        x: Tensor,
-        offset: int | Tensor = 0,
-        rows: Tensor | None = None,
-        angles: Angles = None,
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
         asking = select_rows(x, rows)

@@ -302,11 +302,7 @@ class LatentProjection(GatedProjection):
                 nn.init.zeros_(parameter)
 
     def forward(
-        self,
-        x: Tensor,
-        offset: int | Tensor = 0,
-        rows: Tensor | None = None,
-        angles: Angles = None,
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         asking = select_rows(x, rows)
         q, c, k_geo = self.linears(x, asking)

@@ -43,10 +43,7 @@ class TrainingGateUp(PackedGateUp):
         return super().linears(x) if found is None else found
 
 
-FAST: dict[type[nn.Module], type[nn.Module]] = {
-    StandardProjection: TrainingQkv,
-    SwiGLULayer: TrainingGateUp,
-}
+FAST: dict[type[nn.Module], type[nn.Module]] = {StandardProjection: TrainingQkv, SwiGLULayer: TrainingGateUp}
 """A latent layer's linear layers are not fused here: the latent and the geometric key are fused by `latent_keys`."""
 
 

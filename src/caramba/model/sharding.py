@@ -101,9 +101,7 @@ def shard_model(model: Model, sharding: Sharding) -> None:
             f"parallel.wrap={list(sharding.units)}: the topology has no such node; it has {', '.join(found)}"
         )
     policy = MixedPrecisionPolicy(
-        param_dtype=sharding.dtype,
-        reduce_dtype=sharding.reduce_dtype,
-        cast_forward_inputs=False,
+        param_dtype=sharding.dtype, reduce_dtype=sharding.reduce_dtype, cast_forward_inputs=False
     )
     for unit in units:
         fully_shard(

@@ -21,13 +21,7 @@ from caramba.serve.guard import Guard, read_json
 from caramba.serve.metrics import CONTENT_TYPE
 from caramba.serve.reply import EventStream, Reply
 from caramba.serve.running import ActiveRequest
-from caramba.serve.schema import (
-    ChatRequest,
-    CompletionRequest,
-    ModelList,
-    SamplingRequest,
-    parse_request,
-)
+from caramba.serve.schema import ChatRequest, CompletionRequest, ModelList, SamplingRequest, parse_request
 from caramba.serve.service import Service
 from caramba.serve.shapes import ChatShape, Shape, TextShape
 

@@ -29,10 +29,7 @@ class Metrics:
         )
         self.new_tokens = Counter("caramba_generated_tokens", "Tokens generated", registry=self.registry)
         self.finished = Counter(
-            "caramba_finished",
-            "Requests that left the engine",
-            ("reason",),
-            registry=self.registry,
+            "caramba_finished", "Requests that left the engine", ("reason",), registry=self.registry
         )
         self.first_token = Histogram(
             "caramba_time_to_first_token_seconds",

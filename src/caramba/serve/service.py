@@ -35,13 +35,7 @@ class Service:
     """One model, its engine, and all that runs in it."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        name: str,
-        limits: Limits,
-        *,
-        template: str | None = None,
+        self, engine: Engine, tokenizer: Tokenizer, name: str, limits: Limits, *, template: str | None = None
     ) -> None:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
         self._text_of = functools.lru_cache(MOST_TEXTS)(self._decoded)

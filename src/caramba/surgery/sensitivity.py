@@ -95,11 +95,7 @@ class HeldOutKL:
 
 @torch.no_grad()
 def fit_budget(
-    teacher: Model,
-    spec: ModelSpec,
-    calibration: Calibration,
-    budget_bytes: int,
-    formats: Sequence[str],
+    teacher: Model, spec: ModelSpec, calibration: Calibration, budget_bytes: int, formats: Sequence[str]
 ) -> ModelSpec:
     """Choose latent and rotary width of every layer and one cache format under `budget_bytes` a token of all layers.
 

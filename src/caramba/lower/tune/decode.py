@@ -27,15 +27,7 @@ TAIL = 128
 NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 # Bytes an element.
-WEIGHT = {
-    "fp32": 4.0,
-    "fp16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 1.0625,
-    "q4_0": 0.5625,
-    "nf4": 0.5625,
-    ZEROS: 0.0,
-}
+WEIGHT = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625, "nf4": 0.5625, ZEROS: 0.0}
 
 
 @dataclass(frozen=True)
