@@ -1,7 +1,5 @@
 """Tokenises a stream of documents into a token folder or a flat .npy, in bounded memory, resumably."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Opens what names a tokenizer: `byte`, a Hugging Face folder, a tokenizer.json, or a tiktoken rank file."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -1,7 +1,5 @@
 """Loads what was exported in the engine that it is for, and compares it with the model."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util

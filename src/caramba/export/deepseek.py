@@ -4,8 +4,6 @@ Per head the engine's query is [q_h; q_h G_h], its key [A_h c; k_geo] and its va
 width of that query. So A_h, U_h and G_h are folded into its projections, and sqrt((D + Dgeo) / D) into the queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What this machine is: the device of a run, its facts, precision and memory, and the same random numbers again."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

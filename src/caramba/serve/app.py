@@ -1,7 +1,5 @@
 """The interface as an ASGI application: routes, the OpenAPI document, and who answers what cannot be answered."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks before every request: the key, the Host header, the size of the body, and the count of answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Sends an answer, whole or as server-sent events, and cancels it when nobody waits or it takes too long."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Mapping

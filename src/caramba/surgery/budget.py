@@ -4,8 +4,6 @@ Per layer the error over cached elements gives a curve; on its lower convex hull
 largest gain per element of any layer, until the budget is spent, is the Lagrangian optimum up to one step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

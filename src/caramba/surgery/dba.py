@@ -1,7 +1,5 @@
 """The method `dba`: activation-aware, function-preserving surgery of one layer, in both layouts."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from caramba.config.layer import AttentionLayerConfig

@@ -5,8 +5,6 @@ keep their rotation; the others get their mean rotation, and PCA of S_g^1/2 k_s 
 take the PCA of E_g^1/2 v, centred where the output has a bias to hold the mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Teacher to student: copy what both have, initialise each converted attention, report every weight."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Whole models as safetensors, a torch file or a distributed folder; training state that ranks write in parts."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
