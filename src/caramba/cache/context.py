@@ -1,7 +1,5 @@
 """The state of a generation: one cache per attention application and the position reached."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -124,7 +122,7 @@ class Context:
         """Tokens stored as quantised blocks, the same number in every cache; None if none is quantised."""
         return next((cache.n_packed for cache in self.caches if cache.n_packed is not None), None)
 
-    def row(self, index: int, n_rows: int = 1) -> Context:
+    def row(self, index: int, n_rows: int = 1) -> "Context":
         """Return a context of sequences `index` to `index` + `n_rows` that shares this one's memory.
 
         The new context counts its own position.
@@ -147,7 +145,7 @@ class Context:
         # One kernel launch: other rows wait for their next token meanwhile.
         torch._foreach_zero_([part for cache in self.caches for part in cache.memory])  # pyright: ignore[reportPrivateImportUsage]
 
-    def clone(self) -> Context:
+    def clone(self) -> "Context":
         """Return an independent copy that shares no memory."""
         copied = Context([cache.clone() for cache in self.caches])
         copied.position = self.position

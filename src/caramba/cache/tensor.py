@@ -1,7 +1,5 @@
 """Storage of one cached stream: the keys or values of one attention application, token after token."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -232,7 +230,7 @@ class KVCacheTensor:
             buffer.select(rows)
         self.batch_size = rows.shape[0]
 
-    def row(self, index: int, n_rows: int = 1) -> KVCacheTensor:
+    def row(self, index: int, n_rows: int = 1) -> "KVCacheTensor":
         """Return the stream of one sequence, or of `n_rows`: it counts its own tokens, in this one's memory.
 
         Raises:
@@ -251,7 +249,7 @@ class KVCacheTensor:
         """All that is allocated, in use or not."""
         return [buffer.data for buffer in self.store.buffers.values()]
 
-    def clone(self) -> KVCacheTensor:
+    def clone(self) -> "KVCacheTensor":
         """Return a copy that shares no memory."""
         with torch.inference_mode(False):
             return copy.deepcopy(self)

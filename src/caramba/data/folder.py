@@ -1,7 +1,5 @@
 """Token folders: shards, document index, tokenizer.json, token_bytes.npy and meta.json; shards read as one stream."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap
@@ -84,7 +82,7 @@ class TokenStream:
         index %= self.size
         return self[index : index + 1][0]
 
-    def part(self, start: int, stop: int) -> TokenStream:
+    def part(self, start: int, stop: int) -> "TokenStream":
         """Return the stream of tokens `start` to `stop` (not negative), unread."""
         return TokenStream(self._pieces(start, stop) or [self.parts[0][:0]])
 
@@ -193,7 +191,7 @@ class NpyWriter:
         self._file.write(npy_format.MAGIC_PREFIX + bytes([1, 0]) + length.to_bytes(2, "little"))
         self._file.write(text.ljust(length - 1).encode("ascii") + b"\n")
 
-    def __enter__(self) -> NpyWriter:
+    def __enter__(self) -> "NpyWriter":
         return self
 
     def __exit__(
@@ -349,7 +347,7 @@ class SplitWriter:
             "index_sha256": sha256_of(self.folder / index_name(self.split)),
         }
 
-    def __enter__(self) -> SplitWriter:
+    def __enter__(self) -> "SplitWriter":
         return self
 
     def __exit__(

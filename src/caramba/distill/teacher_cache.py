@@ -1,7 +1,5 @@
 """A teacher's outputs on disk, one file per sample, keyed by what made them and by the sample's index."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -43,7 +41,7 @@ class TeacherCache:
             write_json(self.folder / KEY, dict(key))
 
     @classmethod
-    def at(cls, folder: Path, key: Mapping[str, Any], where: str) -> TeacherCache:
+    def at(cls, folder: Path, key: Mapping[str, Any], where: str) -> "TeacherCache":
         """Open the store of one key in a folder that a user names, or begin it.
 
         Raises:

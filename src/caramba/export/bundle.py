@@ -4,8 +4,6 @@ Only what can run is taken. Names that stand in annotations alone (schema classe
 the schema and pydantic stay behind.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re
@@ -33,7 +31,7 @@ class ModuleSource:
     imports: dict[str, tuple[ast.Import | ast.ImportFrom, ast.alias]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, module: str) -> ModuleSource:
+    def read(cls, module: str) -> "ModuleSource":
         """Parse a module without running it.
 
         Raises:

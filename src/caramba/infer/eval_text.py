@@ -1,7 +1,5 @@
 """The real text that a cache is judged on: a run's held-out split, or a file that is named."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +24,14 @@ class EvalText:
     fingerprint: str = ""
 
     @classmethod
-    def of_corpus(cls, corpus: Corpus) -> EvalText:
+    def of_corpus(cls, corpus: Corpus) -> "EvalText":
         """Return the split that no training has seen."""
         return cls(f"the held-out split of {corpus.name}", corpus.val, f"{corpus.fingerprint}:val")
 
     @classmethod
     def of_file(
         cls, text: str, tokenizer: Tokenizer | None, vocab_size: int, key: str = "cache_quality_text"
-    ) -> EvalText:
+    ) -> "EvalText":
         """Open a token folder, a .npy or .tokens file, or another file as UTF-8 text; `key` named it.
 
         Raises:

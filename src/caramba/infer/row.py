@@ -1,7 +1,5 @@
 """One row of a generation: its sampled tokens, its text while it comes, and its finish reason."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +132,7 @@ class GenerationRow:
         eos_ids: tuple[int, ...],
         tokenizer: Tokenizer | None,
         seeds: Sequence[int] | None,
-    ) -> list[GenerationRow]:
+    ) -> "list[GenerationRow]":
         """Return a row per prompt.
 
         Raises:

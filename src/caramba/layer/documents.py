@@ -1,7 +1,5 @@
 """Several documents in one row of tokens: which keys a query may see, and positions that start again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +39,7 @@ class Documents:
         return self.positions
 
     @classmethod
-    def of(cls, ids: Tensor) -> Documents:
+    def of(cls, ids: Tensor) -> "Documents":
         """Read document ids [B, T]: neighbours with equal ids are of one document.
 
         Ids name nothing else: an id that comes back after another one begins a new document. Padding is a document
@@ -84,7 +82,7 @@ class StoredDocuments(Documents):
     @classmethod
     def packed(
         cls, starts: Tensor, rows: Tensor, n_tokens: int, most: int, caches: Sequence[LayerCache]
-    ) -> StoredDocuments:
+    ) -> "StoredDocuments":
         """Return documents of exact caches by where they begin and the rows that they fill.
 
         Documents may be empty. Tokens beyond the `most` that a row holds go to its last place.

@@ -1,7 +1,5 @@
 """Weight-only quantised linear layers (int8, int4): a half or a quarter of the weight bytes of a decode step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -58,7 +56,7 @@ class QuantizedLinear(nn.Module):
         x = input if self.reduce is None else self.reduce(input)
         return linear(x, self.weight, self.bias, self.scale)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """Move or cast like any module, but never cast the scales, whose dtype the kernels require."""
         exact = self.scale.data
         super()._apply(fn, recurse)

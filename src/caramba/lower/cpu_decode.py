@@ -4,8 +4,6 @@ For a small model the time of such a step is call overhead, not reading weights.
 replaced, so the checks of a block run once, and a step reads only what is stored here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeGuard
@@ -162,7 +160,7 @@ class NormStep:
         self.width, self.eps = constant(norm.width, self.dtype), constant(norm.eps, self.dtype)
 
     @classmethod
-    def of(cls, norm: nn.Module) -> NormStep | None:
+    def of(cls, norm: nn.Module) -> "NormStep | None":
         """Return the step of an unmodified RMSNorm on a CPU, None for any other module."""
         return cls(norm) if _is_unmodified_norm(norm) else None
 

@@ -1,7 +1,5 @@
 """Captures what chosen modules return during forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self

@@ -3,8 +3,6 @@
 `tuned.json` next to this file is the shipped table; `caramba tune` writes another, which has precedence.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -45,7 +43,7 @@ class Family:
     is_masked: bool = False
     trains: bool = True
 
-    def distance(self, other: Family) -> float:
+    def distance(self, other: "Family") -> float:
         """Return how unlike two families are: octaves of width, and 4 for each flag."""
         widths = abs(math.log2(self.d_qk / other.d_qk)) + abs(math.log2(self.d_v / other.d_v))
         flags = (

@@ -1,7 +1,5 @@
 """Connections: strict framing of requests, a limit of time for their heads, and a bound on how many are open."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import resource
@@ -210,7 +208,7 @@ class TimedProtocol(H11Protocol):
     most_open: int | None = None
     metrics: Metrics | None = None
     framing: Framing
-    refused: set[TimedProtocol]
+    refused: "set[TimedProtocol]"
     """Those above the bound that still hear of it."""
     head_timer: asyncio.TimerHandle | None = None
     peer_check: asyncio.TimerHandle | None = None

@@ -1,7 +1,5 @@
 """One request in the engine: its tokens as they come, as pieces of text that are certain."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -35,7 +33,7 @@ class SampledToken:
     text: str
     logprob: float
     offset: int
-    alternatives: tuple[Alternative, ...]
+    alternatives: "tuple[Alternative, ...]"
     id: int
 
 

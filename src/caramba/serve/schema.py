@@ -1,7 +1,5 @@
 """Requests and responses of the OpenAI-compatible interface; the OpenAPI document is made of these classes."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -231,7 +229,7 @@ class Usage(BaseModel):
     total_tokens: int
 
     @classmethod
-    def of(cls, prompt: int, completion: int) -> Usage:
+    def of(cls, prompt: int, completion: int) -> "Usage":
         """Return the usage of so many tokens."""
         return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 

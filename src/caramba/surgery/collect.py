@@ -1,7 +1,5 @@
 """Second moments of what attention layers read, collected over calibration text or taken from weights alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -37,7 +35,7 @@ class LayerStatistics:
         """E[(y - E y)(y - E y)^T]."""
         return self.moment - torch.outer(self.mean, self.mean)
 
-    def to(self, device: torch.device | str) -> LayerStatistics:
+    def to(self, device: torch.device | str) -> "LayerStatistics":
         """Return the same on `device`."""
         return LayerStatistics(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 

@@ -1,7 +1,5 @@
 """What a layer's maps cost in its own block's output, on windows that calibration did not see."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -51,7 +49,7 @@ class EvalWindows:
         """Attend with the layer's window, within documents. Shape: [N, H, T, D], [N, K, T, D] and [N, K, T, Dv]."""
         return CausalScore(self.layer.config.local_window)(q, k, v, None, self.first)
 
-    def to(self, device: torch.device | str) -> EvalWindows:
+    def to(self, device: torch.device | str) -> "EvalWindows":
         """Return the same on `device`; the layer stays where it is."""
         moved = {
             name: None if (value := getattr(self, name)) is None else value.to(device)

@@ -10,8 +10,6 @@ keys' mean is taken out by the direction b of y with b . y = 1 in the least squa
 linear, for a latent of mean square 1. Its geometric frequencies are the student's grid, not the teacher's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,7 +60,7 @@ class LatentMaps:
         weight = c.new_full((c.shape[-1],), norm_weight(self.norm_eps))
         return torch.nn.functional.rms_norm(c, (c.shape[-1],), weight, self.norm_eps)
 
-    def truncate(self, rank: int) -> LatentMaps:
+    def truncate(self, rank: int) -> "LatentMaps":
         """Return the maps of a narrower latent: its directions are the leading ones of this."""
         return replace(
             self, latent=self.latent[:, :rank], query=self.query[..., :rank], value=self.value[:, :rank]

@@ -4,8 +4,6 @@ The KL of a whole student is larger than the sum of its layers', so the chosen o
 held-out calibration text is what is predicted for other text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 
@@ -48,7 +46,7 @@ class HeldOutKL:
         return batches(self.tokens, self.documents, self.device)
 
     @classmethod
-    def on(cls, teacher: Model, calibration: Calibration, first: int | None = None) -> HeldOutKL:
+    def on(cls, teacher: Model, calibration: Calibration, first: int | None = None) -> "HeldOutKL":
         """Measure on the held-out windows of a calibration, or on the first of them."""
         tokens, ids = calibration.tokens, calibration.documents
         if tokens is None:

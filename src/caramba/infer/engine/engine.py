@@ -1,7 +1,5 @@
 """The engine: requests wait, take a slot, run their prompt in chunks, decode together, and leave."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import threading
@@ -167,7 +165,7 @@ class Engine:
             self.batch.assign_slots()
         return not self._is_idle()
 
-    def start(self) -> Engine:
+    def start(self) -> "Engine":
         """Step in a thread of its own, which sleeps while there is nothing to do.
 
         Python's collector leaves what there is when it begins alone until it ends.
@@ -214,7 +212,7 @@ class Engine:
                 not_compiled=self.batch.slots.not_compiled,
             )
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> "Engine":
         return self.start()
 
     def __exit__(self, *exc: object) -> None:

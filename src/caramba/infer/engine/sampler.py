@@ -1,7 +1,5 @@
 """The draw of all slots at once, each by the settings of its own request."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -107,7 +105,7 @@ class SlotSampler:
         tokens, bits = self._host
         return tokens.tolist(), bits.to(torch.int32).view(torch.float32).tolist()
 
-    def trial(self) -> SlotSampler:
+    def trial(self) -> "SlotSampler":
         """Return a sampler of the same content whose draws count for nothing."""
         other = copy.copy(self)
         other._both, other.drawn = self._both.clone(), self.drawn.clone()

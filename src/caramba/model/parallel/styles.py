@@ -1,7 +1,5 @@
 """How each kind of layer is split over ranks, one `ParallelStyle` each, and local parts as plain tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -61,7 +59,7 @@ class RankShare:
     group: dist.ProcessGroup
     summed: frozenset[str] = frozenset()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RankShare:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RankShare":
         return self  # a copied model belongs to the same ranks
 
 
