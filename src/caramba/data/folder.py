@@ -137,7 +137,6 @@ SCHEMA = 2
 Progress = Callable[[str], None]
 _BATCH_CHARACTERS = 1_000_000
 
-
 _HEADER_BYTES = 128
 _MAX_HEADER_BYTES = 4096
 

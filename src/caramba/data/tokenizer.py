@@ -195,7 +195,6 @@ def byte_letters() -> dict[str, int]:
 _IDS = np.dtype(np.uint32)
 _MAX_PRETOKENS = 400_000  # about 100 MB of memory; later pretokens are encoded without being cached
 
-
 _OTHER = re.compile(r"[^\x00-\x7f]")
 # No piece of any of the patterns above holds a space after another character, so one always begins here.
 _SAFE = re.compile(r"(?<=[!-~]) ")

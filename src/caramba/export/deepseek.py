@@ -27,7 +27,6 @@ ENGINES = ("transformers", "vllm")
 TRANSFORMERS_EPS = 1e-6
 """Epsilon of the latent's norm in transformers, whatever rms_norm_eps is; vLLM, SGLang and llama.cpp take that one."""
 
-
 VLLM_WIDTHS = (320, 576)
 """Latent and rotary width together for which vLLM has kernels, at commit 002d6073."""
 _FOLDED = (

@@ -18,7 +18,6 @@ from caramba.ops.backend import upcast
 CHUNK = 1024  # tokens whose logits exist at one time
 NORMAL_95 = 1.96
 
-
 EDGES = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of the bins of positions in a window
 
 

@@ -32,7 +32,6 @@ CAPTURING = threading.Lock()
 """Lock of a capture: a process runs one at a time."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
-
 NextLogits = Callable[[Model, Tensor, Any], Tensor]
 Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 """A graph with its own input and output."""

@@ -245,7 +245,6 @@ Null = tuple[Tensor, Tensor] | None
 LOWER_RIGHT_ON = ("cuda",)
 """Devices whose backends support lower-right causality (the last T of S positions) without a mask [T, S]."""
 
-
 TWO_WIDTHS = False
 """Whether the leading fused backend takes values of another width than keys."""
 

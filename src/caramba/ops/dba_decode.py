@@ -29,7 +29,6 @@ MAX_QUERIES = 8
 MAX_SPLITS = 512
 """Parts that the work of one sequence is cut into at most."""
 
-
 _refuse = functools.partial(refusal, "dba_decode")
 
 

@@ -31,7 +31,6 @@ REASONS = {
     504: "the answer took longer than the server allows",
 }
 
-
 LONGEST_MESSAGE, LONGEST_PARAM = 4000, 200
 """Characters of an answer's message and key: what a client sent is quoted only in part."""
 

@@ -12,7 +12,6 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 """`stop` is an end mark or a stop text."""
 ENDS: dict[str, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
 
-
 Alternatives = tuple[tuple[int, float], ...]
 """The most likely tokens of a step and their log-probabilities in nats, the most likely first."""
 
