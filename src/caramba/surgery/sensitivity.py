@@ -124,7 +124,7 @@ def fit_budget(
             refusals.append(f"{name}: {error}")
     if not chosen:
         raise ConfigError("; ".join(refusals))
-    sums = {name: _total(choices) for name, choices in chosen.items()}
+    sums = {name: sum(choice.damage for choice in choices) for name, choices in chosen.items()}
     best = min(sums, key=lambda name: sums[name])
 
     kind = kinds[best]
@@ -191,10 +191,6 @@ def _measure_curves(
         n_choices = sum(map(len, found.values()))
         logger.info(f"kv_budget: layer {number} of {len(layers)} measured, {n_choices} choices")
     return curves
-
-
-def _total(choices: Sequence[Choice]) -> float:
-    return sum(choice.damage for choice in choices)
 
 
 def _curves(
