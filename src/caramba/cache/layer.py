@@ -67,7 +67,6 @@ class LayerCache:
         return [*self._tensors.items(), *self._first.items()]
 
     def _stored(self) -> Streams:
-        """Return the tensors to allocate."""
         return self.streams
 
     @property
@@ -430,7 +429,6 @@ class FirstTokensKVCache(LatentLayerKVCache):
             tensor.load_state_dict(parts[name])
 
     def _kept(self, n_tokens: int) -> int:
-        """Return how many of `n_tokens` are among the first."""
         return min(n_tokens, self.first_tokens)
 
 

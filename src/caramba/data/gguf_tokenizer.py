@@ -48,7 +48,6 @@ def tokenizer_metadata(
 
 
 def _splits(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps that split text before merges."""
     split = definition.get("pre_tokenizer") or {}
     return split.get("pretokenizers", []) if split.get("type") == "Sequence" else [split]
 

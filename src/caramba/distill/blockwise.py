@@ -273,7 +273,6 @@ class BlockwiseObjective(Objective):
         return [[value for _, value in self._trained(layer)] for layer in layers]
 
     def _trained(self, layer: AttentionLayer) -> list[tuple[str, nn.Parameter]]:
-        """Return the named parameters of a student layer that train."""
         copied = COPIED if self.keeps_copied and layer.config.is_latent else ()
         return [
             (key, value)

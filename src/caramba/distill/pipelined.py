@@ -76,12 +76,10 @@ class PipelinedObjective(LanguageModelObjective):
         return torch.zeros((), device=tokens.device)
 
     def _told(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return the last stage's loss on every rank."""
         dist.broadcast(loss, src=self.stage.n_stages - 1)
         return {"loss": loss}
 
     def _part(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return what a part adds to the loss of the batch, over `accumulation`."""
         loss = self.losses_of(hidden, targets).loss
         return loss * (targets != IGNORED).sum() / (self._counted * self.accumulation)
 

@@ -228,8 +228,6 @@ class _FusedDistillation(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Part:
-    """Inputs of a chunk's losses that take no gradients."""
-
     model: Model
     targets: Tensor
     rows: RowsOf | None

@@ -267,7 +267,6 @@ class Bundle:
             place = (statement.module, alias.name)
 
     def _name_of(self, place: Place) -> str:
-        """Return the name that a definition has in the bundle: its own, unless another module's has taken it."""
         if place not in self._names:
             module, name = place
             chosen = name

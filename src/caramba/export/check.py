@@ -119,7 +119,6 @@ def _prompt(opened: ModelBundle) -> Tensor:
 def _compare(
     opened: ModelBundle, engine: str, logits: float, prompt: Tensor, theirs: list[int], cache: str | None
 ) -> Comparison:
-    """Follow the engine's text as long as the model's own agrees."""
     text = torch.cat((prompt, torch.tensor([theirs])), 1)
     ours = opened.model(text)[0, prompt.shape[1] - 1 : -1]
     for index, token in enumerate(theirs):

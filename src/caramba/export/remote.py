@@ -85,7 +85,6 @@ def plain_spec(value: Any) -> Any:
 
 
 def _derived(schema: type[BaseModel]) -> list[str]:
-    """Names of the properties that our own schema classes define."""
     ours = [cls for cls in schema.__mro__ if cls.__module__.startswith(f"{PACKAGE}.config.")]
     return sorted({name for cls in ours for name, item in vars(cls).items() if isinstance(item, property)})
 

@@ -106,7 +106,6 @@ def _report(run_dir: Path | None) -> dict[str, Any]:
 
 
 def _cell(text: object) -> str:
-    """Return a text that ends neither a cell nor the table."""
     return visible(str(text)).replace("|", "\\|").replace("<", "&lt;")
 
 

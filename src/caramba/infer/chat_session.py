@@ -210,7 +210,6 @@ class ChatSession:
         self.context = len(tokens) + len(self.turns[-1].tokens)
 
     def _tell_cache(self) -> None:
-        """Print the choice of `cache_kind=auto` when it is a new one."""
         decision = self.generator.cache_decision
         chosen = decision and (decision.kind, decision.reason)
         if chosen != self.chosen:

@@ -325,7 +325,6 @@ class Generator:
         return CacheProbe(self.policy, self.cache_decision)
 
     def _kind(self, batch_size: int, n_tokens: int) -> KVCacheKind:
-        """Return the format of a generation's cache, by measurement under `cache_kind=auto`."""
         kind = self.config.cache_kind or default_kind(self.model)
         if self.policy is not None:
             self.cache_decision = self.policy.decide(batch_size, n_tokens)

@@ -171,7 +171,6 @@ class LookupRounds:
         return torch.cat((kept[:, None], self.state, drawn, bits), dim=1)
 
     def _send(self, found: Tensor, width: int) -> None:
-        """Queue the copy of a round's numbers to the host."""
         self._turn, self._width = 1 - self._turn, width
         host = self._host[self._turn][: found.numel()].view(found.shape)
         # Only where an event is waited for: elsewhere `read` would not see the end of such a copy.

@@ -137,7 +137,6 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
 
 
 def _read(run_dir: Path) -> Manifest:
-    """Read a run's manifest; say where its layers are no longer computed by the source that trained them."""
     manifest = read_manifest(run_dir)
     for line in plugin_changes(run_dir, manifest):
         logger.warning(f"{run_dir}: other source than it was trained with: {line}; its numbers may differ")

@@ -188,7 +188,6 @@ class CachePolicy:
         return decision
 
     def _is_known(self, one: MeasuredFormat | None) -> bool:
-        """Whether nothing is left to measure of a format."""
         if one is None or one.quality is None:
             return False
         return (
@@ -282,7 +281,6 @@ class CachePolicy:
         return PlanFile(facts, config.cache_plan_path)
 
     def _model_hash(self) -> str:
-        """Return the hash of the model, computed again when a weight has changed."""
         seen = tuple(
             (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
             for tensor in plain_tensors(self.model.parameters())

@@ -111,7 +111,6 @@ def _log_probs(model: Model, hidden: Tensor, n: int) -> Tensor:
 def _sentence(
     chooser: random.Random, text: Tokens, tokenizer: Tokenizer | None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return what announces the key, the key, and what ends the sentence."""
     if tokenizer is None:
         drawn = [int(text[chooser.randrange(text.size)]) for _ in range(MARK_TOKENS + KEY_TOKENS)]
         return drawn[:MARK_TOKENS], drawn[MARK_TOKENS:], []

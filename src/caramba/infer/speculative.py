@@ -161,7 +161,6 @@ class SpeculativeGenerator(Generator):
         return stats.tokens_per_step * statistics.fmean(seconds) * stats.steps / stats.decode_s
 
     def _plain_steps(self, prompts: list[list[int]], ctx: Context, *, is_captured: bool) -> Steps:
-        """Return the steps of generation without speculation behind prompts of one length."""
         config = self.config.model_copy(update={"compiled": "graph" if is_captured else False})
         rows = GenerationRow.of(prompts, config, (), self.tokenizer, None)
         state = StepState.of(rows, config, self.model.spec.embedder.vocab_size, device_of(self.model))
@@ -234,7 +233,6 @@ class SpeculativeGenerator(Generator):
         return self._kept.ctx
 
     def _row_steps(self, ctx: Context, lengths: Sequence[int], form: DecodeForm) -> VerifyForwards:
-        """Return the forwards on a context that has seen the rows' prompts, with what the last call captured."""
         kept = self._kept
         if kept is not None and kept.ctx is ctx and kept.steps is not None:
             kept.steps.ctx.rewind(lengths)
@@ -249,7 +247,6 @@ class SpeculativeGenerator(Generator):
         return steps
 
     def _rounds(self, rows: Sequence[GenerationRow], steps: VerifyForwards) -> LookupRounds:
-        """Return rounds on rows whose prompts the steps' context has seen, with what the last call captured."""
         kept = self._kept
         rounds = None if kept is None or kept.steps is not steps else kept.rounds
         if rounds is None or rounds.config != self.config:  # which graphs hold as constants

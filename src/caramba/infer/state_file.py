@@ -103,7 +103,6 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _described(model: Model, ctx: Context) -> dict[str, str]:
-    """Return what must agree before tensors are compared, by its name in messages."""
     kinds = sorted({cache.kind for cache in ctx.caches}, key=KVCacheKind.__str__)
     slots = [cache.state.mass.shape[2] for cache in ctx.caches if isinstance(cache, MemoryLayerKVCache)]
     return {

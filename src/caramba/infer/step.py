@@ -74,7 +74,6 @@ def chosen_tokens(
 
 
 def _penalised(scores: Tensor, config: GenerateConfig, seen: Tensor | None) -> Tensor:
-    """Make seen tokens less likely."""
     penalty = config.repetition_penalty
     if seen is None or penalty == 1.0:
         return scores
@@ -82,7 +81,6 @@ def _penalised(scores: Tensor, config: GenerateConfig, seen: Tensor | None) -> T
 
 
 def _ranked(probs: Tensor, config: GenerateConfig) -> Tensor:
-    """Zero what top_k and top_p leave out."""
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     if config.top_k is not None and config.top_k < probs.shape[-1]:
         place = torch.arange(probs.shape[-1], device=probs.device)

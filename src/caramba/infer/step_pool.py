@@ -140,7 +140,6 @@ def _made(
     width: int,
     reason: str | None = None,
 ) -> PooledSteps:
-    """Return what a generation runs on, eager for a `reason`."""
     device = model.embedder.token.weight.device
     # Steps on the device and the probe of a cache policy index the whole cache; the host's steps need the window alone.
     is_host = reason is not None or resolve_form(config.compiled, device)[0] == "eager"

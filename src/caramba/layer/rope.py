@@ -246,7 +246,6 @@ class RotaryEmbedding(nn.Module):
     def _stretch(
         self, scaling: RopeScalingConfig, offset: int, n_tokens: int, device: torch.device
     ) -> Tensor:
-        """Return the factors of the frequencies under `dynamic`, [D/2]."""
         original, end = scaling.original_max_position_embeddings, offset + n_tokens
         if offset > 0:
             raise ConfigError(

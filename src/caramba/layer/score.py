@@ -192,7 +192,6 @@ def check_kernel(call: Callable[..., Any], device: torch.device, **serves: Any) 
 
 
 def _refusal(kernel: VarlenKernel, device: torch.device) -> str | None:
-    """Return what is wrong with a kernel on a device, None if it agrees with a mask."""
     try:
         error = measure_error(kernel, device)
     except (RuntimeError, TypeError, ValueError) as refusal:

@@ -225,7 +225,6 @@ class _Attention:
 
 
 def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """Return a function from queries and cached streams to head outputs, [B, H, 1, Dv]."""
     projection, score, null = layer.projection, layer.score, layer.null()
     if is_unmodified(projection, StandardProjection) and not has_hooks(score):
         return lambda q, streams: score.forward(q, streams["k"], streams["v"], null)

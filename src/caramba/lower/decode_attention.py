@@ -48,7 +48,6 @@ class DecodeAttention(AttentionLayer):
         return heads.transpose(1, 2).flatten(2)
 
     def _step(self, x: Tensor, ctx: DeviceContext) -> tuple[Queries, CacheView]:
-        """Store a step's tokens; return its queries and what they attend to."""
         self.check_step(ctx, x.shape[1])
         cache, projection, angles = ctx.next_cache(), self.projection, self._angles(x, ctx)
         if angles is not None and hasattr(projection, "takes_step"):  # by name: other models need not load it

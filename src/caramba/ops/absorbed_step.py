@@ -90,7 +90,6 @@ def absorbed_step(
 
 
 def _has_narrow(q: Tensor, c: Tensor, k_geo: Tensor, geo_map: Tensor, buffers: Sequence[Tensor]) -> bool:
-    """Whether kernels of the op take it."""
     narrow = (*HALF, torch.float32)
     return (
         has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1])
@@ -100,7 +99,6 @@ def _has_narrow(q: Tensor, c: Tensor, k_geo: Tensor, geo_map: Tensor, buffers: S
 
 
 def _check(*given: Any) -> None:
-    """Refuse what the op does not take, by shapes and dtypes alone."""
     q, sem_map, geo_map, cos, sin, _, c, k_geo, buffers, lengths = given
     check_queries("absorbed_step", q, geo_map, cos, sin)
     _check_map("absorbed_step", q, sem_map)

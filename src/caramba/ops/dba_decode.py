@@ -480,7 +480,6 @@ def dba_decode(
 
 
 def _admit(*given: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Refuse what the op does not take; return what runs in the place of kernels, where they do not take it."""
     check_dba_decode(*given)
     q_sem, _, _, sem, geo, values = given[:6]
     widths = [parts[-1].shape[-1] for parts in (sem, geo, values) if parts]

@@ -83,12 +83,10 @@ def _of_decode(
     up: Tensor,
     *sizes: int,
 ) -> tuple[Any, ...]:
-    """Return the arguments of `dba_decode` that those of this op hold."""
     return q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], *sizes
 
 
 def _admit(*given: Any) -> Callable[..., Tensor] | None:
-    """Refuse what the op does not take; return what runs in the place of kernels, where they do not take it."""
     check_dba_decode_up(*given)
     q_sem, _, _, c, k_geo = given[:5]
     widths = [parts[-1].shape[-1] for parts in (c, k_geo)]

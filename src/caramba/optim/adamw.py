@@ -158,7 +158,6 @@ class AdamW(torch.optim.AdamW):
                 first += len(rows)
 
     def _values(self, group: dict[str, Any], device: torch.device, clip: Tensor | None) -> dict[str, Any]:
-        """Return the step's settings of a group, tensors on the device of what is stepped."""
         scales = {
             "clip": clip,
             "grad_scale": _given(self, "grad_scale"),
@@ -176,7 +175,6 @@ class AdamW(torch.optim.AdamW):
         }
 
     def _state_of(self, p: Tensor, like: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state, in its dtype; a new one has the shape of `like`."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)

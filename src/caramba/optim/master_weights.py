@@ -173,14 +173,12 @@ class MasterWeights(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
 
     def _copy_of(self, weight: Tensor) -> Tensor:
-        """Return a float32 copy of a weight, or its own memory if it is float32 and on the device."""
         if not self.on_host:
             return weight.detach().float()
         copy = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
         return copy.copy_(weight.detach())
 
     def _release(self, part: list[Pair]) -> None:
-        """Free temporary copies, which the next step makes again."""
         if not self.keeps:
             for _, copy in part:
                 copy.data = copy.data.new_empty(0)

@@ -256,7 +256,6 @@ class Portfolio(torch.optim.Optimizer):
             group["lr"], group["weight_decay"] = lr, decay
 
     def _make(self, name: str) -> torch.optim.Optimizer:
-        """Return a strategy's optimiser without states."""
         one = self.strategies[name]
         own: dict[str, Any] = {
             "optimizer": one.optimizer,
@@ -284,7 +283,6 @@ class Portfolio(torch.optim.Optimizer):
         return inner
 
     def _install(self, name: str, inner: torch.optim.Optimizer) -> None:
-        """Let a strategy's optimiser step this optimiser's groups and states."""
         self.active, self.inner = name, inner
         self.param_groups = inner.param_groups
         self._share()
@@ -367,7 +365,6 @@ class Portfolio(torch.optim.Optimizer):
         return found
 
     def _copy_state(self) -> tuple[Any, ...]:
-        """Return copies of all states and of what groups count."""
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
         ]
@@ -409,7 +406,6 @@ class Portfolio(torch.optim.Optimizer):
 
 
 def _copy_states(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Return states with copies of their tensors, all made at once."""
     held = [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
     copied = iter(copies_of(held))
     return {

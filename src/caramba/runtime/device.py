@@ -98,7 +98,6 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """Return the version line of NVIDIA's kernel module, None where it is not loaded."""
     return DRIVER.read_text().splitlines()[0].strip() if DRIVER.is_file() else None
 
 

@@ -297,7 +297,6 @@ def check_world(parallel: ParallelConfig, world: int) -> None:
 
 
 def _own_device(device: torch.device) -> torch.device:
-    """Make this rank's GPU the current one."""
     place = int(os.environ.get("LOCAL_RANK", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     if device.type == "mps" and here > 1:

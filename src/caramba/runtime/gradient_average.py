@@ -114,7 +114,6 @@ class _KeptRows(torch.autograd.Function):
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks [W N, ...], in their order."""
     whole = tensor.new_empty(dist.get_world_size() * len(tensor), *tensor.shape[1:])
     _all_gather(whole, tensor.contiguous())
     return whole
@@ -188,7 +187,6 @@ class BucketAllReduce:
 
 
 def _parts(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return views of a flat tensor, one for each tensor and of its shape."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 

@@ -231,7 +231,6 @@ def families_of(configs: Iterable[AttentionLayerConfig], is_masked: bool = False
 
 
 def _milliseconds(rows: Iterable[BackendTimings]) -> dict[str, float]:
-    """Return what every candidate took of each row's shape, those that refused it left out."""
     found: dict[str, float] = {}
     for row in rows:
         family = row.family

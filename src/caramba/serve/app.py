@@ -72,7 +72,6 @@ def document(model: str, *, max_tokens: int, vocab_size: int, has_key: bool) -> 
 
 
 def _narrow(properties: dict[str, Any], limits: dict[str, int], model: str) -> None:
-    """Write what this server takes into a request's schema."""
     del properties["model"]["anyOf"]
     properties["model"]["enum"] = [model, None]
     for key in limits.keys() & properties.keys():

@@ -433,7 +433,6 @@ def refuse_many_values(data: object) -> None:
 
 
 def _is_numbers(value: object) -> bool:
-    """True if a value is a list of numbers, or a list with one such list."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
     return isinstance(value, list) and set(map(type, value)) <= {int, float}

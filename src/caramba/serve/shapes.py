@@ -125,7 +125,6 @@ Shape = TextShape | ChatShape
 
 
 def _by_text(sampled: SampledToken) -> dict[str, float]:
-    """Return text -> log-probability of the most likely tokens and of the new one."""
     found: dict[str, float] = {}
     for other in sampled.alternatives:
         is_taken = other.text in found or (other.text == sampled.text and other.id != sampled.id)

@@ -130,7 +130,6 @@ def calibrate(
 
 
 def _read(path: Path) -> list[LayerStatistics] | None:
-    """Return the statistics in a file; None where there is none, or one that does not hold what was written."""
     if not path.is_file():
         return None
     try:
@@ -145,7 +144,6 @@ def _read(path: Path) -> list[LayerStatistics] | None:
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return the CRC-32 of the tensors' bytes, in the order of their names."""
     value = 0
     for name in sorted(tensors):
         value = zlib.crc32(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data, value)

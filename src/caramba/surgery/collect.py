@@ -331,7 +331,6 @@ def _add_windows(
     rotation_windows: int,
     progress: Callable[[str], None] | None,
 ) -> None:
-    """Run the teacher once over the windows and add what the layers of `sums` are given."""
     seen, size = 0, batch_size(windows)
     n_batches, wanted = -(-len(windows) // size), -(-rotation_windows // size)
     device = teacher.embedder.token.weight.device

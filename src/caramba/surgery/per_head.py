@@ -157,5 +157,4 @@ def _flat(value: Tensor, name: str) -> Tensor:
 
 
 def _take(values: Tensor, rows: Tensor) -> Tensor:
-    """Return rows [N, n] of values [N, D, M]."""
     return values.gather(1, rows[..., None].expand(-1, -1, values.shape[-1]))

@@ -146,7 +146,6 @@ def check_models(teacher: Model, student: Model, surgery: SurgeryConfig) -> None
 def _converted(
     teacher: Model, student: Model, surgery: SurgeryConfig
 ) -> dict[str, tuple[AttentionLayer, AttentionLayer]]:
-    """Return the attention layers that the method has to make, by the student's names."""
     pairs = pair_attention(teacher, student)
     found = {name: (source, target) for name, source, target in pairs if source.config != target.config}
     for source, target in found.values():

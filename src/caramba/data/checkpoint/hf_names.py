@@ -132,7 +132,6 @@ def _flat(node: NodeConfig, name: str) -> Iterator[tuple[str, NodeConfig]]:
 
 
 def _module_of(config: LayerConfig, tensor: str) -> str:
-    """Return the state-dict name, below the layer, of a tensor of `parameter_shapes`."""
     is_projected = isinstance(config, AttentionLayerConfig) and not tensor.startswith("out.")
     return f"projection.{tensor}" if is_projected else tensor
 

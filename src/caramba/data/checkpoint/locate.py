@@ -110,7 +110,6 @@ def _check_recorded(stage: FinishedStage) -> Path:
 
 
 def _group_order(place: Path, name: str) -> tuple[int, str]:
-    """Return the place of a group among those of the run's manifest."""
     names = [group.name for group in read_manifest(place).groups] if (place / MANIFEST).is_file() else []
     return (names.index(name) if name in names else -1), name
 

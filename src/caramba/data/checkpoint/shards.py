@@ -266,7 +266,6 @@ def _prefer_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:
-    """Read as many bytes as a contiguous CPU tensor has into its memory."""
     left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")  # pyright: ignore[reportArgumentType]
     while left.nbytes:
         count = file.readinto(left)

@@ -182,7 +182,6 @@ class Batch:
         self.stats.prefix_tokens += found[0]
 
     def _keep(self, slot: int) -> None:
-        """Keep what a slot holds for requests that begin like it."""
         if self.prefixes is None:
             return
         row, n_held = self._row(slot), self.slots.lengths[slot]
@@ -372,7 +371,6 @@ class Batch:
             self._hand_out(slot, event, failed.get(slot))
 
     def _alternatives_asked(self, slots: Sequence[int]) -> dict[int, int]:
-        """Return slot -> number of alternatives, of those slots whose requests read any."""
         requests = self.requests
         return {
             slot: request.n_alternatives

@@ -57,7 +57,6 @@ class PrefixCache:
         self.nbytes += size
 
     def _replaced(self, text: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the kept texts that a new one makes superfluous."""
         return [kept for kept in self._states if text[: len(kept)] == kept]
 
 

@@ -76,7 +76,6 @@ class SlotSampler:
             self.seen[slot].zero_().index_fill_(0, upload(prompt, self.seen.device), True)
 
     def _settings(self, config: GenerateConfig) -> tuple[float, ...]:
-        """Return the first columns of a request's row."""
         return (
             config.temperature,
             min(config.top_k or self.vocab_size, self.vocab_size),
@@ -144,7 +143,6 @@ class SlotSampler:
         return self._keep(chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0])
 
     def _uniform(self) -> Tensor:
-        """Return the random number of every slot's next draw."""
         at = self.drawn.clamp(max=self.uniform.shape[1] - 1).long()[:, None]
         return self.uniform.gather(1, at)[:, 0]
 

@@ -302,7 +302,6 @@ def _splits_by_head(attention: AttentionLayer, *, splits_keys: bool) -> dict[str
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, by_sequence: bool) -> None:
-    """Split a linear layer on its input features; the bias is added once."""
     split_parameters(linear, mesh, {"weight": 1}, ("bias",) if by_sequence else ())
     add_mixin(linear, _RowParallelScatter if by_sequence else _RowParallel)
 
