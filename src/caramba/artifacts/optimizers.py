@@ -77,6 +77,7 @@ def draw_optimizers(result: RunResult) -> tuple[Picture | None, list[Omission]]:
                 for at, loss in _switches(run, key):
                     axes.plot([at], [loss], marker="v", markersize=8, color=colour)
         for axes, name in zip(panels, ("tokens of the run's own steps", "seconds"), strict=True):
+            axes.locator_params(axis="x", nbins=5)
             label_ticks(axes.xaxis, short_number)
             axes.set_xlabel(name)
         panels[0].set_ylabel("training loss (lower is better)")
