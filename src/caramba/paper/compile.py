@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from caramba.errors import ConfigError
@@ -20,18 +20,24 @@ TIMEOUT_S = 60.0
 PACKAGES = "texlive-latex-recommended (Debian, Ubuntu), or MacTeX or TeX Live elsewhere"
 # Seconds of CPU, blocks of 512 bytes of a file, KiB of memory.
 _LIMITED = 'ulimit -t 60; ulimit -f 200000; ulimit -v 4000000 2>/dev/null; exec "$@"'
-_UNDEFINED = re.compile(r"LaTeX Warning: (?:Hyper r|R)eference `([^']*)' (?:on page \d+ )?undefined")
-_UNCITED = re.compile(r"Package natbib Warning: Citation `([^']*)'")
-_TWICE = re.compile(r"LaTeX Warning: Label `([^']*)' multiply defined")
+_WARNINGS = {
+    "reference %s": r"LaTeX Warning: (?:Hyper r|R)eference `([^']*)' (?:on page \d+ )?undefined",
+    "citation %s": r"Package natbib Warning: Citation `([^']*)'",
+    "label %s (defined twice)": r"LaTeX Warning: Label `([^']*)' multiply defined",
+}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What LaTeX made of a paper: the PDF, or the error that stopped it; and the names that led nowhere."""
+    """What LaTeX made of a paper: the PDF, or the error that stopped it; and the names that led nowhere.
+
+    `files` are those of a paper that also passed the gate.
+    """
 
     pdf: bytes | None
     error: str | None
     undefined: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=lambda: {})
 
 
 def need_latex(where: str) -> None:
@@ -73,10 +79,8 @@ def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S, p
             error = _run(step, folder, timeout_s)
             if error is not None:
                 return Compiled(None, error)
-        log = _unwrapped((folder / "paper.log").read_text(encoding="utf-8", errors="replace"))
-        wrong = [f"reference {found}" for found in _UNDEFINED.findall(log)]
-        wrong += [f"citation {found}" for found in _UNCITED.findall(log)]
-        wrong += [f"label {found} (defined twice)" for found in _TWICE.findall(log)]
+        log = (folder / "paper.log").read_text(encoding="utf-8", errors="replace")
+        wrong = [shown % found for shown, pattern in _WARNINGS.items() for found in re.findall(pattern, log)]
         return Compiled((folder / "paper.pdf").read_bytes(), None, tuple(dict.fromkeys(wrong)))
 
 
@@ -102,11 +106,6 @@ def _run(command: list[str], folder: Path, timeout_s: float) -> str | None:
     start = next((index for index, line in enumerate(lines) if line.startswith("!")), max(len(lines) - 12, 0))
     shown = "\n".join(line for line in lines[start : start + 12] if line.strip())
     return f"{command[0]} failed (status {process.returncode}):\n{shown}"
-
-
-def _unwrapped(log: str) -> str:
-    """Join the lines that TeX broke at its 79 characters."""
-    return "".join(line if len(line) >= 79 else line + "\n" for line in log.split("\n"))
 
 
 def _environment(folder: Path) -> dict[str, str]:

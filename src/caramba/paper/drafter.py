@@ -24,11 +24,11 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, ModelUnusable, at_server
-from caramba.paper.compile import need_latex
+from caramba.paper.compile import Compiled, need_latex
 from caramba.paper.document import outside_of_sections, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
-from caramba.paper.gate import Gate, Passed, check_section, report
+from caramba.paper.gate import Gate, check_section, report
 from caramba.paper.literature import Literature, Record, read_bibliography
 from caramba.paper.tools import Toolbox, first_messages, tool_schemas
 from caramba.runs import lock
@@ -197,7 +197,7 @@ class _Session:
         wrong = report(gate.problems(changed, citable))
         if changed and not gate.problems(sections, citable):
             ordered = {name: sections[name] for name in self.config.sections if name in sections}
-            wrong = gate.try_out(ordered, citable).refusal
+            wrong = gate.try_out(ordered, citable).error
         if wrong:
             raise ConfigError(
                 f"{file}: what was edited cannot be kept as it is; change it and resume with --update. {wrong}"
@@ -256,10 +256,11 @@ class _Session:
         """Adopt the draft as a version, or tell the model what is missing."""
         draft, gate = self.draft, self.gate
         missing = self.tools.missing()
-        passed = Passed() if missing else gate.try_out(draft.sections, draft.citable())
-        refusal = f"not finished: {', '.join(missing)} not written" if missing else passed.refusal
-        if passed.unresolved:
-            refusal = refusal or f"not finished: these lead nowhere: {', '.join(passed.unresolved)}"
+        unwritten = Compiled(None, f"not finished: {', '.join(missing)} not written")
+        passed = unwritten if missing else gate.try_out(draft.sections, draft.citable())
+        refusal = passed.error
+        if passed.undefined:
+            refusal = f"not finished: these lead nowhere: {', '.join(passed.undefined)}"
         refusal = refusal or gate.unknown_digits(draft.sections, draft.citable()) or self._edited_since()
         if refusal is not None:
             draft.messages.append({"role": "user", "content": refusal})

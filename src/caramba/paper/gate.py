@@ -10,7 +10,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from caramba.config.optional_deps import need_library
@@ -97,18 +97,6 @@ def section_names(scanned: Scanned, evidence: Evidence, cited: Mapping[str, Reco
     return Names([*evidence.names, evidence.name, *titles])
 
 
-@dataclass(frozen=True)
-class Passed:
-    """The outcome for some sections: the files when all is well, else why not.
-
-    `unresolved` names references that lead nowhere yet; a version may have none.
-    """
-
-    files: Mapping[str, bytes] = field(default_factory=lambda: {})
-    refusal: str | None = None
-    unresolved: tuple[str, ...] = ()
-
-
 class Gate:
     """Checks and compiles sections against one run's evidence."""
 
@@ -131,18 +119,18 @@ class Gate:
         wrong = unknown_digits(theirs, self.evidence, cited)
         return "refused:\n" + "\n".join(wrong) if wrong else None
 
-    def try_out(self, sections: Sections, cited: Cited) -> Passed:
+    def try_out(self, sections: Sections, cited: Cited) -> Compiled:
         """Check the sections and compile the paper that they make, in a folder that is thrown away."""
         scanned = self._check(sections, cited)
         if found := [problem for part in scanned for problem in part.problems]:
-            return Passed(refusal=f"refused, {len(found)} problem(s):\n{report(found)}")
+            return Compiled(None, f"refused, {len(found)} problem(s):\n{report(found)}")
         keys = list(dict.fromkeys(key for part in scanned for key in part.citation_keys() if key in cited))
         bodies = {name: section.body for name, section in sections.items()}
         try:
             figures = {f"figures/{name}": read_artifact(*self.evidence.figures[name])
                        for (name,) in list_names("artifactfigure", scanned)}  # fmt: skip
         except CarambaError as error:
-            return Passed(refusal=f"refused: {error}")
+            return Compiled(None, f"refused: {error}")
         files = {
             PAPER: build_paper(self.config, self.evidence, bodies, has_citations=bool(keys)).encode(),
             RESULTS: results_tex(scanned, self.evidence).encode(),
@@ -155,8 +143,8 @@ class Gate:
             self._last = files, compile_paper(files)
         compiled = self._last[1]
         if compiled.pdf is None:
-            return Passed(refusal=f"refused, the paper does not compile:\n{compiled.error}")
-        return Passed({**files, PDF: compiled.pdf}, None, compiled.undefined)
+            return Compiled(None, f"refused, the paper does not compile:\n{compiled.error}")
+        return replace(compiled, files={**files, PDF: compiled.pdf})
 
 
 # Every command that code fills prints nothing, as do counters and names; an underscore prints a sign that text holds.

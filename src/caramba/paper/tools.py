@@ -103,11 +103,11 @@ class Toolbox:
         changed = {**self.draft.sections, **{name: Section(body, AGENT) for name, body in bodies.items()}}
         ordered = {name: changed[name] for name in known if name in changed}
         passed = self.gate.try_out(ordered, self.draft.citable())
-        if passed.refusal is not None:
-            raise AgentError(f"{passed.refusal}\nNothing was changed.")
+        if passed.error is not None:
+            raise AgentError(f"{passed.error}\nNothing was changed.")
         self.draft.sections = ordered
         accepted = {name: ordered[name].hash for name in bodies}
-        return {"accepted": accepted, "missing": self.missing(), "unresolved": list(passed.unresolved)}
+        return {"accepted": accepted, "missing": self.missing(), "unresolved": list(passed.undefined)}
 
 
 class Tool(Config):
