@@ -22,7 +22,7 @@ from caramba.paper.evidence import Evidence, need_name, read_artifact
 from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
 from caramba.paper.latex import NotAllowed, Scanned, Use, list_names, scan
 from caramba.paper.literature import Record
-from caramba.paper.numbers import Found, Names, adjacent, in_prose
+from caramba.paper.numbers import Found, Names, find_wrong
 
 Sections = Mapping[str, Section]
 Cited = Mapping[str, Record]
@@ -48,8 +48,7 @@ def check_section(
         except CarambaError as error:
             problems.append((str(error), use.line))
     if not numbers_are_free:
-        names = section_names(scanned, evidence, cited)
-        problems += [*scanned.wrong, *adjacent(scanned.text), *in_prose(scanned.text, names)]
+        problems += [*scanned.wrong, *find_wrong(scanned.text, section_names(scanned, evidence, cited))]
     scanned.problems = tuple(f"{name}, line {line}: {text}" for text, line in problems)
     return scanned
 

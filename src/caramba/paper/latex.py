@@ -115,8 +115,10 @@ orr value derived
 - · cdot bullet
 - by times
 """)
-_NAMED = "langle rangle lfloor rfloor lceil rceil vert Vert lvert rvert lVert rVert { } |"
-_BRACKETS = frozenset("()[]|/<>.") | {rf"\{name}" for name in _NAMED.split()}
+_BRACKETS = {
+    *"()[]|/<>.",
+    *(rf"\{name}" for name, (_, shown) in MATH_COMMANDS.items() if shown and shown in "()|{}"),
+}
 _KNOWN = {*PROSE_COMMANDS, *MATH_COMMANDS, *"()[]", "begin", "end"}
 
 PROSE_ENVIRONMENTS = (

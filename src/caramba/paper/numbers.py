@@ -53,19 +53,6 @@ class Names:
         return any(phrase in text for text in self._phrases)
 
 
-def in_prose(text: Text, names: Names) -> Iterator[Found]:
-    """Yield the numbers and number words of a text that are no name."""
-    letters = "".join(letter for letter, _ in text)
-    before = ""
-    for found in _WORDS.finditer(letters):
-        word = found[0].strip(".,:?!*")
-        if any(letter.isnumeric() for letter in word) and not names.knows(word, before):
-            yield f"{word!r} {UNGROUNDED}", text[found.start()][1]
-        before = word
-    for claim, start in claims(letters):
-        yield f"{claim!r} {UNGROUNDED}", text[start][1]
-
-
 # Words between which nothing ends: neither a sentence nor a bracket nor a cell.
 _GAP = r"[^\w.,;!?()\[\]\u00d7]+"
 _END = r"(?=\s*(?:$|[.,;!?)]))"
@@ -189,11 +176,18 @@ _WRONG = {
 }
 
 
-def adjacent(text: Text) -> Iterator[Found]:
-    """Yield what is wrong with the places of values, references and years: two settings with a point between them are
-    3.3 on paper."""
+def find_wrong(text: Text, names: Names) -> Iterator[Found]:
+    """Yield what is wrong with the numbers of a text: values, references and years that read as another number where
+    they are, as two settings with a point between them, and digits and number words that are no name."""
     letters = "".join(letter for letter, _ in text)
     loose = _NAMED.sub(lambda found: re.sub(f"[{REFERENCE}{YEAR}]", HOLE, found[0]), letters)
     for what, pattern in _WRONG.items():
         where = loose if pattern.pattern in (REFERENCE, YEAR) else letters
         yield from ((what, text[found.start()][1]) for found in pattern.finditer(where))
+    before = ""
+    for found in _WORDS.finditer(letters):
+        word = found[0].strip(".,:?!*")
+        if any(letter.isnumeric() for letter in word) and not names.knows(word, before):
+            yield f"{word!r} {UNGROUNDED}", text[found.start()][1]
+        before = word
+    yield from ((f"{claim!r} {UNGROUNDED}", text[start][1]) for claim, start in claims(letters))
