@@ -34,15 +34,12 @@ from caramba.data.folder import (
 )
 from caramba.data.sources import open_source, source_identity
 from caramba.data.token_file import TokenFile, open_benchmark_text, open_token_file
-from caramba.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from caramba.data.tokenizer import ByteTokenizer, Tokenizer, first_texts, train_bpe
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
 from caramba.runs.files import home
 
 Progress = Callable[[str], None]
-_BPE_SAMPLE_CHARACTERS = (
-    8_000_000  # keeps training a tokenizer to a few seconds; the library has about 30 million
-)
 _BUILD_VERSION = 2  # raise when the same inputs start to give other tokens
 
 
@@ -230,17 +227,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterator[str]], say:
         say(f"tokenizer of {config.tokenizer_path}: {found.vocab_size} entries")
         return found
     say(f"training a byte-level BPE of {config.vocab_size} entries")
-    return train_bpe(_bpe_sample(texts()), config.vocab_size or 0)
-
-
-def _bpe_sample(texts: Iterator[str]) -> Iterator[str]:
-    """The first texts of the train split, so the tokenizer has seen nothing that is held out."""
-    characters = 0
-    for text in texts:
-        if characters >= _BPE_SAMPLE_CHARACTERS:
-            return
-        characters += len(text)
-        yield text
+    return train_bpe(first_texts(texts()), config.vocab_size or 0)
 
 
 # --- tokens
@@ -549,7 +536,10 @@ def collect_documents(root: Path, val_frac: float, max_bytes: int | None = None)
         digest = hashlib.sha256(content).digest()
         if digest in seen:
             duplicates += 1
-        elif not _is_utf8(content):
+            continue
+        try:
+            content.decode()
+        except UnicodeDecodeError:
             not_utf8.append(name)
         else:
             seen.add(digest)
@@ -583,11 +573,3 @@ def _python_files(root: Path) -> Iterator[str]:
 def _place(name: str) -> float:
     """A file's place in [0, 1), independent of its place in the order."""
     return int.from_bytes(hashlib.sha256(f"split:{name}".encode()).digest()[:7], "big") / 2**56
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -24,7 +24,7 @@ from caramba.data.folder import (
     write_tokenizer,
 )
 from caramba.data.sources import DocumentSource
-from caramba.data.tokenizer import Tokenizer, train_bpe
+from caramba.data.tokenizer import Tokenizer, first_texts, train_bpe
 from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
 from caramba.runs.files import RECORD, named_when_full, record_files, whole_file, write_json
@@ -33,7 +33,6 @@ SPLIT_RULE = (
     "val if the first 7 bytes of sha256('split:' + text), as a fraction of 2**56, are below val_frac: equal documents"
     " are always in one split"
 )
-_SAMPLE_CHARACTERS = 8_000_000  # of training text for a BPE: a few seconds
 _CHECKPOINT_BYTES = 32_000_000
 STATE = "state.json"
 Advance = Callable[[int, int], None]
@@ -179,18 +178,8 @@ def _make_tokenizer(source: DocumentSource, request: PrepareOptions, say: Callab
         return load_tokenizer(request.tokenizer)
     assert request.bpe_size is not None
     say(f"training a byte-level BPE of {request.bpe_size} entries on the first training documents")
-    return train_bpe(_sample(source, request.val_frac), request.bpe_size)
-
-
-def _sample(source: DocumentSource, val_frac: float) -> Iterator[str]:
-    """The first training documents: the tokenizer sees nothing that is held out."""
-    characters = 0
-    for text in source.documents(None):
-        if characters >= _SAMPLE_CHARACTERS:
-            return
-        if not is_held_out(text.encode(), val_frac):
-            characters += len(text)
-            yield text
+    seen = (text for text in source.documents(None) if not is_held_out(text.encode(), request.val_frac))
+    return train_bpe(first_texts(seen), request.bpe_size)
 
 
 def _write_splits(

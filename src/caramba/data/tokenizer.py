@@ -431,6 +431,15 @@ class LibraryTokenizer(Tokenizer):
         return state
 
 
+def first_texts(texts: Iterable[str], characters: int = 8_000_000) -> Iterator[str]:
+    """Yield texts until they hold so many characters: training a BPE on the default takes a few seconds."""
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     """Train a byte-level BPE (no prefix space, `<eos>` as id 0, all 256 bytes in its alphabet) on `texts`.
 
