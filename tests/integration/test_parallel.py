@@ -363,7 +363,7 @@ def test_a_sharded_state_is_a_checkpoint_of_its_own(folders: dict[str, Path], tm
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     from caramba.data.checkpoint.formats import load_sharded_state
-    from caramba.experiment.world_size import resize_batch
+    from caramba.experiment.resolve_plans import resize_batch
 
     wider = build_model(
         freeze([*WORDS, "model.embedder.vocab_size=600", "data.vocab_size=600"]).manifest.model

@@ -34,9 +34,9 @@ from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
-from caramba.experiment.fit_apart import fit_apart
 from caramba.experiment.planning import Budget, Ended, StepCandidate, Stopwatch, Trial, largest_batch
 from caramba.experiment.session import Session
+from caramba.experiment.stages import fit_apart
 from caramba.infer.nll import windowed_nll
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model, build_with_random_weights

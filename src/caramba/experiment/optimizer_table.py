@@ -21,9 +21,9 @@ from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import batches, spread_windows
 from caramba.errors import CarambaError
-from caramba.experiment.fit_apart import fit_apart
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.session import Session
+from caramba.experiment.stages import fit_apart
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, Metric
 from caramba.runs.files import write_json

@@ -1,8 +1,9 @@
-"""Before anything trains, every key that a run leaves to `auto` becomes a value: replayed, or measured."""
+"""Before anything trains, every key left to `auto` becomes a value; a batch follows memory and the number of ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from caramba.experiment.session import Session
 from caramba.runs.environment import sharing_workers
 from caramba.runs.events import append_event
 from caramba.runs.exit_codes import REDUCED_REASON
+from caramba.runs.files import write_json
 from caramba.runs.shell import show_path
 from caramba.runtime import (
     Decision,
@@ -53,14 +55,9 @@ from caramba.runtime import (
 )
 from caramba.train import has_saved_state, state_path, workers_needed
 
-SETTLED = (
-    "batch_size",
-    "gradient_accumulation_steps",
-    "compile_model",
-    "activation_checkpointing",
-    "num_workers",
-    "dtype",
-)
+BATCH = ("batch_size", "gradient_accumulation_steps")
+SETTLED = (*BATCH, "compile_model", "activation_checkpointing", "num_workers", "dtype")
+RANKS, DATA_PARALLEL = "ranks.json", "data_parallel"
 PRECISION = ("dtype", "weights", "precision")
 MEASURED = ("precision", "step_seconds", "planning")
 ENDING_S = 5.0  # of the budget: ending a process that compiles, moving models back, timing the data
@@ -340,24 +337,35 @@ def reduce_batch(
         return None
     times = phase.gradient_accumulation_steps * size // smaller
     reason = f"{REDUCED_REASON}{why}; {smaller} x {times} sequences a step are as many as before"
-    changed = {
-        "batch_size": Decision(smaller, reason),
-        "gradient_accumulation_steps": Decision(times, reason),
-    }
-    measured = session.measured.get(run_id)
-    if measured is None:
-        run = next(item for item in session.group.runs if item.id == run_id)
-        signature = session.plan_signatures.get(run_id) or _signature(session, run, phase)
-        measured = RuntimePlan(run_id, signature, decided.facts, {})
-    measured = dataclasses.replace(measured, decisions=measured.decisions | changed)
-    session.measured[run_id] = measured
+    phase, changed = _set_batch(session, run_id, phase, (smaller, times), reason, decided.facts)
+    measured = session.measured[run_id]
     if plan_path(measured.signature).is_file() and (kept := cached_plan(measured.signature)) is not None:
         store_plan(dataclasses.replace(kept, decisions=kept.decisions | changed))
     decided = dataclasses.replace(
         decided, signature=measured.signature, decisions=decided.decisions | changed
     )
     save_plan(session.run_dir / "plan.json", decided)
-    return phase.model_copy(update={"batch_size": smaller, "gradient_accumulation_steps": times}), decided
+    return phase, decided
+
+
+def _set_batch(
+    session: Session,
+    run_id: str,
+    phase: PhaseConfig,
+    values: tuple[int, int],
+    reason: str,
+    facts: dict[str, Any],
+) -> tuple[PhaseConfig, dict[str, Decision]]:
+    """Put another batch into the plan of a run; return its phase with it, and the decisions."""
+    keys: dict[str, int] = dict(zip(BATCH, values, strict=True))
+    changed = {key: Decision(value, reason) for key, value in keys.items()}
+    measured = session.measured.get(run_id)
+    if measured is None:
+        run = next(item for item in session.group.runs if item.id == run_id)
+        signature = session.plan_signatures.get(run_id) or _signature(session, run, phase)
+        measured = RuntimePlan(run_id, signature, facts, {})
+    session.measured[run_id] = dataclasses.replace(measured, decisions=measured.decisions | changed)
+    return phase.model_copy(update=keys), changed
 
 
 def reduce_for_all_ranks(
@@ -379,3 +387,60 @@ def reduce_for_all_ranks(
         f"{where}; once the ranks are started again the phase {begins} with batch_size={smaller.batch_size} x "
         f"{smaller.gradient_accumulation_steps}: caramba resume {show_path(session.run_dir)}"
     )
+
+
+def keep_global_batch(session: Session) -> None:
+    """Accumulate more or less in every phase of the group, where there are other ranks than the run began with.
+
+    ranks.json holds how many shared the data then; a phase that was resized before has its own in plan.json.
+
+    Raises:
+        ConfigError: the samples of a step do not divide among the ranks.
+    """
+    path, now = session.run_dir / RANKS, session.data_ranks
+    if not path.is_file():
+        write_json(path, {DATA_PARALLEL: now})
+        return
+    first = int(json.loads(path.read_text())[DATA_PARALLEL])
+    plan_file = session.run_dir / "plan.json"
+    plans = load_plan(plan_file) if plan_file.is_file() else {}
+    runs = []
+    for run in session.group.runs:
+        before = first if run.train is None else _ranks_of_batch(plans.get(run.id), run.train, first)
+        if run.train is not None and before != now:
+            batch_size, times = resize_batch(run.id, run.train, before, now)
+            reason = (
+                f"the run began with {before} ranks and resumes with {now}: each step sees as many samples"
+            )
+            phase, _ = _set_batch(session, run.id, run.train, (batch_size, times), reason, {})
+            logger.info(f"{run.id}: {now} ranks where there were {before}: batch_size={batch_size} x {times}")
+            run = run.model_copy(update={"train": phase})
+        runs.append(run)
+    session.group = session.group.model_copy(update={"runs": tuple(runs)})
+
+
+def resize_batch(name: str, phase: PhaseConfig, before: int, now: int) -> tuple[int, int]:
+    """Return batch_size and gradient_accumulation_steps with which `now` ranks take the steps of `before`.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    assert isinstance(phase.batch_size, int)
+    batch_size, samples = phase.batch_size, phase.batch_size * phase.gradient_accumulation_steps * before
+    if samples % now:
+        raise ConfigError(
+            f"run {name!r}: a step has {samples} samples (batch_size={batch_size} x "
+            f"{phase.gradient_accumulation_steps} on {before} ranks), which {now} ranks do not share evenly; "
+            f"start a divisor of {samples}"
+        )
+    own = samples // now
+    size = next(part for part in range(min(batch_size, own), 0, -1) if own % part == 0)
+    return size, own // size
+
+
+def _ranks_of_batch(planned: RuntimePlan | None, phase: PhaseConfig, first: int) -> int:
+    """Return how many ranks the batch of a phase is for: those of its plan, where it goes by that, else the first."""
+    if planned is None or DATA_PARALLEL not in planned.decisions:
+        return first
+    is_its_own = all(planned.value(key) == getattr(phase, key) for key in BATCH)
+    return int(planned.value(DATA_PARALLEL)) if is_its_own else first

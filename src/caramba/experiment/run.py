@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from caramba import artifacts
+from caramba.artifacts.write import REPORT_FILE
 from caramba.config.benchmark import STAGED, BenchmarkConfig, LadderConfig, OptimizersConfig
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
-from caramba.errors import VerificationFailed
+from caramba.errors import AgentError, BudgetExceeded, CarambaError, VerificationFailed
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.ladder import climb_ladder
 from caramba.experiment.objectives import (
@@ -21,21 +24,18 @@ from caramba.experiment.objectives import (
     check_precisions,
     check_teacher_caches,
 )
-from caramba.experiment.papers import draft_paper
 from caramba.experiment.ranks import check_split, follow
-from caramba.experiment.resolve_plans import resolve_plans
+from caramba.experiment.resolve_plans import keep_global_batch, resolve_plans
 from caramba.experiment.samples import check_chats, check_samples, run_chat, write_samples
 from caramba.experiment.session import Session, StageLedger, StageRecord
-from caramba.experiment.stages import hold, train_run, verify
+from caramba.experiment.stages import hold, train_run, train_variant, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
 from caramba.experiment.text_check import check_text
-from caramba.experiment.variants import train_variant
-from caramba.experiment.world_size import keep_global_batch
 from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
-from caramba.runs.files import write_json
+from caramba.runs.files import sha256_of, write_json
 from caramba.runtime import Ranks, apply_determinism, apply_threads, join_ranks
 
 FINAL, VERIFY = "final", "verify"
@@ -237,3 +237,32 @@ def collect(session: Session, run_dir: Path) -> RunResult:
         transplant=next((record.transplant for record in records if record.transplant), None),
         labels={**session.labels, **session.data_labels()},
     )
+
+
+def draft_paper(manifest: Manifest, group: str, run_dir: Path, folder: Path) -> None:
+    """Draft a paper in `folder/paper/`, or resume the one there, unless it is of these artifacts already.
+
+    Raises:
+        AgentError, BudgetExceeded: no version could be made. The run itself is finished then, its result written.
+    """
+    config = manifest.paper
+    if config is None or not config.enabled:
+        return
+    from caramba.paper import PaperDrafter
+    from caramba.paper.folder import PaperFolder
+
+    name = group if folder != run_dir else None
+    try:
+        head = PaperFolder(folder / "paper").head()
+        if head is not None and head.get("report_sha256") == sha256_of(folder / "artifacts" / REPORT_FILE):
+            logger.info(f"paper: version {head['version']} is of these artifacts")
+            return
+        drafted = PaperDrafter(config).draft_sync(run_dir, update=True, group=name)
+    except CarambaError as error:
+        kind = type(error) if isinstance(error, AgentError | BudgetExceeded) else AgentError
+        words = ["caramba", "paper", str(run_dir), *(["--group", name] if name else []), "--update"]
+        raise kind(
+            f"paper: {error}\nThe run is finished and its artifacts are written; to draft again: {shlex.join(words)}"
+        ) from None
+    append_event(folder, "paper_adopted", version=drafted.version, **dataclasses.asdict(drafted.spent))
+    logger.path(str(drafted.pdf), "paper")

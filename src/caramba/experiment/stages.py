@@ -6,14 +6,19 @@ import copy
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 
 from caramba import evaluation
-from caramba.config.estimate import model_cost
+from caramba.config.benchmark import STAGED
+from caramba.config.estimate import model_cost, variant
 from caramba.config.estimate.model import training_flops
+from caramba.config.estimate.variants import feed_forward_widths
+from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.surgery import keeps_copied
@@ -24,6 +29,7 @@ from caramba.data.checkpoint.network import spec_of
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.objectives import build_objective
+from caramba.experiment.planning import disable_logging
 from caramba.experiment.ranks import Assembled, assemble, send_command
 from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
 from caramba.experiment.session import ORIGIN, PROXY, Session, StageRecord, is_fresh_init
@@ -384,4 +390,80 @@ def resize_slots(session: Session, phase: PhaseConfig, model: Model) -> None:
     logger.info(
         f"memory slots: {resize.slots} from here on; before, of their number {stats['utilization']:.0%} were in use "
         f"and {stats['dead_share']:.0%} dead"
+    )
+
+
+def train_variant(session: Session, run: RunConfig) -> None:
+    """Train the variant that a run names, and measure it under the group's benchmarks, unless it is finished.
+
+    Every variant reads the data from its beginning, so that those of one seed see the same tokens in the same order.
+    """
+    if run.id in session.ledger:
+        drop_state(session.run_dir, run.id)  # a kill may have come before it went
+        session.retry_failed_benchmarks(run.id)
+        return
+    assert run.exp is not None
+    assert run.train is not None
+    spec = variant(session.manifest.model, run.exp)
+    cost = model_cost(spec)
+    logger.info(f"{run.id}: {run.exp}, {cost.params:,} parameters")
+    model = build_model(spec, seed=run.seed).to(session.device)
+    shadow = dataclasses.replace(session, student=model)
+    with until_recorded():
+        record = fit_phase(shadow, run, run.train)
+        row = run.id.replace(".", "_")  # a point separates the parts of a metric's key
+        suite = [bench for bench in session.group.benchmarks if not isinstance(bench.config, STAGED)]
+        results = session.measure(suite, {row: model.to(session.device)})
+        details = {
+            **record.phase.details,
+            "exp": run.exp,
+            "row": row,
+            "params": cost.params,
+            "d_ff": feed_forward_widths(spec),
+            "kv_bytes_per_token": float(cost.kv_bytes_per_token(KVCacheKind.FP16)),
+        }
+        session.ledger.add(
+            dataclasses.replace(
+                record,
+                phase=dataclasses.replace(record.phase, details=details),
+                benchmarks=tuple(dataclasses.replace(item, id=f"{item.id}.{row}") for item in results),
+            )
+        )
+    drop_state(session.run_dir, run.id)
+
+
+def fit_apart(
+    session: Session,
+    phase: PhaseConfig,
+    plan: RuntimePlan,
+    model: Model,
+    folder: Path,
+    *,
+    seed: int,
+    callbacks: Sequence[Callback],
+    flops_per_token: float | None = None,
+) -> FitOutcome:
+    """Train `model` by `phase` on the session's text from its beginning, through `fit`, as any phase is trained.
+
+    Args:
+        folder: what the training writes goes there; the caller removes it.
+        seed: of the order of the windows.
+        callbacks, flops_per_token: as for `fit`.
+    """
+    assert isinstance(phase.block_size, int)
+    return fit(
+        build_objective(session, phase, plan, model),
+        phase,
+        PhaseData(
+            session.windows("train", phase.block_size),
+            session.windows("val", phase.block_size),
+            seed=seed,
+            start=0,
+        ),
+        plan,
+        manifest=disable_logging(session.manifest),
+        run_dir=folder,
+        save_final=lambda: None,
+        flops_per_token=flops_per_token,
+        callbacks=callbacks,
     )
