@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from caramba.config.extension import DataSourceConfig, build_extension, user_traceback
 from caramba.config.plugins import read_source
@@ -18,24 +18,6 @@ from caramba.runs.deadline import TimedOut, run_with_timeout
 MOST_DOCUMENT_CHARACTERS = 1 << 20
 _CHUNK_BYTES = 1 << 20
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
-
-
-class DocumentSource(Protocol):
-    """Documents in a fixed order.
-
-    `identity` is JSON that differs when the documents may differ; `total_bytes` is None when it is not known.
-    """
-
-    identity: dict[str, Any]
-    total_bytes: int | None
-
-    def documents(self, state: Any) -> Iterator[str]:
-        """Yield the documents after `state` (None: all of them)."""
-        ...
-
-    def state(self) -> Any:
-        """Return, as JSON, the place after the last document that was yielded."""
-        ...
 
 
 class TextSource:
@@ -133,6 +115,11 @@ class HubSource:
 
     def state(self) -> Any:
         return self._stream.state_dict()
+
+
+DocumentSource = TextSource | HubSource
+"""Documents in a fixed order: `documents` yields those after a state (None: all), `state` is JSON and the place after
+the last one; `identity` is JSON that differs when the documents may, `total_bytes` None when it is not known."""
 
 
 def _list_files(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
