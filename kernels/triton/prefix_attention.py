@@ -40,7 +40,10 @@ def prefix_attention(
     share = (prefix_lse - total).exp()
     batch, heads, length, width = out.shape
     merged = q.new_empty((batch, length, heads, width)).transpose(1, 2)
-    merged.copy_(torch.lerp(out.float(), prefix_out, share))
+    if prefix_out.dtype == out.dtype:
+        torch.lerp(out, prefix_out, share.to(out.dtype), out=merged)
+    else:
+        merged.copy_(torch.lerp(out.float(), prefix_out, share))
     return merged, total
 
 

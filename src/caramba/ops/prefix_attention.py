@@ -40,8 +40,8 @@ def prefix_attention(
     exp(s_u - L) (dout . v_u - dout . out), so a fused backward that is given L and `out` of the whole computes it, as
     context parallelism does. With a window work and memory are linear in T.
 
-    Shape: q [B, H, T, Dqk], k [B, K, S, Dqk], v [B, K, S, D] of one dtype, prefix_out [B, H, T, D] and prefix_lse
-    [B, H, T, 1] in at least fp32, first int64 [B, T]; returns [B, H, T, D] in q's dtype.
+    Shape: q [B, H, T, Dqk], k [B, K, S, Dqk], v [B, K, S, D] of one dtype, prefix_out [B, H, T, D] in it or in at least
+    fp32, prefix_lse [B, H, T, 1] in at least fp32, first int64 [B, T]; returns [B, H, T, D] in q's dtype.
 
     Raises:
         ConfigError: shapes or dtypes that do not fit.
@@ -108,10 +108,11 @@ def _check(
         )
     wide = torch.promote_types(q.dtype, torch.float32)
     dtypes = (k.dtype, v.dtype, prefix_out.dtype, prefix_lse.dtype)
-    if not q.is_floating_point() or dtypes != (q.dtype, q.dtype, wide, wide):
+    expected_dtypes = [(q.dtype, q.dtype, dtype, wide) for dtype in (q.dtype, wide)]
+    if not q.is_floating_point() or dtypes not in expected_dtypes:
         raise ConfigError(
             f"prefix_attention: got q {q.dtype}, k, v, prefix_out, prefix_lse {dtypes}; expected one dtype of q, k "
-            f"and v, and {wide} of the prefix"
+            f"and v, that or {wide} of prefix_out, and {wide} of prefix_lse"
         )
     documents = None if first is None else tuple(first.shape)
     if (window is not None and window < 1) or documents not in (None, (k.shape[0], k.shape[2])):
@@ -143,7 +144,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     parts = torch.ops.caramba.prefix_attention_backward.default(grad, q, k, v, out, lse, ctx.window, first)
     wide, share = upcast(grad), (prefix_lse - lse).exp()
     grad_lse = share * (wide * (prefix_out - out)).sum(-1, keepdim=True)
-    return *parts, share * wide, grad_lse, None, None
+    return *parts, (share * wide).to(prefix_out.dtype), grad_lse, None, None
 
 
 @caramba_op("prefix_attention", fake=_fake, setup=_setup, backward=_backward)

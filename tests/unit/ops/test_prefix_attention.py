@@ -126,6 +126,21 @@ def test_layer_form_with_an_extra_key_gives_the_same() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 
+def test_a_prefix_of_16_bits_is_read_and_has_gradients_of_16_bits() -> None:
+    q, k, v, kept, total = (x.detach() for x in windowed_inputs(7, 7, torch.bfloat16))
+    given = [x.requires_grad_() for x in (q, k, v, kept.bfloat16(), total)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = prefix_attention(*given, 3), formula(exact, 3, None)
+    for inputs, out in ((given, found), (exact, expected)):
+        out.backward(torch.ones_like(out))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-2)
+    for got, want in zip(given, exact, strict=True):
+        assert got.grad is not None
+        assert want.grad is not None
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=2e-2, atol=4e-2)
+    torch.library.opcheck(OPS.prefix_attention.default, (*given, 3, None), test_utils=("test_faketensor",))
+
+
 @pytest.mark.parametrize("index", range(5))
 def test_wrong_shape_or_dtype_is_refused(index: int) -> None:
     inputs = [x.detach() for x in random_inputs()]
@@ -169,6 +184,7 @@ def test_cudnn_agrees_with_float64(qk: int, value: int, dtype: torch.dtype) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="flash attention needs a CUDA device")
+@pytest.mark.parametrize("has_half_prefix", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("n_queries", "n_keys", "window", "documents", "qk", "value"),
@@ -183,12 +199,20 @@ def test_cudnn_agrees_with_float64(qk: int, value: int, dtype: torch.dtype) -> N
     ],
 )
 def test_flash_agrees_with_float64(
-    n_queries: int, n_keys: int, window: int | None, documents: bool, qk: int, value: int, dtype: torch.dtype
+    n_queries: int,
+    n_keys: int,
+    window: int | None,
+    documents: bool,
+    qk: int,
+    value: int,
+    dtype: torch.dtype,
+    has_half_prefix: bool,
 ) -> None:
     from caramba.kernels.triton.prefix_attention import prefix_attention as forward
     from caramba.kernels.triton.prefix_attention import prefix_attention_backward as backward
 
     given = [x.detach() for x in windowed_inputs(n_queries, n_keys, dtype, qk, value)]
+    given[3] = given[3].to(dtype) if has_half_prefix else given[3]
     options = window, documents_of(n_keys) if documents else None
     exact = [x.double().requires_grad_() for x in given]
     expected = formula(exact, *options)
