@@ -131,7 +131,7 @@ def test_a_prefix_of_16_bits_is_read_and_has_gradients_of_16_bits() -> None:
     given = [x.requires_grad_() for x in (q, k, v, kept.bfloat16(), total)]
     exact = [x.detach().double().requires_grad_() for x in given]
     found, expected = prefix_attention(*given, 3), formula(exact, 3, None)
-    for inputs, out in ((given, found), (exact, expected)):
+    for out in (found, expected):
         out.backward(torch.ones_like(out))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-2)
     for got, want in zip(given, exact, strict=True):
