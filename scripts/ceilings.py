@@ -14,9 +14,7 @@ def read_ceilings(section: str, file: Path = FILE) -> dict[str, int]:
     return json.loads(file.read_text()).get(section, {}) if file.is_file() else {}
 
 
-def lower_ceilings(
-    section: str, counts: Mapping[str, int], *, replace_keys: bool = False, file: Path = FILE
-) -> None:
+def lower_ceilings(section: str, counts: Mapping[str, int], *, replace_keys: bool = False, file: Path = FILE) -> None:
     """Set each ceiling to the lower of itself and its count; a name without a ceiling takes its count.
 
     With `replace_keys`, names that are not in `counts` go.

@@ -79,9 +79,7 @@ def count_walk(name: str) -> int:
 
 def count_house(*, with_walks: bool = True) -> dict[str, int]:
     """Return every count by its name in `MUST`."""
-    counts = {
-        f"lines: {folder}": count_lines(ROOT / folder) for folder in ("src/caramba", "kernels", "scripts")
-    }
+    counts = {f"lines: {folder}": count_lines(ROOT / folder) for folder in ("src/caramba", "kernels", "scripts")}
     counts["packages"] = count_packages()
     counts["import circles"] = len(find_circles(read_imports()))
     if with_walks:

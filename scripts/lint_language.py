@@ -87,14 +87,10 @@ def check_python(words: Words, path: str, source: str) -> Iterator[Finding]:
                 yield Finding(path, node.lineno, node.name, "a verb as the first word")
 
 
-def _check_first_sentence(
-    path: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-) -> Iterator[Finding]:
+def _check_first_sentence(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[Finding]:
     first = SENTENCE_END.split(ast.get_docstring(node) or "", maxsplit=1)[0]
     if len(first.split()) > FIRST_SENTENCE_WORDS:
-        yield Finding(
-            path, node.lineno, f"{node.name}: {len(first.split())} words", f"at most {FIRST_SENTENCE_WORDS}"
-        )
+        yield Finding(path, node.lineno, f"{node.name}: {len(first.split())} words", f"at most {FIRST_SENTENCE_WORDS}")
 
 
 def findings(words: Words, root: Path = ROOT) -> Iterator[Finding]:

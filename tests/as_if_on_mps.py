@@ -232,11 +232,7 @@ def as_if_on_mps(memory: int = 2**34) -> Iterator[Watch]:
             replace(torch.mps, name, answer)
         for name, function in vars(torch.cuda).copy().items():
             is_public = callable(function) and not isinstance(function, type) and not name.startswith("_")
-            if (
-                is_public
-                and name not in QUESTIONS
-                and getattr(function, "__module__", "").startswith("torch.cuda")
-            ):
+            if is_public and name not in QUESTIONS and getattr(function, "__module__", "").startswith("torch.cuda"):
                 replace(torch.cuda, name, _asked(watch, name, function))
         replace(torch.backends.mps, "is_available", lambda: True)
         replace(platform, "processor", lambda: "arm")

@@ -92,9 +92,7 @@ class ChatServer:
 
     def results(self) -> list[dict[str, Any]]:
         """What the tools answered, as the last request tells it."""
-        return [
-            json.loads(item["content"]) for item in self.requests[-1]["messages"] if item["role"] == "tool"
-        ]
+        return [json.loads(item["content"]) for item in self.requests[-1]["messages"] if item["role"] == "tool"]
 
 
 @contextmanager

@@ -36,9 +36,7 @@ _kept: list[Any] = []
 
 def forkserver() -> Any:
     """Return the context whose processes are forked from one that has loaded PRELOADED."""
-    sys.audit(
-        "subprocess.Popen", sys.executable, ["forkserver"], None, None
-    )  # `make test-fast` refuses to start one
+    sys.audit("subprocess.Popen", sys.executable, ["forkserver"], None, None)  # `make test-fast` refuses to start one
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with contextlib.chdir(ROOT):  # where its imports find `tests`

@@ -14,9 +14,7 @@ from caramba.runs.exit_codes import end_now
 def meet(rank: int, folder: str, ranks: int, timeout: timedelta) -> None:
     """Join the group of `ranks` processes that meet in a folder, over gloo, with one thread each."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timeout
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timeout)
 
 
 def leave_together() -> NoReturn:

@@ -88,9 +88,7 @@ def split_launch(
     if shared > most_shared(q_sem.device):
         return None
     grid = batch * programs, config.n_splits
-    return CudaLaunch(
-        f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise, features, early
-    )
+    return CudaLaunch(f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise, features, early)
 
 
 def is_ready(device: torch.device) -> bool:

@@ -67,9 +67,7 @@ def heuristic_tile(product: Int4Shape) -> Int4Tile:
     n_tiles = -(-product.n_out // (8 if product.is_gated else 16))
     tiles = 2 if n_tiles >= 6 * PROCESSORS else 1
     warps = 1
-    while warps < min(MOST_WARPS, n_groups) and (
-        4 * warps < n_groups or warps * n_tiles // tiles < 8 * PROCESSORS
-    ):
+    while warps < min(MOST_WARPS, n_groups) and (4 * warps < n_groups or warps * n_tiles // tiles < 8 * PROCESSORS):
         warps *= 2
     ahead = 2
     if product.rows <= 8:

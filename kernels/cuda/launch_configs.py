@@ -52,9 +52,7 @@ def latent_config(config: DecodeConfig) -> latent.LatentConfig:
     )  # fmt: skip
 
 
-def can_read(
-    config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int
-) -> bool:
+def can_read(config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int) -> bool:
     """Whether a choice can read streams of these formats and widths in CUDA, for `rows` queries of a key/value head."""
     if config.block_tokens != TOKENS:
         return False

@@ -46,9 +46,7 @@ def library() -> ctypes.CDLL:
         with contextlib.suppress(OSError):  # not there, or for another machine: the next one
             return ctypes.CDLL(path)
     names = ", ".join(f"libnvrtc.so.{major}" for major in _majors())
-    raise NotCompiled(
-        f"found no {names}, which torch's CUDA wheels bring along (pip install nvidia-cuda-nvrtc)"
-    )
+    raise NotCompiled(f"found no {names}, which torch's CUDA wheels bring along (pip install nvidia-cuda-nvrtc)")
 
 
 @functools.cache
@@ -155,9 +153,7 @@ def _compile(source: str, defines: tuple[str, ...], arch: str) -> bytes:
     options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
     program = ctypes.c_void_p()
     _check(
-        nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), _text(source), source.encode(), len(headers), contents, names
-        ),
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), _text(source), source.encode(), len(headers), contents, names),
         "nvrtcCreateProgram",
     )
     try:

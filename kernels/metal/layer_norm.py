@@ -16,9 +16,7 @@ from caramba.kernels.metal.library import (
 from torch import Tensor
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     found = _forward(x, None, weight, bias, eps)
     return NotImplemented if found is None else (found[0], *found[2:])
 

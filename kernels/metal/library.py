@@ -60,11 +60,7 @@ def find(name: str, **macros: object) -> Any:
 
 def takes(*tensors: Tensor | None) -> bool:
     """Whether kernels take tensors of these types: float32, float16 and bfloat16, and something in the first."""
-    return (
-        all(x is None or x.dtype in TYPES for x in tensors)
-        and tensors[0] is not None
-        and tensors[0].numel() > 0
-    )
+    return all(x is None or x.dtype in TYPES for x in tensors) and tensors[0] is not None and tensors[0].numel() > 0
 
 
 def type_of(x: Tensor | None, otherwise: Tensor) -> str:

@@ -21,9 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tens
     return NotImplemented if found is None else (found[0], found[2])
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     found = _forward(x, residual, weight, eps)
     return NotImplemented if found is None else found
 

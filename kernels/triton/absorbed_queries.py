@@ -117,9 +117,7 @@ def _queries_kernel(
 _queries = Launches(_queries_kernel)
 
 
-def absorbed_queries(
-    q: Tensor, sem_map: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
-) -> Tensor:
+def absorbed_queries(q: Tensor, sem_map: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     batch, n_tokens, heads, width = q.shape
     latent, pairs = sem_map.shape[-1], geo_map.shape[-1] // 2
     y = q.new_empty((batch, n_tokens, heads, latent + 2 * pairs))

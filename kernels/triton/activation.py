@@ -36,9 +36,7 @@ def kept(words, bound, DROPS: tl.constexpr):
 def kept_bits(words, bound, DROPS: tl.constexpr):
     """The same as bits of a word, all 16 of a half that is kept; one instruction compares both halves."""
     both = tl.core.to_tensor(bound).to(tl.uint32) * 0x10001
-    below = tl.inline_asm_elementwise(
-        "set.lt.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, both], tl.uint32, True, 1
-    )
+    below = tl.inline_asm_elementwise("set.lt.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, both], tl.uint32, True, 1)
     return ~below if DROPS else below
 
 

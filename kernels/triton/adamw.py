@@ -223,9 +223,7 @@ def adamw_step(
     in_moments: bool = False,
 ) -> None:
     kinds: dict[tuple[torch.dtype | None, ...], list[tuple[int, ...]]] = {}
-    for index, (p, m, v, step, g) in enumerate(
-        zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)
-    ):
+    for index, (p, m, v, step, g) in enumerate(zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)):
         w = weights[index] if weights else None
         if not (
             (p.is_contiguous() and m.is_contiguous() and v.is_contiguous() and g.is_contiguous())

@@ -107,9 +107,7 @@ def cross_entropy_rows_kernel(
     whole = n_classes // step * step
     target = tl.load(targets + row)
     is_inside = (target >= 0) & (target < n_classes)
-    tl.device_assert(
-        is_inside | (target == ignore_index), "cross_entropy_rows: target outside the vocabulary"
-    )
+    tl.device_assert(is_inside | (target == ignore_index), "cross_entropy_rows: target outside the vocabulary")
     if target == ignore_index:
         tl.store(losses + row, 0.0)
         if WRITES:
@@ -158,9 +156,7 @@ def cross_entropy_rows(
     """Launch one program per row."""
     rows, n_classes = logits.shape
     if logits.dtype == torch.float64:
-        raise ValueError(
-            "cross_entropy_rows: logits are float64, expected fp32, fp16 or bf16; the reference takes it"
-        )
+        raise ValueError("cross_entropy_rows: logits are float64, expected fp32, fp16 or bf16; the reference takes it")
     if rows == 0:
         return
     lanes = min(LANES, triton.next_power_of_2(triton.cdiv(n_classes, VECTOR.value)))

@@ -81,9 +81,7 @@ def dba_decode(
             found = chosen(q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window, hint, n_splits)
         plans.add(rest, tensors, found)
     if not isinstance(found, DecodePlan):
-        return found(
-            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
-        )
+        return found(q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits)
     return run(found, tensors)
 
 
@@ -271,9 +269,7 @@ def plan(
 ) -> DecodePlan:
     """Plan calls of this signature with one config; without CUDA kernels, with the Triton config in its place."""
     if q_sem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU"
-        )
+        raise ValueError(f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU")
     asked, config = config, config.in_triton if config.in_cuda else config
     batch, heads, n_queries, width = q_sem.shape
     kv_heads = k_sem[-1].shape[1]
@@ -282,9 +278,7 @@ def plan(
     rows = batch * heads * n_queries
     final = config.n_splits == 1 and not null
     streams = [k_sem, k_geo, v or k_sem]
-    modes = [
-        mode(kind, d) for kind, d in zip([*kinds, kinds[0]], (width, q_geo.shape[-1], v_width), strict=False)
-    ]
+    modes = [mode(kind, d) for kind, d in zip([*kinds, kinds[0]], (width, q_geo.shape[-1], v_width), strict=False)]
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
@@ -296,9 +290,7 @@ def plan(
     dims = width, q_geo.shape[-1], v_width
     is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
     n_heads, by_latent = 0, False
-    if (is_packed_math or INTERPRETED) and not any(
-        s % 2 for parts in quantised for s in parts[0].stride()[:3]
-    ):
+    if (is_packed_math or INTERPRETED) and not any(s % 2 for parts in quantised for s in parts[0].stride()[:3]):
         n_heads = heads_per_program(config, kinds, dims, kv_heads, group * n_queries)
         by_latent = is_latent_by_words(config, kinds, dims, kv_heads)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
@@ -518,9 +510,7 @@ def word_mode(kind: str, width: int, n_heads: int) -> WordMode:
     return kind, width, blocks * per_block, elements, phases, per_block, n_heads, FIELDS[kind]
 
 
-def is_latent_by_words(
-    config: DecodeConfig, kinds: list[str], dims: tuple[int, int, int], kv_heads: int
-) -> bool:
+def is_latent_by_words(config: DecodeConfig, kinds: list[str], dims: tuple[int, int, int], kv_heads: int) -> bool:
     """Whether a choice reads a latent by words, and it can be: two quantised streams of whole blocks, of powers of two that
     leave each product words enough."""
     return (
@@ -528,10 +518,7 @@ def is_latent_by_words(
         and len(kinds) == 2
         and kv_heads == 1
         and all(
-            kind in FIELDS
-            and d == power_of_2(d)
-            and d % BLOCK_ELEMENTS[kind] == 0
-            and d // FIELDS[kind] >= LEAST_WORDS
+            kind in FIELDS and d == power_of_2(d) and d % BLOCK_ELEMENTS[kind] == 0 and d // FIELDS[kind] >= LEAST_WORDS
             for kind, d in zip(kinds, dims, strict=False)
         )
     )

@@ -74,9 +74,7 @@ def _levels(kind: str) -> str:
             lines.append(
                 f"prmt.b32 x, {plane}0, {plane}1, {s}; prmt.b32 y, {plane}2, {plane}3, {s}; prmt.b32 {found}, x, y, {t};"
             )
-        lines += [
-            f"prmt.b32 {out}, p, q, {pick};" for out, pick in zip(outs, ("0x6240", "0x7351"), strict=True)
-        ]
+        lines += [f"prmt.b32 {out}, p, q, {pick};" for out, pick in zip(outs, ("0x6240", "0x7351"), strict=True)]
     return "\n".join([*lines, "}"])
 
 
@@ -98,9 +96,7 @@ def _bytes(kind: str) -> str:
     if kind == "bf16":
         lines.append(f"mov.b32 low, 0x007f007f; mov.b32 high, 0x00800080; mov.b32 one, {ONES[kind][1]:#x};")
     else:
-        lines.append(
-            f"mov.b32 low, 0x00ff00ff; mov.b32 less, {LESS_BYTES:#x}; mov.b32 one, {ONES[kind][0]:#x};"
-        )
+        lines.append(f"mov.b32 low, 0x00ff00ff; mov.b32 less, {LESS_BYTES:#x}; mov.b32 one, {ONES[kind][0]:#x};")
         lines.append("xor.b32 magic, magic, 0x00800080;")
     for i in range(2):
         lines.append(f"shr.u32 w, $2, {8 * i};")
@@ -115,11 +111,7 @@ def _bytes(kind: str) -> str:
 
 
 ASSEMBLY = {
-    (kind, ty, is_key): _bytes(ty)
-    if kind == "q8_0"
-    else _levels(ty)
-    if kind == "nf4"
-    else _nibbles(ty, is_key)
+    (kind, ty, is_key): _bytes(ty) if kind == "q8_0" else _levels(ty) if kind == "nf4" else _nibbles(ty, is_key)
     for kind in FIELDS
     for ty in MAGIC
     for is_key in (False, True)
@@ -183,17 +175,13 @@ def load_words(
 
 
 @triton.jit
-def fields(
-    word, nothing, KIND: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr
-):
+def fields(word, nothing, KIND: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
     """Return the fields' numbers, a tile each. `nothing` is 0, which the compiler must not know."""
     if PACKED_MATH:
         asm: tl.constexpr = assembly(KIND, DTYPE, KEYS)
         if KIND == "q8_0":
             if DTYPE == tl.bfloat16:
-                tiles = tl.inline_asm_elementwise(
-                    asm, "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), True, 2
-                )
+                tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), True, 2)
             else:
                 tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,r", [word], (tl.float16, tl.float16), True, 2)
         elif KIND == "q4_0":
@@ -277,9 +265,7 @@ def row_scales(
     else:
         some = tl.load(at)
     PERIOD: tl.constexpr = 8 if HEADS <= 8 else HEADS
-    wide = tl.broadcast_to(
-        some.to(tl.float32)[None, :, None, :], (ROWS // PERIOD, HEADS, PERIOD // HEADS, TOKENS)
-    )
+    wide = tl.broadcast_to(some.to(tl.float32)[None, :, None, :], (ROWS // PERIOD, HEADS, PERIOD // HEADS, TOKENS))
     return tl.reshape(wide, (ROWS, TOKENS))
 
 

@@ -56,9 +56,7 @@ def _q4_head(kind: str) -> str:
 
 def _q4_halves(kind: str) -> str:
     low = "and.b32 l, $4, 0x0f0f0f0f;\n" + _q4_numbers(kind, "l", ("$0", "$1"), ("$5", "$6"))
-    high = "shr.u32 h, $4, 4;\nand.b32 h, h, 0x0f0f0f0f;\n" + _q4_numbers(
-        kind, "h", ("$2", "$3"), ("$5", "$6")
-    )
+    high = "shr.u32 h, $4, 4;\nand.b32 h, h, 0x0f0f0f0f;\n" + _q4_numbers(kind, "h", ("$2", "$3"), ("$5", "$6"))
     return "{\n" + _q4_head(kind) + low + "\n" + high + "\n}"
 
 
@@ -140,9 +138,7 @@ def _q8(kind: str) -> str:
 
 HALVES = {(kind, ty): make(ty) for kind, make in (("q4_0", _q4_halves), ("nf4", _nf4_halves)) for ty in MAGIC}
 WHOLE = {
-    (kind, ty): make(ty)
-    for kind, make in (("q8_0", _q8), ("q4_0", _q4_shifted), ("nf4", _nf4_shifted))
-    for ty in MAGIC
+    (kind, ty): make(ty) for kind, make in (("q8_0", _q8), ("q4_0", _q4_shifted), ("nf4", _nf4_shifted)) for ty in MAGIC
 }
 LEVELS = tl.constexpr(NF4_LEVELS)
 Q8_SHIFT = tl.constexpr(-(2.0**15) - 128.0)
@@ -195,9 +191,7 @@ def columns(D: tl.constexpr, P: tl.constexpr, E: tl.constexpr, HALF: tl.constexp
 
 
 @triton.jit
-def numbers(
-    x, s_n, n, ok, D: tl.constexpr, P: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr
-):
+def numbers(x, s_n, n, ok, D: tl.constexpr, P: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr):
     """Load tokens n of a head's numbers, zeros where not ok and beyond D."""
     d = columns(D, P, E, HALF)
     at = x + n[:, None] * s_n + d[None, :]
@@ -280,12 +274,7 @@ def blocks(
     """
     if HALVED:
         j = tl.arange(0, P // 2)
-        at = (
-            codes
-            + (first // E + j // (E // 2))[None, :] * c_plane
-            + n[:, None] * c_n
-            + (j % (E // 2))[None, :]
-        )
+        at = codes + (first // E + j // (E // 2))[None, :] * c_plane + n[:, None] * c_n + (j % (E // 2))[None, :]
         held = j // (E // 2) * E < D
         if MASKED:
             byte = tl.load(at, ok[:, None] & held[None, :], other=0)
@@ -349,13 +338,9 @@ def blocks(
             asm: tl.constexpr = whole_asm(KIND, DTYPE)
             place = tl.zeros([n.shape[0], P], tl.int32) + first % E // half * 4
             if DTYPE == tl.bfloat16:
-                low = tl.inline_asm_elementwise(
-                    asm, "=&r,=&r,r,r,r,r,r,r,r", [byte, place, s], tl.bfloat16, False, 4
-                )
+                low = tl.inline_asm_elementwise(asm, "=&r,=&r,r,r,r,r,r,r,r", [byte, place, s], tl.bfloat16, False, 4)
             else:
-                low = tl.inline_asm_elementwise(
-                    asm, "=&r,=&r,r,r,r,r,r,r,r", [byte, place, s], tl.float16, False, 4
-                )
+                low = tl.inline_asm_elementwise(asm, "=&r,=&r,r,r,r,r,r,r,r", [byte, place, s], tl.float16, False, 4)
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, tl.float32, MASKED)
             low = scaled_code((byte.to(tl.int32) >> shift) & 15, s, KIND, DTYPE)

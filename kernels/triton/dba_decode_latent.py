@@ -176,9 +176,7 @@ def scaled_fields(word, scale, nothing, STREAM: tl.constexpr, DTYPE: tl.constexp
     if PACKED_MATH:
         asm: tl.constexpr = scaled_asm(KIND)
         if KIND == "q8_0":
-            tiles = tl.inline_asm_elementwise(
-                asm, "=&r,=&r,r,r", [word, scale], (tl.float16, tl.float16), True, 2
-            )
+            tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,r,r", [word, scale], (tl.float16, tl.float16), True, 2)
         elif KIND == "q4_0":
             tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r", [word, scale], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2)  # fmt: skip
         else:

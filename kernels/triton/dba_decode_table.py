@@ -73,9 +73,7 @@ SM_BYTES = 228 * 1024
 """Shared memory of a multiprocessor of Hopper, of which each block takes 1 KB more than it asks for."""
 LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
 NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, blocks.ZEROS: 2}
-BLOCKS = {
-    kind: (elements, codes / elements, scale) for kind, (elements, codes, scale) in blocks.BLOCKS.items()
-}
+BLOCKS = {kind: (elements, codes / elements, scale) for kind, (elements, codes, scale) in blocks.BLOCKS.items()}
 """Elements of a block, bytes of a code and of a scale."""
 TOGETHER_ROWS = 16
 """Rows of a product, which heads that are read together fill."""
@@ -194,11 +192,7 @@ def load_tuned(choices: dict[str, dict[str, int | bool]]) -> None:
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
             is_any = name == "n_warps" and choice.in_cuda
-            if (
-                name in ("block_rows", "block_tokens", "n_warps", "n_heads")
-                and size & (size - 1)
-                and not is_any
-            ):
+            if name in ("block_rows", "block_tokens", "n_warps", "n_heads") and size & (size - 1) and not is_any:
                 raise ValueError(f"{name} is {size!r}, expected a power of two")
     measured().update(made)
     choose.cache_clear()
@@ -218,11 +212,7 @@ def choose(shape: DecodeShape, n_processors: int, in_cuda: bool = True) -> Decod
     exact = table.get(shape.key)
     if exact is not None:
         return exact
-    near = [
-        (key, choice)
-        for key, choice in table.items()
-        if key.rpartition("|")[0].rpartition("|")[0] == shape.family
-    ]
+    near = [(key, choice) for key, choice in table.items() if key.rpartition("|")[0].rpartition("|")[0] == shape.family]
     if near:
         # Of two as near the shorter one: sequences rarely fill what is allocated.
         key, choice = min(near, key=lambda item: (_distance(item[0], shape), int(item[0].rpartition("|")[2])))
@@ -239,9 +229,7 @@ def choose(shape: DecodeShape, n_processors: int, in_cuda: bool = True) -> Decod
     usual = None
     if in_cuda and shape.arch == "sm90" and _is_of_blocks(shape):
         n_tokens = shape.lanes * shape.tokens
-        usual = cuda.heuristic_config(
-            first.reading, shape.formats, shape.dims, shape.rows, n_tokens, SM_BYTES
-        )
+        usual = cuda.heuristic_config(first.reading, shape.formats, shape.dims, shape.rows, n_tokens, SM_BYTES)
     return first if usual is None else replace(usual, n_splits=_splits(shape, usual, n_processors))
 
 
@@ -421,13 +409,9 @@ def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
     if reading.in_cuda:
         return cuda.shared_bytes(reading, shape.formats, shape.dims, shape.rows)
     if reading.n_heads and len(shape.formats) == 2:
-        stored = sum(
-            _loaded_bytes(kind, width) * width for kind, width in zip(shape.formats, shape.dims, strict=False)
-        )
+        stored = sum(_loaded_bytes(kind, width) * width for kind, width in zip(shape.formats, shape.dims, strict=False))
         elements, _, scale = BLOCKS[shape.formats[0]]
-        stored += (
-            shape.dims[0] / elements * scale
-        )  # the latent's scales are read by words of keys, and of values
+        stored += shape.dims[0] / elements * scale  # the latent's scales are read by words of keys, and of values
         numbers = 2 * (reading.block_rows * sum(shape.dims[:2]) + TOGETHER_ROWS * reading.block_tokens)
         return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
     if reading.n_heads:

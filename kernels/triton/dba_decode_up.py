@@ -311,6 +311,4 @@ def _of_many(plan: DecodePlan, q: Tensor, up: Tensor) -> Launch | None:
         return None
     sizes = {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n}
     constants = {**sizes, "EARLY": plan.joins_early}
-    return Launch(
-        _up_many, (programs,), (n_splits, heads), constants, num_warps=4, **pdl_options(plan.joins_early)
-    )
+    return Launch(_up_many, (programs,), (n_splits, heads), constants, num_warps=4, **pdl_options(plan.joins_early))

@@ -121,9 +121,7 @@ def _forward_kernel(
     k_sem = head_of(k_sem_ptr, batch, head, n_heads, n_sem, sem_b, sem_h)
     k_geo = head_of(k_geo_ptr, batch, head, n_heads, n_geo, geo_b, geo_h)
     v = head_of(v_ptr, batch, head, n_heads, n_v, v_b, v_h)
-    place, lowest, begin, whole, end = keys_of(
-        *(first_ptr, batch, m, n_queries, n_keys, BLOCK_M, BLOCK_N, HAS_FIRST)
-    )
+    place, lowest, begin, whole, end = keys_of(*(first_ptr, batch, m, n_queries, n_keys, BLOCK_M, BLOCK_N, HAS_FIRST))
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)

@@ -153,9 +153,7 @@ def _queries_kernel(
     k_sem = head_of(k_sem_ptr, batch, head, n_heads, n_sem, sem_b, sem_h)
     k_geo = head_of(k_geo_ptr, batch, head, n_heads, n_geo, geo_b, geo_h)
     v = head_of(v_ptr, batch, head, n_heads, n_v, v_b, v_h)
-    place, lowest, begin, whole, end = keys_of(
-        *(first_ptr, batch, m, n_queries, n_keys, BLOCK_M, BLOCK_N, HAS_FIRST)
-    )
+    place, lowest, begin, whole, end = keys_of(*(first_ptr, batch, m, n_queries, n_keys, BLOCK_M, BLOCK_N, HAS_FIRST))
     grad_sem = tl.zeros((BLOCK_M, A), tl.float32)
     grad_geo = tl.zeros((BLOCK_M, G), tl.float32)
     if not HAS_FIRST:
@@ -194,9 +192,7 @@ def decoupled_attention_backward(
     widths = tiles.widths_of(k_sem, k_geo, v)
     dots = torch.empty_like(lse)
     grad_q = q.new_empty(q.shape)
-    grad_sem, grad_geo, grad_v = (
-        q.new_empty((batch, n_keys, n_heads, widths[name])) for name in ("A", "G", "D")
-    )
+    grad_sem, grad_geo, grad_v = (q.new_empty((batch, n_keys, n_heads, widths[name])) for name in ("A", "G", "D"))
     by_keys, by_queries = (
         tiles.fitting(tiles.KEYS, "keys", q, widths),
         tiles.fitting(tiles.QUERIES, "queries", q, widths),

@@ -140,9 +140,7 @@ def shared_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-def fitting(
-    configs: tuple[AttentionTile, ...], resident: str, x: Tensor, widths: dict[str, int]
-) -> AttentionTile:
+def fitting(configs: tuple[AttentionTile, ...], resident: str, x: Tensor, widths: dict[str, int]) -> AttentionTile:
     """Return the first config whose tiles fit in shared memory.
 
     Tiles of `resident` (queries or keys) count once, the others once per stage.
@@ -158,9 +156,7 @@ def fitting(
         if configs is FORWARD:  # which holds no values
             needed -= once * widths["D"] * x.element_size()
         else:
-            needed += (
-                config.queries * config.keys * x.element_size()
-            )  # weights on their config to their product
+            needed += config.queries * config.keys * x.element_size()  # weights on their config to their product
         if needed <= room:
             return config
     return configs[-1]

@@ -120,9 +120,7 @@ def distillation_rows(
     """Launch one program a row."""
     rows, n_classes = logits.shape
     if logits.dtype == torch.float64:
-        raise ValueError(
-            "distillation_rows: got float64 logits, expected fp32, fp16 or bf16; use the reference"
-        )
+        raise ValueError("distillation_rows: got float64 logits, expected fp32, fp16 or bf16; use the reference")
     if rows == 0:
         return
     block = min(BLOCK, max(16, triton.next_power_of_2(n_classes)))

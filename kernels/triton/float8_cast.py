@@ -99,9 +99,7 @@ def _made(
         left = gate * share * up
         right = left
     else:
-        left, right = _gradients(
-            x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, PER_TENSOR, EVEN
-        )
+        left, right = _gradients(x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, PER_TENSOR, EVEN)
     return left, right
 
 
@@ -125,9 +123,7 @@ def _find_kernel(
     """Add the magnitudes of a tile to those of rows, at amax_ptr, and to those of columns, which follow all m rows'."""
     block = tl.program_id(0)
     row, col = _tile(block, n_blocks, BLOCK_M, BLOCK_N)
-    left, right = _made(
-        x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, KIND, PER_TENSOR, EVEN
-    )
+    left, right = _made(x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, KIND, PER_TENSOR, EVEN)
     for part in tl.static_range(2 if KIND == 2 else 1):
         size = tl.abs(left if part == 0 else right)
         size = tl.where(size == size, size, 0.0).to(tl.int32, bitcast=True)
@@ -174,9 +170,7 @@ def _cast_kernel(
     """Write a tile by rows and by columns, and at the matrix's edges what undoes the scales."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = _tile(block, n_blocks, BLOCK_M, BLOCK_N)
-    left, right = _made(
-        x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, KIND, PER_TENSOR, EVEN
-    )
+    left, right = _made(x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, KIND, PER_TENSOR, EVEN)
     parts: tl.constexpr = 2 if KIND == 2 else 1
     dtype = rows_ptr.dtype.element_ty
     if PER_TENSOR:
@@ -228,8 +222,7 @@ def run_cast(kind: int, x: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool,
     dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
     rows, columns = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, width), (width, m)))
     row_scale, column_scale = (
-        torch.empty((1 if per_tensor else size, 1), dtype=torch.float32, device=x.device)
-        for size in (m, width)
+        torch.empty((1 if per_tensor else size, 1), dtype=torch.float32, device=x.device) for size in (m, width)
     )
     amax = torch.zeros(SLOTS if per_tensor else m + width, dtype=torch.int32, device=x.device)
     beside = given or (None, None, None)

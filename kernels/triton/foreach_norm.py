@@ -88,8 +88,6 @@ def foreach_norm(tensors: list[Tensor]) -> Tensor:
             found.append(norms)
     if len(found) == 1:
         return found[0]
-    order = sorted(
-        range(len(tensors)), key=[index for indices in kinds.values() for index in indices].__getitem__
-    )
+    order = sorted(range(len(tensors)), key=[index for indices in kinds.values() for index in indices].__getitem__)
     # As a table, which is made once for a list and for which nobody waits.
     return torch.cat(found)[table_of([(place,) for place in order], device)[:, 0]]

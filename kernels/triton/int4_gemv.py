@@ -37,9 +37,7 @@ def _sums(words_ptr, scale_ptr, row, by, zeros, x, total, j, inside, width, BLOC
     """Add a tile's products with the four fields' x, and what zeros make of their sum."""
     n_words = width // 4
     n_groups = n_words // BLOCK
-    word = tl.load(words_ptr + row[:, None] * n_words + j[None, :], mask=inside[None, :], other=0).to(
-        tl.int32
-    )
+    word = tl.load(words_ptr + row[:, None] * n_words + j[None, :], mask=inside[None, :], other=0).to(tl.int32)
     codes = tl.zeros(word.shape, tl.float32)
     for field in tl.static_range(4):
         codes += ((word >> (4 * field)) & 15).to(tl.float32) * x[field][None, :]
@@ -115,9 +113,7 @@ def _words_kernel(
         total = (x0 + x1) + (x2 + x3)
         gate, gate_zeros = _sums(words_ptr, scale_ptr, n, gate, gate_zeros, x, total, j, inside, width, BLOCK)
         if GATED:
-            up, up_zeros = _sums(
-                words_ptr, scale_ptr, n + n_out, up, up_zeros, x, total, j, inside, width, BLOCK
-            )
+            up, up_zeros = _sums(words_ptr, scale_ptr, n + n_out, up, up_zeros, x, total, j, inside, width, BLOCK)
     y = tl.sum(gate + gate_zeros, axis=1)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n).to(tl.float32)

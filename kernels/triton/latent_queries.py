@@ -29,9 +29,7 @@ def _inside(inside, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _map_halves(
-    map_ptr, head, D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr
-):
+def _map_halves(map_ptr, head, D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):
     """Both halves of a head's map, [BLOCK_D, BLOCK_P] each."""
     feature, pair = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
     at = map_ptr + head * (D * 2 * P) + feature[:, None] * (2 * P) + pair[None, :]

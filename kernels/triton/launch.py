@@ -42,9 +42,7 @@ def stream_of(x: Tensor) -> int | None:
     return active.get_current_stream(device)
 
 
-def empty(
-    x: Tensor, stream: int | None, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+def empty(x: Tensor, stream: int | None, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate a tensor on x's device; x's `stream_of` tells whether that is the current device.
 
     There it is made as compiled graphs make theirs, in a third of the time.

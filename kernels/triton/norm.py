@@ -161,9 +161,7 @@ def tile(width: int) -> tuple[int, int, int]:
 
 def multiprocessors(device: torch.device) -> int:
     if device not in _counts:
-        _counts[device] = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-        )
+        _counts[device] = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
     return _counts[device]
 
 

@@ -216,13 +216,7 @@ def _launch_options(x: Tensor, threads: tuple[int, int]) -> tuple[tuple[bool, in
         warps = min(2 * warps, 32)  # the sums of such a row need more registers
     n_threads = threads[x.element_size() > 2]
     is_ahead = block_n * x.element_size() <= AHEAD_BYTES
-    if (
-        threads is THREADS_FORWARD
-        and is_ahead
-        and block_m == 1
-        and x.numel() % (2 * block_n) == 0
-        and _in_words(x)
-    ):
+    if threads is THREADS_FORWARD and is_ahead and block_m == 1 and x.numel() % (2 * block_n) == 0 and _in_words(x):
         block_m, n_threads = 2, THREADS_OF_TWO
     held = max(1, int(n_threads / (32 * warps) + 0.5))
     registers = min(REGISTERS // (held * 32 * warps) // 8 * 8, 248)
@@ -237,9 +231,7 @@ def is_narrow(seed: int) -> bool:
 def _in_words(x: Tensor) -> bool:
     """Whether x's device can compare and round two numbers of 16 bits by one instruction."""
     name = arch(x.device)
-    return (
-        x.dtype == torch.bfloat16 and torch.version.hip is None and name[:2] == "sm" and int(name[2:]) >= 80
-    )
+    return x.dtype == torch.bfloat16 and torch.version.hip is None and name[:2] == "sm" and int(name[2:]) >= 80
 
 
 def _few(p: float) -> tuple[int, bool]:
@@ -328,9 +320,7 @@ def norm_dropout_activation_backward(
     return grad_x, *plan.add_up(sums, x, stream, dtypes)  # pyright: ignore[reportReturnType]
 
 
-def _backward_plan(
-    x: Tensor, vectors: tuple[bool, bool], p: float, activation: str, is_even: bool
-) -> BackwardPlan:
+def _backward_plan(x: Tensor, vectors: tuple[bool, bool], p: float, activation: str, is_even: bool) -> BackwardPlan:
     """Lay out calls of this form."""
     outputs = outputs_of(x)
     if not x.numel():

@@ -13,17 +13,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _add_up(
-    sums_ptr, out_ptr, n_programs, width, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _add_up(sums_ptr, out_ptr, n_programs, width, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_P, BLOCK_N], ACC)
     for start in range(0, n_programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
         mask = (program < n_programs)[:, None] & (col < width)[None, :]
-        total += tl.load(
-            sums_ptr + program.to(tl.int64)[:, None] * width + col[None, :], mask=mask, other=0.0
-        )
+        total += tl.load(sums_ptr + program.to(tl.int64)[:, None] * width + col[None, :], mask=mask, other=0.0)
     tl.store(out_ptr + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < width)
 
 

@@ -19,9 +19,7 @@ def _token(ids_ptr, sampled_ptr, at, before, inside):
     So no token is read that this program has written, which it could only after a barrier.
     """
     old = tl.load(ids_ptr + at, mask=inside & (at < before), other=0)
-    return tl.where(
-        at < before, old, tl.load(sampled_ptr + at - before, mask=inside & (at >= before), other=0)
-    )
+    return tl.where(at < before, old, tl.load(sampled_ptr + at - before, mask=inside & (at >= before), other=0))
 
 
 @triton.jit

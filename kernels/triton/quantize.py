@@ -55,9 +55,7 @@ def _quantize(
         stored = tl.where(has_nan, float("nan"), largest)
         scale = stored
     elif KIND == "q8_0":
-        stored = tl.where(
-            has_nan, float("nan"), tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
-        )
+        stored = tl.where(has_nan, float("nan"), tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)))
         stored = stored.to(tl.float16)
         scale = stored.to(tl.float32)
     else:

@@ -97,9 +97,7 @@ def _join_kernel(
     # The token in it.
     inner = tl.arange(0, BLOCK_V)
     inside = held * BLOCK_V + inner < width
-    x = tl.load(logits_ptr + row * stride + held * BLOCK_V + inner, mask=inside, other=float("-inf")).to(
-        tl.float32
-    )
+    x = tl.load(logits_ptr + row * stride + held * BLOCK_V + inner, mask=inside, other=float("-inf")).to(tl.float32)
     inner_weights = _weights(x, top, temperature, inside)
     rest = (point - begin) / unit
     found = tl.min(tl.where(tl.cumsum(inner_weights, axis=0) <= rest, BLOCK_V, inner), axis=0)

@@ -66,9 +66,7 @@ class Kinds(NamedTuple):
 MANY, MOST_ROWS = 8192, 65536
 WORD_TILES = Kinds(*[GemmTile(64, GROUP, 1, split, 4, 3) for split in (1, 8, 8)])
 MOST_WORD_TILE = GemmTile(128, GROUP, 1, 1, 4, 3)
-CODE_TILES = Kinds(
-    GemmTile(32, 256, 4, 1, 4, 3), GemmTile(32, 256, 4, 1, 4, 4), GemmTile(16, 256, 4, 1, 4, 7)
-)
+CODE_TILES = Kinds(GemmTile(32, 256, 4, 1, 4, 3), GemmTile(32, 256, 4, 1, 4, 4), GemmTile(16, 256, 4, 1, 4, 7))
 """Tiles for codes of 4 bits, of a head's rows, and for codes of 8 bits by nine to sixteen rows, whose tiles of 16 bits take
 up to twice as long."""
 FASTEST = {

@@ -213,9 +213,7 @@ def small_batch_linear(
     if launch is None:
         of_weight = torch.float32 if scale is None else torch.int8
         if not {x.dtype, weight.dtype} <= {torch.bfloat16, torch.float16, torch.float32, of_weight}:
-            raise ValueError(
-                f"small_batch_linear: got {x.dtype} and {weight.dtype}, expected 16 or 32 bits on a GPU"
-            )
+            raise ValueError(f"small_batch_linear: got {x.dtype} and {weight.dtype}, expected 16 or 32 bits on a GPU")
         block_n, warps = tile_of(GemvShape(n_out, width, rows, weight.element_size(), gated))
         block_k = block_of(width)
         is_whole = block_k == width and n_out % block_n == 0

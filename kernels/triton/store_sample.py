@@ -29,9 +29,7 @@ def _keep_kernel(
 _launches = Launches(_keep_kernel)
 
 
-def store_sample(
-    token: Tensor, logprob: Tensor, step: Tensor, tokens: Tensor, logprobs: Tensor, fed: Tensor
-) -> None:
+def store_sample(token: Tensor, logprob: Tensor, step: Tensor, tokens: Tensor, logprobs: Tensor, fed: Tensor) -> None:
     n_rows, n_columns = tokens.shape
     if not n_rows:
         step += 1

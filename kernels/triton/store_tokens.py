@@ -21,9 +21,7 @@ NUMBERS_PER_WARP = 256
 
 
 @triton.jit
-def _loaded(
-    x, t, block, x_k, x_t, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
-):
+def _loaded(x, t, block, x_k, x_t, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """Return a block of heads of a token, [HEADS, WIDTH]."""
     head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     d = tl.arange(0, WIDTH)[None, :]

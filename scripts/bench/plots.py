@@ -90,9 +90,7 @@ def draw_training(data: dict[str, Any]) -> bytes | None:
         axes = figure.subplots(1, 1)
         at, ticks, named = 0, [], set[str]()
         others = [side for part in parts.values() for side in part["rows"] if side not in SIDE_COLOURS]
-        colours = SIDE_COLOURS | {
-            side: OTHERS[at % len(OTHERS)] for at, side in enumerate(dict.fromkeys(others))
-        }
+        colours = SIDE_COLOURS | {side: OTHERS[at % len(OTHERS)] for at, side in enumerate(dict.fromkeys(others))}
         for name, part in parts.items():
             first = at
             for side, row in part["rows"].items():
@@ -190,9 +188,7 @@ def draw_smollm2(data: dict[str, Any]) -> bytes:
         return to_png(figure, {})
 
 
-def _draw_intervals(
-    axes: Any, xs: Sequence[float], found: list[dict[str, Any]], key: str, **style: Any
-) -> None:
+def _draw_intervals(axes: Any, xs: Sequence[float], found: list[dict[str, Any]], key: str, **style: Any) -> None:
     """Draw a line of values with their 95% intervals."""
     bars = [[abs(item["interval_95"][side] - item[key]) for item in found] for side in (0, 1)]
     axes.errorbar(xs, [item[key] for item in found], yerr=bars, capsize=3, **style)

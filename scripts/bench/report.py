@@ -101,11 +101,7 @@ def section(name: str, data: dict[str, Any]) -> str:
 
 def render() -> str:
     """Return the page: a summary, then sections by group."""
-    files = {
-        file: json.loads(file.read_text())
-        for file in sorted(FOLDER.glob("*.json"))
-        if file.stem not in ELSEWHERE
-    }
+    files = {file: json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")) if file.stem not in ELSEWHERE}
     parts = [section("summary", {})]
     for group, names in GROUPS.items():
         parts.append(f"## {group}")
@@ -117,9 +113,7 @@ def render() -> str:
                     machine = ", ".join(f"{key} {value}" for key, value in data["machine"].items())
                     source = f"Source: `{file}`, by `{data['made_by']}`, on {machine}."
                     if closed := data.get("closed"):
-                        source += (
-                            f" Closed record of commit {closed['commit']}: `git show {closed['script']}`."
-                        )
+                        source += f" Closed record of commit {closed['commit']}: `git show {closed['script']}`."
                     parts.append(source)
     return "\n\n".join(parts) + "\n"
 

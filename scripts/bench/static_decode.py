@@ -22,9 +22,7 @@ from caramba.model import Model
 class Block:
     """Weights and cache of one block."""
 
-    def __init__(
-        self, model: Model, index: int, mlp: SwiGLULayer, norms: list[nn.Module], shape: tuple[int, ...]
-    ):
+    def __init__(self, model: Model, index: int, mlp: SwiGLULayer, norms: list[nn.Module], shape: tuple[int, ...]):
         attention = model.attention_layers()[index][1]
         projection = attention.projection
         weights = [projection.get_submodule(name).get_parameter("weight") for name in "qkv"]
@@ -42,9 +40,7 @@ class Block:
         width = self.k.shape[-1]
         found = F.linear(F.rms_norm(x, x.shape[-1:], self.norms[0], self.eps), self.qkv)
         q, k, v = (
-            found.unflatten(-1, (-1, width))
-            .transpose(1, 2)
-            .split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+            found.unflatten(-1, (-1, width)).transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         )
         self.k.index_copy_(2, at, rotate(k, cos, sin))
         self.v.index_copy_(2, at, v)
@@ -53,9 +49,7 @@ class Block:
         masked = mask.expand(-1, -1, grouped.shape[2], -1)
         read = F.scaled_dot_product_attention(grouped, self.k, self.v, attn_mask=masked)
         x = x + F.linear(read.flatten(1)[:, None], self.out)
-        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], self.norms[1], self.eps), self.gate_up).chunk(
-            2, dim=-1
-        )
+        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], self.norms[1], self.eps), self.gate_up).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate) * up, self.down)
 
 

@@ -86,9 +86,7 @@ def spread(values: list[float], unit: str = "ms") -> dict[str, float]:
     }
 
 
-def median_seconds(
-    call: Callable[[], Any], device: torch.device, repeats: int, queue_cycles: int = 0
-) -> float:
+def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int, queue_cycles: int = 0) -> float:
     """Return the median device seconds of a call, after one to warm up."""
     call()
     return statistics.median(device_seconds(call, device, queue_cycles) for _ in range(repeats))

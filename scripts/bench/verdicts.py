@@ -29,9 +29,7 @@ def met(is_met: bool) -> str:
 
 def read_bandwidth_of(data: Row) -> float:
     """Return the bytes per second that shares and musts of decode attention are of."""
-    return max(
-        data["read_roof_bytes_per_s"] or 0.0, ROOF_ON_RECORD.get(data["machine"].get("device", ""), 0.0)
-    )
+    return max(data["read_roof_bytes_per_s"] or 0.0, ROOF_ON_RECORD.get(data["machine"].get("device", ""), 0.0))
 
 
 def roof_share(row: Row, roof: float) -> float:
@@ -118,9 +116,7 @@ def summary(folder: Path = DEFAULT_FOLDER) -> Iterable[tuple[str, str, str]]:
         return json.loads((folder / f"{name}.json").read_text())
 
     best = read("smollm2")["students"][0]
-    words = (
-        f"perplexity ratio at {best['bytes_ratio']}x fewer cached bytes (SmolLM2-135M, held-out encyclopedia)"
-    )
+    words = f"perplexity ratio at {best['bytes_ratio']}x fewer cached bytes (SmolLM2-135M, held-out encyclopedia)"
     yield "smollm2", words, f"{best['text']['heldout_2048']['ratio']:.3f}"
     training = read("training")["parts"]["bf16 8x2048"]["rows"]
     ours, theirs = (training[name]["tokens_per_s"] for name in ("caramba", "transformers"))

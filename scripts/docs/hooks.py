@@ -36,6 +36,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the table of packages where a page has its mark."""
-    return (
-        markdown.replace(PACKAGES, architecture_picture.package_table()) if PACKAGES in markdown else markdown
-    )
+    return markdown.replace(PACKAGES, architecture_picture.package_table()) if PACKAGES in markdown else markdown

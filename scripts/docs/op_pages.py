@@ -68,6 +68,4 @@ def page() -> str:
 
 def _has_launcher(backend: str, op: str, stem: str) -> bool:
     files = (KERNELS / backend / f"{name}.py" for name in (op, stem))
-    return any(
-        file.is_file() and re.search(rf"^def {op}\(", file.read_text(), re.MULTILINE) for file in files
-    )
+    return any(file.is_file() and re.search(rf"^def {op}\(", file.read_text(), re.MULTILINE) for file in files)

@@ -83,9 +83,7 @@ class Place:
         status = self.start(words).wait(LIMIT_S)
         if status != 0:
             text = self.folder.with_suffix(".log").read_text(errors="replace")
-            raise RuntimeError(
-                f"caramba {' '.join(words)} in {self.folder}: exit status {status}\n{text[-3000:]}"
-            )
+            raise RuntimeError(f"caramba {' '.join(words)} in {self.folder}: exit status {status}\n{text[-3000:]}")
         return time.monotonic() - began
 
     def runs(self) -> list[Path]:
@@ -154,9 +152,7 @@ class Scenario:
 def scenarios(root: Path, home: Path, only: Sequence[str]) -> Iterator[Scenario]:
     """Run each command that `only` names, or all, once undisturbed."""
     corpus = root / "corpus.txt"
-    corpus.write_text(
-        "".join(f"line {number}: {number * number} of a text to prepare\n" for number in range(20000))
-    )
+    corpus.write_text("".join(f"line {number}: {number * number} of a text to prepare\n" for number in range(20000)))
     launched = Place(root / "reference-launch", home)
     launched.finish(LAUNCH)  # It fills the caches, so that the second one measures the start.
     trained = launched.runs()[0]
@@ -336,15 +332,11 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="kills (default 100)")
     parser.add_argument("--signals", type=int, default=40, help="INT, HUP and TERM (default 40)")
-    parser.add_argument(
-        "--only", nargs="*", choices=COMMANDS, default=(), help="commands to kill (default all)"
-    )
+    parser.add_argument("--only", nargs="*", choices=COMMANDS, default=(), help="commands to kill (default all)")
     parser.add_argument("--jobs", type=int, default=2, help="places at once (default 2)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no place after so many")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")

@@ -102,13 +102,9 @@ class Console:
         width = max((len(str(key)) for key in mapping), default=0)
         for key, value in mapping.items():
             # Seeds and identifiers are whole numbers too, and take no thousands marks.
-            self._line(
-                (f"  {key!s:<{width}}  ", "dim"), number(value) if isinstance(value, float) else str(value)
-            )
+            self._line((f"  {key!s:<{width}}  ", "dim"), number(value) if isinstance(value, float) else str(value))
 
-    def training_step(
-        self, phase: str, step: int, loss: float, extras: Mapping[str, Any] | None = None
-    ) -> None:
+    def training_step(self, phase: str, step: int, loss: float, extras: Mapping[str, Any] | None = None) -> None:
         """Print one step of training: the mean loss of the steps up to it, and whatever else was measured."""
         tail = "".join(f"  {name} {number(value)}" for name, value in (extras or {}).items())
         self._line((phase, "cyan"), f"  step {step:,}  mean loss {loss:.4f}{tail}")

@@ -49,9 +49,7 @@ def quote(value: object, length: int = LONGEST_QUOTE) -> str:
     if isinstance(value, dict | list | tuple):
         return "a mapping" if isinstance(value, dict) else "a list"
     if isinstance(value, str):
-        return hide_secrets(
-            repr(value) if len(value) <= length else f"{value[:length]!r}… ({len(value):,} characters)"
-        )
+        return hide_secrets(repr(value) if len(value) <= length else f"{value[:length]!r}… ({len(value):,} characters)")
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of {value.bit_length():,} bits"
     text = repr(value)
@@ -89,10 +87,7 @@ class CarambaError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(
-            *(
-                clip(hide_secrets(visible(arg)), LONGEST_MESSAGE) if isinstance(arg, str) else arg
-                for arg in args
-            )
+            *(clip(hide_secrets(visible(arg)), LONGEST_MESSAGE) if isinstance(arg, str) else arg for arg in args)
         )
 
 

@@ -140,9 +140,7 @@ def caramba(
         files = _streams(Path(name), input)
         process = Forked(words, folder, environment(cache), files, preexec_fn, draws, module)
         status = process.wait(TIMEOUT_S)
-        return subprocess.CompletedProcess(
-            command, status, (files / "out").read_text(), (files / "err").read_text()
-        )
+        return subprocess.CompletedProcess(command, status, (files / "out").read_text(), (files / "err").read_text())
 
 
 def _streams(files: Path, text: str) -> Path:
@@ -238,9 +236,7 @@ def only_run(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(
-    model: Path, folder: Path, cache: Path, *words: str
-) -> Iterator[tuple[Forked | subprocess.Popen[str], str]]:
+def served(model: Path, folder: Path, cache: Path, *words: str) -> Iterator[tuple[Forked | subprocess.Popen[str], str]]:
     """Run `caramba serve` on a free port; yield the process and its address. log.txt holds what it prints."""
     options = ["serve", str(model), "--port", "0", "--device", "cpu", *words]
     with started(options, folder, cache) as process:

@@ -43,9 +43,7 @@ def faults(value: Any, node: dict[str, Any], document: dict[str, Any], at: str =
         found += faults(value, document["components"]["schemas"][name], document, at)
     if "anyOf" in node and all(faults(value, one, document, at) for one in node["anyOf"]):
         found.append(f"{at}: {value!r} is none of {node['anyOf']}")
-    open_keys = {
-        "additionalProperties": True
-    }  # more keys make no value another than the one that is ruled out
+    open_keys = {"additionalProperties": True}  # more keys make no value another than the one that is ruled out
     if "not" in node and not faults(value, open_keys | node["not"], document, at):
         found.append(f"{at}: {value!r} is {node['not']}")
     if "type" in node and not IS[node["type"]](value):
@@ -66,9 +64,7 @@ def faults(value: Any, node: dict[str, Any], document: dict[str, Any], at: str =
     return found
 
 
-def _faults_of_object(
-    value: dict[str, Any], node: dict[str, Any], document: dict[str, Any], at: str
-) -> list[str]:
+def _faults_of_object(value: dict[str, Any], node: dict[str, Any], document: dict[str, Any], at: str) -> list[str]:
     parts, rest = node.get("properties", {}), node.get("additionalProperties")
     found = [f"{at}: no {key}" for key in node.get("required", ()) if key not in value]
     for key, item in value.items():

@@ -86,9 +86,7 @@ def check_stages(spec: ModelSpec) -> None:
         assert data_share(1) == (get_rank(), 2)
         assert data_share(2) == (0, 1)
         send_stages(whole if is_main_process() else None, stage, torch.device("cpu"))
-        planned = holdings(
-            PRETRAIN, model_cost(spec), ParallelLayout(ParallelConfig(strategy="pipeline", pp=2))
-        )
+        planned = holdings(PRETRAIN, model_cost(spec), ParallelLayout(ParallelConfig(strategy="pipeline", pp=2)))
         assert sum(p.numel() for p in stage.model.parameters()) == planned[get_rank()].params
         alone, staged = (
             LanguageModelObjective(whole),
@@ -136,9 +134,7 @@ def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> 
     (planned,) = holdings(PRETRAIN, model_cost(spec), spread)
     assert held == pytest.approx(planned.params, rel=0.05), "what the plan says a rank holds"
     total = sum(p.numel() for p in whole.parameters())
-    assert total / parts <= held < total * (0.9 if parts > 1 else 1.1), (
-        "norms and embeddings may be on all ranks"
-    )
+    assert total / parts <= held < total * (0.9 if parts > 1 else 1.1), "norms and embeddings may be on all ranks"
     state = gather_state(shell)
     assert bool(state) == is_main_process()
     for name, value in state.items():

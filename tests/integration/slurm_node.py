@@ -118,9 +118,7 @@ class SlurmNode:
 
     def run(self, *command: str) -> str:
         """Run a SLURM command and return what it prints."""
-        done = subprocess.run(
-            command, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run(command, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=30)
         return done.stdout
 
     def _start(self, *command: str) -> None:

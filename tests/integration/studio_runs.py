@@ -45,9 +45,7 @@ def make_run(folder: Path, lr: float, width: int, seed: int) -> None:
         loss = floor + 4 * math.exp(-step / 40) + 0.05 * noise.random()
         values = {"running_loss": loss, "lr": lr * (1 - step / STEPS), "tokens_per_s": 2048 + noise.random()}
         values |= {"val_loss": loss + 0.1} if step % 50 == 0 else {}
-        lines.append(
-            {"time": step / 2, "event": "metrics", "phase": "global", "step": step, "values": values}
-        )
+        lines.append({"time": step / 2, "event": "metrics", "phase": "global", "step": step, "values": values})
     lines.append({"time": 200.0, "event": "run_finished"})
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     loss = floor + 0.02 * noise.random()

@@ -53,9 +53,7 @@ def test_help_of_every_case_names_its_options() -> None:
 
 
 def test_option_line_gives_flags_lists_choices_and_positionals() -> None:
-    module = SimpleNamespace(
-        __doc__="A case.", OPTIONS="--size=1b|tiny --rows=1,2 --only=* --text= --again rest*"
-    )
+    module = SimpleNamespace(__doc__="A case.", OPTIONS="--size=1b|tiny --rows=1,2 --only=* --text= --again rest*")
     parser = registry.Case("x", module).parser()
     found = vars(parser.parse_args([]))
     assert found == {"size": "1b", "rows": [1, 2], "only": [], "text": None, "again": False, "rest": []} | {
@@ -72,9 +70,7 @@ def test_option_line_gives_flags_lists_choices_and_positionals() -> None:
     )
 
 
-def test_a_wrong_name_of_an_option_ends_with_two(
-    bench: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_name_of_an_option_ends_with_two(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["kernels", "--size", "tiny", "--only", "flash"], "--only flash: expected some of adamw_step"),
         (["inference", "--parts", "shrot,"], "--parts shrot: expected some of batch"),

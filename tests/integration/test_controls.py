@@ -85,8 +85,7 @@ def test_impossible_controls_are_rows_with_the_reason(tmp_path: Path, cache: Pat
     rows = rows_of(run)
     assert "no head is pooled; the next possible is 256" in rows["copy"]["skipped"]
     omitted = {
-        item["name"]: item["reason"]
-        for item in json.loads((run / "artifacts/report.json").read_text())["omitted"]
+        item["name"]: item["reason"] for item in json.loads((run / "artifacts/report.json").read_text())["omitted"]
     }
     assert omitted["controls: copy"] == rows["copy"]["skipped"]
     assert "add a phase with control: true" in rows["teacher_continued"]["skipped"]

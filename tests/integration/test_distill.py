@@ -183,9 +183,7 @@ def test_stored_logits_low_rank_updates_and_an_average_survive_a_kill(
     assert {"loss", "kl", "ce"} <= set(rows[0].split(","))
 
 
-def test_blocks_in_turn_survive_a_kill_with_their_schedule(
-    teacher: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_blocks_in_turn_survive_a_kill_with_their_schedule(teacher: Path, tmp_path: Path, cache: Path) -> None:
     limits = "+train.phases.blockwise.convergence={target: 0.2, patience: 3, max_steps: 6}"
     words = words_of(
         teacher,
@@ -213,9 +211,7 @@ def test_blocks_in_turn_survive_a_kill_with_their_schedule(
     assert first["details"] == second["details"]
     assert first["steps"] == second["steps"] == sum(b["steps"] for b in first["details"]["blocks"].values())
     for name in ("blockwise", "drift"):
-        ours, theirs = (
-            load_tensors(item / f"checkpoints/{name}.safetensors") for item in (run, only_run(killed))
-        )
+        ours, theirs = (load_tensors(item / f"checkpoints/{name}.safetensors") for item in (run, only_run(killed)))
         assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
 
 
@@ -226,9 +222,7 @@ def losses_of(teacher: Path, folder: Path, cache: Path, *words: str) -> tuple[Pa
 
 
 @pytest.fixture(scope="module")
-def plain_run(
-    teacher: Path, tmp_path_factory: pytest.TempPathFactory, cache: Path
-) -> tuple[Path, list[float]]:
+def plain_run(teacher: Path, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Path, list[float]]:
     """A run in float32 without compiled code, and the losses of its phases."""
     return losses_of(teacher, tmp_path_factory.mktemp("plain"), cache)
 
@@ -270,9 +264,7 @@ def test_a_phase_begins_without_what_the_last_one_held(
 
 
 @pytest.mark.slow
-def test_compiled_code_agrees(
-    teacher: Path, plain_run: tuple[Path, list[float]], tmp_path: Path, cache: Path
-) -> None:
+def test_compiled_code_agrees(teacher: Path, plain_run: tuple[Path, list[float]], tmp_path: Path, cache: Path) -> None:
     _, plain = plain_run
     run, compiled = losses_of(teacher, tmp_path, cache, "train.compile=true")
     assert decisions(run, "global")["compile_model"]["value"] is True

@@ -166,9 +166,7 @@ def test_all_kinds_train_together_and_are_frozen(plugin: Callable[..., str]) -> 
     )
     assert Path("count.txt").read_text() == "12 12"
     frozen = json.loads((run.path / "manifest.json").read_text())
-    assert frozen["callbacks"] == [
-        {"type": "CountSteps", "file": "count.txt", "stop_at": None, "fail_at": None}
-    ]
+    assert frozen["callbacks"] == [{"type": "CountSteps", "file": "count.txt", "stop_at": None, "fail_at": None}]
     assert frozen["groups"][0]["runs"][0]["train"]["optimizer"] == {"type": "Sign"}
     sources = json.loads((run.path / "sources.json").read_text())
     assert "extension_impl_" in json.dumps(sources)
@@ -273,9 +271,7 @@ def test_changed_source_refuses_a_resume(plugin: Callable[..., str]) -> None:
         (["logger.lightning={CometLogger: {online: false}}"], "so nothing is written"),
     ],
 )
-def test_wrong_manifest_is_refused_before_training(
-    plugin: Callable[..., str], words: list[str], text: str
-) -> None:
+def test_wrong_manifest_is_refused_before_training(plugin: Callable[..., str], words: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         launch(plugin(), *words)
     assert not list(Path().glob("runs/*/*/checkpoints/*"))
@@ -330,9 +326,7 @@ class OtherConfig(ExtensionConfig):
     target = "{impl}:CountSteps"
     type: Literal["Other"] = "Other"
 """
-    with pytest.raises(
-        ConfigError, match="is of no kind; subclass one of CallbackConfig, MetricLoggerConfig"
-    ):
+    with pytest.raises(ConfigError, match="is of no kind; subclass one of CallbackConfig, MetricLoggerConfig"):
         launch(plugin(schema=schema))
 
 

@@ -122,9 +122,7 @@ def test_a_variant_is_measured_again_from_its_weights(tmp_path: Path, cache: Pat
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "study.yaml").write_text((tmp_path / "study.yaml").read_text())
     assert caramba(words, tmp_path / "whole", cache).returncode == 0
-    ours, theirs = (
-        (folder / "artifacts/perplexity.csv").read_text() for folder in (run, only_run(tmp_path / "whole"))
-    )
+    ours, theirs = ((folder / "artifacts/perplexity.csv").read_text() for folder in (run, only_run(tmp_path / "whole")))
     assert (ours, marks(run)) == (theirs, before)
 
 
@@ -166,9 +164,7 @@ def test_the_same_command_tries_only_what_failed_again(tmp_path: Path, cache: Pa
 
     again = caramba(words, tmp_path, cache)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert (
-        f"resuming {run}, where benchmark perplexity failed (resume=never starts a new run)" in again.stderr
-    )
+    assert f"resuming {run}, where benchmark perplexity failed (resume=never starts a new run)" in again.stderr
     assert only_run(tmp_path) == run
     assert (errors(run), marks(run), stages(run)["final"]["benchmarks"][1:]) == ([], before, others)
     assert caramba(words, tmp_path, cache).returncode == 0

@@ -68,15 +68,11 @@ def test_greedy_text_is_that_of_transformers(folder: Path, capsys: pytest.Captur
         )
         tokens = [int(token) for token in out.sequences[0, ids.shape[1] :] if token != 256]
         assert row["tokens"] == tokens
-        expected = [
-            float(logits[0].log_softmax(-1)[token]) for logits, token in zip(out.logits, tokens, strict=False)
-        ]
+        expected = [float(logits[0].log_softmax(-1)[token]) for logits, token in zip(out.logits, tokens, strict=False)]
         assert row["logprobs"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_seeds_give_the_same_text_alone_and_in_a_batch(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_give_the_same_text_alone_and_in_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--temperature", "0.7", "--top-p", "0.9", "--max-new-tokens", "16")
     both = generated(capsys, str(folder), "--prompt", "abc", "--prompt", "z", "--seed", "3", *options)["rows"]
     alone = generated(capsys, str(folder), "--prompt", "z", "--seed", "4", *options)["rows"]
@@ -84,9 +80,7 @@ def test_seeds_give_the_same_text_alone_and_in_a_batch(
 
 
 @pytest.mark.slow
-def test_compiled_steps_give_the_same_text_and_say_what_ran(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compiled_steps_give_the_same_text_and_say_what_ran(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (str(folder), "--prompt", "def f(x):", "--prompt", "a", "--max-new-tokens", "16", "--top-k", "20")
     plain = generated(capsys, *words)
     compiled = generated(capsys, *words, "--compiled", "true")
@@ -193,9 +187,7 @@ def test_an_automatic_cache_tells_why(
     assert "cache_kind=auto chose bf16: a cache of at most 128 tokens" in printed
     assert "cache at 1 x 11 tokens  " in printed, "on no text, as nothing was measured"
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/stats\n"))
-    assert (
-        main(["chat", str(folder), "--device", "cpu", "--cache-kind", "auto", "--max-new-tokens", "8"]) == 0
-    )
+    assert main(["chat", str(folder), "--device", "cpu", "--cache-kind", "auto", "--max-new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
     assert "cache_kind=auto chose bf16" in printed
     assert "bf16 cache " in printed

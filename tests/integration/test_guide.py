@@ -106,9 +106,7 @@ def _names(clone: Clone) -> dict[str, list[str]]:
     return found
 
 
-def test_recipes_pass_their_tests_and_touch_as_few_files_as_said(
-    clone: Clone, names: dict[str, list[str]]
-) -> None:
+def test_recipes_pass_their_tests_and_touch_as_few_files_as_said(clone: Clone, names: dict[str, list[str]]) -> None:
     pytest.importorskip("triton")
     assert [len(files) for files in names.values()] == [3, 3, 4, 4]
     layer, topology, op, bench = names.values()
@@ -136,9 +134,7 @@ def test_add_an_experiment_recipe_prints_a_plan(clone: Clone) -> None:
 
 
 def test_add_a_benchmark_recipe_is_planned(clone: Clone, names: dict[str, list[str]]) -> None:
-    said = clone.python(
-        "-m", "caramba", "compile", "model=tiny", "train=pretrain", "benchmark=entropy", "--print-plan"
-    )
+    said = clone.python("-m", "caramba", "compile", "model=tiny", "train=pretrain", "benchmark=entropy", "--print-plan")
     assert "entropy" in said
 
 

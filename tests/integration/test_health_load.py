@@ -166,9 +166,7 @@ def serve() -> None:
 def server() -> Iterator[int]:
     """Serve in another process; yield the port."""
     command = [sys.executable, "-m", "tests.integration.test_health_load"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

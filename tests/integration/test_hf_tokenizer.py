@@ -40,9 +40,7 @@ def prepared(folder: Path, bpe: bool) -> str:
     return str(folder)
 
 
-def test_a_run_that_read_no_text_opens_with_the_folder_s_tokenizer(
-    folder: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_a_run_that_read_no_text_opens_with_the_folder_s_tokenizer(folder: Path, tmp_path: Path, cache: Path) -> None:
     # data is left at stdlib, whose 2048 entries are neither the model's nor within its vocabulary
     words = ["launch", "model=hf", f"model.path={folder}", "train=none", "benchmark=none"]
     done = caramba(words, tmp_path, cache)
@@ -61,16 +59,11 @@ def test_a_run_that_read_no_text_opens_with_the_folder_s_tokenizer(
     assert load_model(str(only_run(other))).tokenizer is None
 
 
-def test_the_standard_library_is_read_with_the_folder_s_tokenizer(
-    folder: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_the_standard_library_is_read_with_the_folder_s_tokenizer(folder: Path, tmp_path: Path, cache: Path) -> None:
     words = ["launch", "model=hf", f"model.path={folder}", "train=finetune", "benchmark=none"]
     words += [
         "data.max_bytes=200000",
-        *(
-            f"train.phases.global.{item}"
-            for item in ("steps=1", "warmup_steps=0", "batch_size=1", "block_size=16")
-        ),
+        *(f"train.phases.global.{item}" for item in ("steps=1", "warmup_steps=0", "batch_size=1", "block_size=16")),
     ]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stderr
@@ -89,16 +82,11 @@ def test_the_standard_library_is_read_with_the_folder_s_tokenizer(
 
 def test_text_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path, cache: Path) -> None:
     words = ["launch", "model=hf", f"model.path={folder}", "train=finetune", "benchmark=none", "data=tokens"]
-    words += [
-        f"train.phases.global.{item}"
-        for item in ("steps=1", "warmup_steps=0", "batch_size=1", "block_size=16")
-    ]
+    words += [f"train.phases.global.{item}" for item in ("steps=1", "warmup_steps=0", "batch_size=1", "block_size=16")]
     done = caramba([*words, f"data.path={prepared(tmp_path / 'bpe', bpe=True)}"], tmp_path, cache)
     assert done.returncode == 2
     assert "has a tokenizer of 257 entries, and the tokens of" in done.stderr
-    assert (
-        "the same ids mean other text; prepare the data with the model's (caramba prepare text" in done.stderr
-    )
+    assert "the same ids mean other text; prepare the data with the model's (caramba prepare text" in done.stderr
     # the same tokenizer passes, though its files are spelt differently
     done = caramba([*words, f"data.path={prepared(tmp_path / 'bytes', bpe=False)}"], tmp_path, cache)
     assert done.returncode == 0, done.stderr

@@ -78,9 +78,7 @@ def test_a_path_describes_the_model(written: Path) -> None:
     assert model.name == "tiny-llama"
     assert model.path == str(written)
     assert model.topology == spec_of_folder(written).topology
-    assert Manifest.model_validate_json(
-        manifest_of("model=hf", f"model.path={written}", *LOAD_ONLY).model_dump_json()
-    )
+    assert Manifest.model_validate_json(manifest_of("model=hf", f"model.path={written}", *LOAD_ONLY).model_dump_json())
 
 
 def test_a_path_may_be_relative_and_a_name_given(written: Path, tmp_path: Path) -> None:
@@ -117,9 +115,7 @@ def test_a_path_that_is_no_model(path: str, text: str) -> None:
     ("words", "key"),
     [(["model=hf", *LOAD_ONLY], "model.path"), (["model=hf_dba", "train=blockwise"], "model.teacher.checkpoint")],
 )  # fmt: skip
-def test_a_missing_run_or_a_file_is_not_looked_for_on_the_hub(
-    words: list[str], key: str, tmp_path: Path
-) -> None:
+def test_a_missing_run_or_a_file_is_not_looked_for_on_the_hub(words: list[str], key: str, tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "a.safetensors").write_bytes(b"")
     for text, said in (
@@ -201,9 +197,7 @@ def test_a_teacher_folder_describes_the_teacher(teacher_folder: Path, written: P
     assert teacher is not None
     assert teacher.checkpoint == str(teacher_folder)
     assert teacher.manifest == spec_of_folder(teacher_folder)
-    with pytest.raises(
-        ConfigError, match="the student has 4 attention layers, its teacher 2; make them equal"
-    ):
+    with pytest.raises(ConfigError, match="the student has 4 attention layers, its teacher 2; make them equal"):
         manifest_of(
             *words[:2],
             f"model.teacher.checkpoint={written}",
@@ -212,9 +206,7 @@ def test_a_teacher_folder_describes_the_teacher(teacher_folder: Path, written: P
         )
 
 
-@pytest.mark.parametrize(
-    "name", ["llama2_mha", "llama32_3b_mqa", "llama_biases", "mistral_window", "qwen2_window"]
-)
+@pytest.mark.parametrize("name", ["llama2_mha", "llama32_3b_mqa", "llama_biases", "mistral_window", "qwen2_window"])
 def test_a_student_follows_from_its_teachers_folder(name: str, tmp_path: Path) -> None:
     write(tmp_path / name, name)
     words = ["model=hf_dba", f"model.teacher.checkpoint={tmp_path / name}", "train=blockwise"]
@@ -228,9 +220,7 @@ def test_a_student_follows_from_its_teachers_folder(name: str, tmp_path: Path) -
         assert (ours.bias, ours.local_window) == (theirs.bias, theirs.local_window)
         cached = theirs.dims().cached
         assert (ours.sem_dim, ours.geo_dim) == (cached // 8, cached // 16 // 2 * 2)
-    check_models(
-        build_model(teacher, device="meta"), build_model(model, device="meta"), SurgeryConfig(method="dba")
-    )
+    check_models(build_model(teacher, device="meta"), build_model(model, device="meta"), SurgeryConfig(method="dba"))
     widths = ("model.surgery.sem_dim=4", "model.surgery.geo_dim=2")
     fewer = manifest_of(*words, *widths).model
     assert {(layer.sem_dim, layer.geo_dim) for layer in attention_configs(fewer.topology)} == {(4, 2)}
@@ -287,9 +277,7 @@ def test_a_student_for_engines_distils_and_decodes(tmp_path: Path, cache: Path) 
 def test_text_that_promises_no_good_student_is_named_before_training(tmp_path: Path, cache: Path) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(
-        tmp_path / "llama"
-    )
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "llama")
     words = ["launch", "model=hf_dba", "model.teacher.checkpoint=llama", "train=blockwise", "train.steps=40"]
     words += ["train.batch_size=32", "train.block_size=32", "data=stdlib_bytes", "data.max_bytes=20000"]
     words += ["data.val_frac=0.2", "device=cpu", "benchmark=none", "verify=none"]
@@ -327,9 +315,7 @@ def test_a_cached_hub_id_is_found_without_the_network(snapshot: Path, teacher_fo
     shutil.rmtree(snapshot)
     shutil.copytree(teacher_folder, snapshot)
     words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={HUB_ID}"]
-    teacher = check_weights(
-        manifest_of(*words, "model.embedder.vocab_size=61", "train=finetune")
-    ).model.teacher
+    teacher = check_weights(manifest_of(*words, "model.embedder.vocab_size=61", "train=finetune")).model.teacher
     assert teacher is not None
     assert teacher.checkpoint == str(snapshot)
     assert teacher.manifest is not None

@@ -16,9 +16,7 @@ try:
     HARNESS = tuple(int(part) for part in version("lm_eval").split(".")[:3])
 except PackageNotFoundError:
     HARNESS = (0,)
-needs_harness = pytest.mark.skipif(
-    HARNESS < (0, 4, 13), reason="needs lm-eval 0.4.13, older ones need transformers 4"
-)
+needs_harness = pytest.mark.skipif(HARNESS < (0, 4, 13), reason="needs lm-eval 0.4.13, older ones need transformers 4")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 CHOICE = """\
@@ -194,8 +192,7 @@ def test_scores_are_those_of_one_forward_each_whatever_the_batch():
         with torch.no_grad():
             logprobs = model(row).log_softmax(-1)[0]
         expected = sum(
-            logprobs[row.shape[1] - len(continuation) - 1 + at, token].item()
-            for at, token in enumerate(continuation)
+            logprobs[row.shape[1] - len(continuation) - 1 + at, token].item() for at, token in enumerate(continuation)
         )
         assert scored.logprob == pytest.approx(expected, abs=1e-4)
         assert scored.n_tokens == len(continuation)

@@ -46,9 +46,7 @@ def test_loading_takes_less_than_a_fifth_over_the_model(tmp_path: Path, dtype: s
         with torch.device("meta"):
             model = LlamaForCausalLM(config).to(torch.bfloat16)
         model = model.to_empty(device="cpu")
-        for (
-            parameter
-        ) in model.parameters():  # fresh memory may hold numbers that are not finite, which are refused
+        for parameter in model.parameters():  # fresh memory may hold numbers that are not finite, which are refused
             torch.nn.init.zeros_(parameter)
         model.save_pretrained(tmp_path / name, max_shard_size="40MB")
     words = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "big"), dtype]

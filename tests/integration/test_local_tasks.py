@@ -74,9 +74,7 @@ def test_score_task_choices_equal_separate_forwards(place) -> None:
         expected = [logprob(model, context, tokenizer.encode(choice)) for choice in item["choices"]]
         assert record["logprobs"] == pytest.approx(expected, abs=1e-4)
         assert record["id"] == item["id"]
-        per_character = [
-            value / (len(choice) - 1) for value, choice in zip(expected, item["choices"], strict=True)
-        ]
+        per_character = [value / (len(choice) - 1) for value, choice in zip(expected, item["choices"], strict=True)]
         hits.append(expected.index(max(expected)) == item["gold"])
         hits_per_character.append(per_character.index(max(per_character)) == item["gold"])
     assert [record["acc"] for record in found.items] == hits
@@ -196,9 +194,7 @@ def test_eval_files_compare_item_by_item(place, tmp_path, capsys) -> None:
     assert "acc_norm" in animals
     assert "2 (2 unpaired)" in animals
     assert "McNemar" in animals
-    assert any(
-        line.split()[:3] == ["fox", "nll", str(plain["tasks"]["fox"]["n"])] for line in table.splitlines()
-    )
+    assert any(line.split()[:3] == ["fox", "nll", str(plain["tasks"]["fox"]["n"])] for line in table.splitlines())
     files[1].write_text("{}")
     assert main(["compare", *map(str, files)]) == 2
     assert "second.json: is not a file of caramba eval" in capsys.readouterr().err
@@ -208,9 +204,7 @@ def test_cluster_is_the_passage_else_the_context(tmp_path) -> None:
     from caramba.evaluation.local_tasks import _cluster
 
     passage = "Passage: " + "word " * 60
-    first, second = (
-        {"context": f"{passage}\nQuestion: {text}?\nAnswer:", "choices": [" a", " b"]} for text in "xy"
-    )
+    first, second = ({"context": f"{passage}\nQuestion: {text}?\nAnswer:", "choices": [" a", " b"]} for text in "xy")
     assert _cluster(first) == _cluster(second)
     assert _cluster({"context": "a dog"}) != _cluster({"context": "a cat"})
     assert _cluster({"context": "a", "cluster": 7}) == "7"

@@ -77,9 +77,7 @@ def test_an_edited_manifest_is_refused_and_put_back_it_goes_on(
     assert "manifest" in json.loads((run / "sources.json").read_text())
 
 
-def test_what_a_run_computes_is_held_and_how_it_is_started_is_not(
-    run: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_what_a_run_computes_is_held_and_how_it_is_started_is_not(run: Path, tmp_path: Path, cache: Path) -> None:
     """A folder under another name, a file that an editor laid out anew, and another launcher are legitimate."""
     moved = run.rename(run.parent / "mine")
     edit(moved, elsewhere, indent=4)
@@ -92,9 +90,7 @@ def test_what_a_run_computes_is_held_and_how_it_is_started_is_not(
     assert again.returncode == 0, again.stdout + again.stderr
 
 
-def test_a_file_laid_out_anew_is_known_by_the_name_of_its_folder(
-    run: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_a_file_laid_out_anew_is_known_by_the_name_of_its_folder(run: Path, tmp_path: Path, cache: Path) -> None:
     (run / "sources.json").unlink()
     edit(run, lambda plain: None, indent=4)
     done = caramba(["resume", str(run)], tmp_path, cache)
@@ -104,9 +100,7 @@ def test_a_file_laid_out_anew_is_known_by_the_name_of_its_folder(
 def test_data_that_moved_is_found_by_an_edited_path(tmp_path: Path, cache: Path) -> None:
     """Its content is held by itself."""
     (tmp_path / "text.txt").write_text("def area(r):\n    return 3 * r * r\n" * 2000)
-    made = caramba(
-        ["prepare", "text", "text.txt", "--output", "tokens", "--tokenizer", "byte"], tmp_path, cache
-    )
+    made = caramba(["prepare", "text", "text.txt", "--output", "tokens", "--tokenizer", "byte"], tmp_path, cache)
     assert made.returncode == 0, made.stderr
     words = [word for word in WORDS if not word.startswith("data.")]
     words += ["data=tokens", f"data.path={tmp_path / 'tokens'}", "model.embedder.vocab_size=512"]

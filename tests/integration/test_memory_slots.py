@@ -68,9 +68,7 @@ def weights(run: Path) -> dict[str, Tensor]:
     return found
 
 
-def test_a_resized_run_that_was_killed_and_resumed_is_bit_equal(
-    resized: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_a_resized_run_that_was_killed_and_resumed_is_bit_equal(resized: Path, tmp_path: Path, cache: Path) -> None:
     state = "runs/*/*/checkpoints/pretrain.state.pt"
     assert interrupt_when(state, RESIZED, tmp_path, cache, signal.SIGKILL) == -signal.SIGKILL
     run = only_run(tmp_path)
@@ -83,16 +81,12 @@ def test_a_resized_run_that_was_killed_and_resumed_is_bit_equal(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_ranks_resize_and_train_as_one_process(
-    resized: Path, tmp_path: Path, cache: Path, strategy: str
-) -> None:
+def test_two_ranks_resize_and_train_as_one_process(resized: Path, tmp_path: Path, cache: Path, strategy: str) -> None:
     words = ("train.batch_size=1", f"parallel={strategy}", "parallel.dp=2", "launcher=torchrun")
     ours, theirs = weights(trained(tmp_path, cache, *words)), weights(resized)
     assert ours.keys() == theirs.keys()
     for name, x in theirs.items():
-        torch.testing.assert_close(
-            ours[name], x, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(ours[name], x, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +98,6 @@ def test_two_ranks_resize_and_train_as_one_process(
     ],
 )
 def test_what_cannot_be_resized_is_refused_before_training(words: tuple[str, ...], message: str) -> None:
-    base = [
-        word for word in WORDS if not word.startswith(("model", "train.block")) or "model=tiny" not in words
-    ]
+    base = [word for word in WORDS if not word.startswith(("model", "train.block")) or "model=tiny" not in words]
     with pytest.raises(ConfigError, match=message):
         caramba.compile([*base, *words])

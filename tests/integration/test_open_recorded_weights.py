@@ -98,9 +98,7 @@ def test_find_checkpoint_refuses_a_record_that_leaves_the_run(run: Path) -> None
 
 
 @pytest.mark.parametrize("is_all", [True, False])
-def test_find_checkpoint_refuses_an_earlier_phase_where_events_name_a_later_one(
-    run: Path, is_all: bool
-) -> None:
+def test_find_checkpoint_refuses_an_earlier_phase_where_events_name_a_later_one(run: Path, is_all: bool) -> None:
     """Its record, the sums and its weights are removed, or all records."""
     for phase in ("transplant", "global"):
         append_event(run, PHASE_FINISHED, phase=phase, steps=1, seconds=1.0, loss=2.0)
@@ -110,9 +108,7 @@ def test_find_checkpoint_refuses_an_earlier_phase_where_events_name_a_later_one(
         shutil.rmtree(run / "stages")
     else:
         (run / "stages/01-global.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"no record of phase global, which events\.jsonl has as finished"
-    ):
+    with pytest.raises(CheckpointError, match=r"no record of phase global, which events\.jsonl has as finished"):
         find_checkpoint(run, role="student")
 
 

@@ -146,9 +146,7 @@ def trained(
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_stopped_phase_goes_on_bit_equal(
-    settings: dict[str, Any], manifest: Manifest, tmp_path: Path
-) -> None:
+def test_a_stopped_phase_goes_on_bit_equal(settings: dict[str, Any], manifest: Manifest, tmp_path: Path) -> None:
     whole = trained(manifest, tmp_path / "whole", settings)
     with pytest.raises(KeyboardInterrupt):
         trained(manifest, tmp_path / "stopped", settings, stop=SAVED + 1)
@@ -175,9 +173,7 @@ def test_a_step_that_is_not_finite_is_left_out_or_stops_the_phase(
         assert all(torch.equal(left_out[name], before[name]) for name in before)
         (event,) = [item for item in read_events(tmp_path / "skip") if item["event"] == "step_skipped"]
         assert (event["step"], len(event["windows"])) == (4, 4)
-        with pytest.raises(
-            CarambaError, match=r"pretrain: the loss is 5.* norm nan at step 6; .* nonfinite=skip"
-        ):
+        with pytest.raises(CarambaError, match=r"pretrain: the loss is 5.* norm nan at step 6; .* nonfinite=skip"):
             trained(manifest, tmp_path / "stop", settings, broken=(5,))
         assert len(json.loads((tmp_path / "stop" / "nonfinite.json").read_text())["windows"]) == 4
         assert torch.load(state_path(tmp_path / "stop", "pretrain"))["global_step"] == SAVED
@@ -192,18 +188,14 @@ def test_first_steps_that_depart_from_the_plan_are_warned_of(
     long = {"steps": 24, "batch_size": 1}
     for seconds in (1e-6, None):
         folder = tmp_path / str(seconds)
-        if (
-            seconds is None
-        ):  # what the steps of the other run took, which these take again within a wide margin
+        if seconds is None:  # what the steps of the other run took, which these take again within a wide margin
             (event,) = [item for item in read_events(tmp_path / "1e-06") if item["event"] == "speed"]
             assert event["planned_step_seconds"] == 1e-6
             assert event["tokens_per_s"] == pytest.approx(PHASE["block_size"] / event["step_seconds"])
         planned = {} if seconds is None else {"step_seconds": Decision(seconds, "measured")}
         trained(manifest, folder, long, planned=planned)
         said = capsys.readouterr().err
-        found = re.search(
-            r"pretrain: a step takes .* s, \+\d+% of the 1e-06 s that were planned; plan=refresh", said
-        )
+        found = re.search(r"pretrain: a step takes .* s, \+\d+% of the 1e-06 s that were planned; plan=refresh", said)
         assert (found is None) == (seconds is None), said
 
 
@@ -233,9 +225,7 @@ def test_a_gpu_trains_with_each(settings: dict[str, Any], manifest: Manifest, tm
 def test_a_gpu_stops_a_step_late_and_saves_nothing_of_it(manifest: Manifest, tmp_path: Path) -> None:
     with pytest.raises(CarambaError, match=r"norm nan at step 4; .* nonfinite=skip"):
         trained(manifest, tmp_path / "stop", {"dtype": "float32"}, broken=(SAVED - 1,), device="cuda")
-    assert not state_path(tmp_path / "stop", "pretrain").exists(), (
-        "the save after step 4 waits for its reading"
-    )
+    assert not state_path(tmp_path / "stop", "pretrain").exists(), "the save after step 4 waits for its reading"
     assert len(json.loads((tmp_path / "stop" / "nonfinite.json").read_text())["windows"]) == 4
 
 
@@ -275,9 +265,7 @@ def test_products_in_float8_go_on_bit_equal_and_near_bfloat16(
     (event,) = [item for item in read_events(tmp_path / "whole") if item["event"] == "float8"]
     assert (len(event["layers"]), event["casts"], event["left"]) == (7, "kernels, SwiGLU's too", {})
     plain = trained(manifest, tmp_path / "plain", BFLOAT16)
-    lowered = [
-        load_plan(tmp_path / name / "plan.json")["pretrain"].value("lowered") for name in ("whole", "plain")
-    ]
+    lowered = [load_plan(tmp_path / name / "plan.json")["pretrain"].value("lowered") for name in ("whole", "plain")]
     assert lowered == [{"float8_swiglu": 1}, {}]
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     start = dict(build_model(manifest.model, seed=1).named_parameters())

@@ -69,19 +69,13 @@ def test_rows_distil_copies_of_a_student_with_short_trials_of_rates(tmp_path: Pa
         assert [one["step"] for one in tried] == [5], "the first boundary alone has trials"
     for run in adamw["runs"]:
         assert run["steps"] == 30
-        assert 0 < run["curve"][0]["loss"] < 3.0, (
-            "a divergence: the cross-entropy of random tokens is above 4"
-        )
+        assert 0 < run["curve"][0]["loss"] < 3.0, "a divergence: the cross-entropy of random tokens is above 4"
         assert 0 < run["loss"] < 3.0
     slow, fast = (one["loss"] for one in adamw["rates"])
     assert slow != fast
 
 
-@pytest.mark.parametrize(
-    "words", [["model=tiny"], ["model=tiny_dba", "benchmark.benchmarks.0.models=[teacher]"]]
-)
+@pytest.mark.parametrize("words", [["model=tiny"], ["model=tiny_dba", "benchmark.benchmarks.0.models=[teacher]"]])
 def test_distillation_needs_a_student_and_its_teacher(words: list[str]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"benchmark 'optimizers': objective=kl distils a student from its teacher"
-    ):
+    with pytest.raises(ConfigError, match=r"benchmark 'optimizers': objective=kl distils a student from its teacher"):
         freeze([*WORDS[1:], *words, f"+{TABLE}.objective=kl"])

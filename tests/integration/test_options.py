@@ -13,9 +13,7 @@ from caramba.launch.config_files import conf_root
 from caramba.launch.freeze import freeze
 
 
-def test_every_option_composes_and_validates_and_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_composes_and_validates_and_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each YAML of conf/ is the option of one composition here; none is left out."""
     monkeypatch.chdir(tmp_path)
     found = sorted(path.relative_to(conf_root()) for path in conf_root().rglob("*.yaml"))
@@ -52,9 +50,7 @@ def test_every_option_composes_and_validates_and_costs(
     own = ("model", "train", "data", "experiment", "parallel")
     alone = [[path] for path in options if path.parent.name in own]
     others = itertools.groupby((path for path in options if [path] not in alone), lambda path: path.parent)
-    together = itertools.zip_longest(
-        *(list(paths) for _, paths in others)
-    )  # groups that do not touch each other
+    together = itertools.zip_longest(*(list(paths) for _, paths in others))  # groups that do not touch each other
     for paths in (*alone, *([path for path in row if path] for row in together)):
         words = []
         for path in paths:

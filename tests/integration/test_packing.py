@@ -100,12 +100,9 @@ def test_a_flat_file_has_no_documents(tmp_path: Path, cache: Path) -> None:
     assert "path=x.npy is a flat file" in " ".join(done.stderr.split())
 
 
-def test_calibration_text_that_is_held_out_too_is_refused_before_training(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_calibration_text_that_is_held_out_too_is_refused_before_training(tmp_path: Path, cache: Path) -> None:
     texts = [
-        f"document {number}: " + " ".join(f"w{i % 53}" for i in range(number, number + 99))
-        for number in range(90)
+        f"document {number}: " + " ".join(f"w{i % 53}" for i in range(number, number + 99)) for number in range(90)
     ]
     splits = {"train": texts, "val": [f"other {text}" for text in texts[:40]] + texts[3:4]}
     write_token_folder(tmp_path / "tokens", splits, train_bpe(texts, VOCAB), {"corpus": "test"})
@@ -125,9 +122,7 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path, tmp_path: Path, cach
         *("train.steps=24", "train.warmup_steps=0", "train.batch_size=2", "train.block_size=16"),
         "train.save_every=4",
     ]
-    status = interrupt_when(
-        "runs/*/*/checkpoints/pretrain.state.pt", command, tmp_path, cache, signal.SIGKILL
-    )
+    status = interrupt_when("runs/*/*/checkpoints/pretrain.state.pt", command, tmp_path, cache, signal.SIGKILL)
     assert status == -signal.SIGKILL
     run = only_run(tmp_path)
     state = (run / "checkpoints/pretrain.state.pt").read_bytes()

@@ -53,9 +53,7 @@ def _drafted(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("paper")
     with chat_server(calls(("list_artifacts", {})), PAPER, says("done")) as server:
         words = ["launch", "experiment=smoke", "device=cpu", *SMALL, *SMALL_TEACHER, *SECTIONS]
-        done = caramba(
-            [*words, f"paper.api.base_url={server.url}", "paper.title=A draft"], folder, cache, draws=True
-        )
+        done = caramba([*words, f"paper.api.base_url={server.url}", "paper.title=A draft"], folder, cache, draws=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "failures" in server.results()[0]
     assert "paper: " in done.stdout
@@ -92,9 +90,7 @@ def test_the_command_updates_a_paper(drafted: Path, cache: Path) -> None:
 
     def shorten(request: dict[str, Any]) -> Answer:
         sections = json.loads(request["messages"][-1]["content"])["sections"]
-        return calls(
-            ("update_section", {"section": "abstract", "body": "Shorter.", "base_hash": sections[0]["hash"]})
-        )
+        return calls(("update_section", {"section": "abstract", "body": "Shorter.", "base_hash": sections[0]["hash"]}))
 
     with chat_server(calls(("read_tex_file", {})), shorten, says("done")) as server:
         done = caramba(
@@ -111,9 +107,7 @@ def test_another_folder_with_options_and_a_file_of_keys(drafted: Path, cache: Pa
     written = calls(("update_section", {"section": "abstract", "body": "Short."}))
     with chat_server(written, says("done")) as server:
         words = ["paper", "latest", "--output-dir", "mine", "--config", "keys.yaml", "--base-url", server.url]
-        done = caramba(
-            [*words, "--title", "Mine", "--author", "A", "--author", "B", "--quiet"], drafted, cache
-        )
+        done = caramba([*words, "--title", "Mine", "--author", "A", "--author", "B", "--quiet"], drafted, cache)
         assert server.requests[0]["model"] == "scripted"
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"paper: {drafted}/mine/paper.tex", f"pdf: {drafted}/mine/paper.pdf"]
@@ -195,9 +189,7 @@ LACKING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"), LACKING, ids=lambda item: item[-1] if isinstance(item, list) else ""
-)
+@pytest.mark.parametrize(("keys", "message"), LACKING, ids=lambda item: item[-1] if isinstance(item, list) else "")
 def test_what_a_paper_lacks_is_said_before_the_run_begins(
     keys: list[str], message: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,10 +79,7 @@ DISTILLED = {
     "blocks_data": (*BLOCKS, "parallel=ddp"),
     "controls": (
         *(*BLOCKS, "parallel=ddp", "benchmark=controls", "~train.phases.drift"),
-        *(
-            f"{CONTROLS}.{key}"
-            for key in ("num_batches=1", "block_size=64", "distil=true", "controls=[random]")
-        ),
+        *(f"{CONTROLS}.{key}" for key in ("num_batches=1", "block_size=64", "distil=true", "controls=[random]")),
     ),
 }
 
@@ -293,9 +290,7 @@ def test_a_sharded_run_grows_from_one_rank_to_two(folders: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("name", ["bfloat16_sums", "fsdp2_bfloat16_sums"])
-def test_gradients_that_ranks_sum_in_bfloat16_are_rounded_and_no_more(
-    name: str, folders: dict[str, Path]
-) -> None:
+def test_gradients_that_ranks_sum_in_bfloat16_are_rounded_and_no_more(name: str, folders: dict[str, Path]) -> None:
     run, one = folders[name], folders["one"]
     assert rows(run, "val_loss") == pytest.approx(rows(one, "val_loss"), rel=5e-3)
     assert rows(run, "grad_norm") != pytest.approx(rows(one, "grad_norm"), rel=2e-5)
@@ -365,9 +360,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     from caramba.data.checkpoint.formats import load_sharded_state
     from caramba.experiment.resolve_plans import resize_batch
 
-    wider = build_model(
-        freeze([*WORDS, "model.embedder.vocab_size=600", "data.vocab_size=600"]).manifest.model
-    )
+    wider = build_model(freeze([*WORDS, "model.embedder.vocab_size=600", "data.vocab_size=600"]).manifest.model)
     place = latest_sharded_state(folders["exact"])
     assert place is not None
     with pytest.raises(

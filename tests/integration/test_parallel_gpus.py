@@ -38,9 +38,7 @@ def train_on_gpus(folder: Path, cache: Path, *more: str) -> tuple[list[float], l
 @pytest.mark.parametrize("compiled", ["true", "false"])
 def test_strategies_agree_on_two_gpus(tmp_path: Path, cache: Path, compiled: str) -> None:
     ranks = ("parallel.dp=2", "launcher=torchrun", f"train.compile={compiled}")
-    ddp, fsdp2 = (
-        train_on_gpus(tmp_path / name, cache, f"parallel={name}", *ranks)[0] for name in ("ddp", "fsdp2")
-    )
+    ddp, fsdp2 = (train_on_gpus(tmp_path / name, cache, f"parallel={name}", *ranks)[0] for name in ("ddp", "fsdp2"))
     assert ddp
     assert ddp == pytest.approx(fsdp2, abs=WITHIN)
 

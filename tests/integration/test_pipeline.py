@@ -70,9 +70,7 @@ def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
     }
     assert names <= {item["path"] for item in report["artifacts"]}
     for item in report["artifacts"]:
-        assert (
-            hashlib.sha256((upcycled / "artifacts" / item["path"]).read_bytes()).hexdigest() == item["sha256"]
-        )
+        assert hashlib.sha256((upcycled / "artifacts" / item["path"]).read_bytes()).hexdigest() == item["sha256"]
 
 
 def test_cache_is_the_latent_and_the_geometric_key(upcycled: Path) -> None:
@@ -191,9 +189,7 @@ def test_fail_fast_stops_after_the_artifacts(upcycled: Path, tmp_path: Path, cac
         *SMALL,
         *SMALL_TEACHER,
     ]
-    done = caramba(
-        [*words, "verify.checks.1.max_ppl_ratio=0.001", "verify.checks.1.fail_fast=true"], tmp_path, cache
-    )
+    done = caramba([*words, "verify.checks.1.max_ppl_ratio=0.001", "verify.checks.1.fail_fast=true"], tmp_path, cache)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ppl_ratio" in done.stderr
     report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
@@ -266,9 +262,7 @@ def test_diverged_training_saves_nothing_and_says_so(tmp_path: Path, cache: Path
 
 
 def test_a_group_cannot_build_on_another_groups_teacher(tmp_path: Path, cache: Path) -> None:
-    printed = caramba(
-        ["launch", "experiment=smoke", *SMALL, *SMALL_TEACHER, "--cfg", "job"], tmp_path, cache
-    ).stdout
+    printed = caramba(["launch", "experiment=smoke", *SMALL, *SMALL_TEACHER, "--cfg", "job"], tmp_path, cache).stdout
     assert "phases" in printed
     import yaml
 

@@ -66,9 +66,7 @@ def test_a_batch_that_fits_is_found_once_and_replayed(tmp_path: Path, cache: Pat
 
 def only_run_named(folder: Path, plan: str) -> Path:
     (found,) = (
-        run
-        for run in folder.glob("runs/*/*")
-        if json.loads((run / "manifest.json").read_text())["plan"] == plan
+        run for run in folder.glob("runs/*/*") if json.loads((run / "manifest.json").read_text())["plan"] == plan
     )
     return found
 
@@ -160,9 +158,7 @@ def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
     assert (phase["steps"], phase["tokens"]) == (2, 2 * 381 * 64 * (1 if rank is None else 2))
     metrics = [event for event in events if event["event"] == "metrics"]
     assert metrics[-1]["step"] == 2
-    assert len({(row["step"], *row["values"]) for row in metrics}) == len(metrics), (
-        "no step is on record twice"
-    )
+    assert len({(row["step"], *row["values"]) for row in metrics}) == len(metrics), "no step is on record twice"
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
@@ -179,10 +175,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
     folder = tmp_path / "none"
     done = caramba([*SHORT, "train.float8=rowwise", "device=cpu"], tmp_path, folder)
     assert done.returncode == 2
-    assert (
-        "train.float8=rowwise: the device cpu supports float32, bfloat16, float16; remove float8"
-        in done.stderr
-    )
+    assert "train.float8=rowwise: the device cpu supports float32, bfloat16, float16; remove float8" in done.stderr
     assert not folder.exists(), "refused before the data is read"
 
 
@@ -217,10 +210,7 @@ def _gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.slow
 def test_everything_is_planned_on_a_gpu(tmp_path: Path, cache: Path) -> None:
-    auto = [
-        f"train.{key}=auto"
-        for key in ("batch_size", "compile_model", "activation_checkpointing", "num_workers")
-    ]
+    auto = [f"train.{key}=auto" for key in ("batch_size", "compile_model", "activation_checkpointing", "num_workers")]
     done = caramba([*SHORT, *auto, "device=cuda", "train.steps=200"], tmp_path, cache)
     assert done.returncode == 0, done.stderr
     decisions = plan_of(only_run(tmp_path))

@@ -188,9 +188,7 @@ def test_the_module_of_the_folder_where_a_run_began_is_the_one_that_runs(here: P
     assert f"there is no module gated_conv: it is not in {here} or {other}" in lost.stderr
 
 
-def test_what_opens_a_run_with_a_plugin_does_so_from_another_folder(
-    here: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_what_opens_a_run_with_a_plugin_does_so_from_another_folder(here: Path, tmp_path: Path, cache: Path) -> None:
     httpx = pytest.importorskip("httpx")
     copied("gated_conv", here / "gated_conv")
     done = caramba(TRAIN, here, cache)

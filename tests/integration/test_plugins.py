@@ -52,9 +52,7 @@ def runs_of(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob("runs/*/*/manifest.json"))
 
 
-def test_a_plugin_from_launch_to_text(
-    folder: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_plugin_from_launch_to_text(folder: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     done = caramba([*TRAIN, "resume=never"], folder, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     (whole,) = runs_of(folder)
@@ -64,9 +62,7 @@ def test_a_plugin_from_launch_to_text(
         {"module": "gated_conv", "folder": str(folder)}
     ]
 
-    interrupt_when(
-        "runs/*/*/checkpoints/pretrain.state.pt", [*TRAIN, "resume=never"], folder, cache, signal.SIGKILL
-    )
+    interrupt_when("runs/*/*/checkpoints/pretrain.state.pt", [*TRAIN, "resume=never"], folder, cache, signal.SIGKILL)
     run = next(item for item in runs_of(folder) if item != whole)
     source = folder / "gated_conv" / "layers.py"
     text = source.read_text()
@@ -96,9 +92,7 @@ def test_a_plugin_from_launch_to_text(
 
 def test_a_plugin_in_a_sweep_a_file_and_benchmarks(folder: Path, cache: Path) -> None:
     words = [word for word in WORDS if word != "launch"]
-    swept = caramba(
-        ["-m", *words, "train.steps=2", "benchmark=none", "seed=1,2", "launcher=process"], folder, cache
-    )
+    swept = caramba(["-m", *words, "train.steps=2", "benchmark=none", "seed=1,2", "launcher=process"], folder, cache)
     assert swept.returncode == 0, swept.stdout + swept.stderr
     assert "2 of 2 points finished" in swept.stdout + swept.stderr
     first = runs_of(folder)[0]
@@ -117,9 +111,7 @@ def test_two_ranks_train_what_one_does(folder: Path, cache: Path) -> None:
     for words in ((), spread):
         done = caramba([*TRAIN, "train.steps=3", *words], folder, cache)
         assert done.returncode == 0, done.stdout + done.stderr
-        found.append(
-            weights(max(runs_of(folder), key=lambda run: (run / "manifest.json").stat().st_mtime_ns))
-        )
+        found.append(weights(max(runs_of(folder), key=lambda run: (run / "manifest.json").stat().st_mtime_ns)))
     one, two = found
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=3e-4, rtol=1e-3)
@@ -132,11 +124,7 @@ def test_two_ranks_train_what_one_does(folder: Path, cache: Path) -> None:
 
 def test_what_decodes_a_layer_that_cannot_be_is_refused_before_it_runs(folder: Path, cache: Path) -> None:
     schema = folder / "gated_conv" / "schema.py"
-    text = (
-        schema.read_text()
-        .replace('    decoding = "cached"\n', "")
-        .replace("def cached_streams", "def no_streams")
-    )
+    text = schema.read_text().replace('    decoding = "cached"\n', "").replace("def cached_streams", "def no_streams")
     schema.write_text(text)
     refused = caramba([*WORDS, "train.steps=2", "benchmark=quick"], folder, cache)
     assert refused.returncode == 2

@@ -61,9 +61,7 @@ def _model(run: Run) -> Any:
 
 
 def plain_process(code: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -203,9 +201,7 @@ def test_load_refuses_wrong_options(run: Run) -> None:
 
 
 def student_config() -> ModelConfig:
-    return caramba.compile(
-        ["model=tiny_dba", "train=upcycle", "device=cpu", *SMALL, *SMALL_TEACHER]
-    ).manifest.model
+    return caramba.compile(["model=tiny_dba", "train=upcycle", "device=cpu", *SMALL, *SMALL_TEACHER]).manifest.model
 
 
 def test_transplant_and_distill_lower_the_loss(run: Run) -> None:
@@ -241,16 +237,12 @@ def test_transplant_and_distill_lower_the_loss(run: Run) -> None:
 
 def test_transplant_and_distill_refuse_what_does_not_fit(run: Run) -> None:
     teacher = caramba.load(run, device="cpu").model
-    with pytest.raises(
-        ConfigError, match=r"method=dba measures the teacher on tokens \[N, T\] int64; got none"
-    ):
+    with pytest.raises(ConfigError, match=r"method=dba measures the teacher on tokens \[N, T\] int64; got none"):
         caramba.transplant(teacher, student_config())
     with pytest.raises(ConfigError, match="objective='blokwise'; expected blockwise, drift, kl"):
         caramba.distill(teacher, teacher, [], objective="blokwise")
     with pytest.raises(ConfigError, match="trains another model"):
-        caramba.distill(
-            teacher, teacher, [], objective=LanguageModelObjective(caramba.load(run, device="cpu").model)
-        )
+        caramba.distill(teacher, teacher, [], objective=LanguageModelObjective(caramba.load(run, device="cpu").model))
 
 
 @pytest.mark.slow

@@ -20,11 +20,7 @@ pytestmark = pytest.mark.slow
 CONFIG = "benchmark.benchmarks.{}.config"
 FEW = (
     *(f"{CONFIG.format(number)}.num_batches=1" for number in (0, 1, 2, 3, 4, 8)),
-    *(
-        f"{CONFIG.format(number)}.{key}"
-        for number in (5, 6)
-        for key in ("prompt_lengths=[128]", "timed_runs=1")
-    ),
+    *(f"{CONFIG.format(number)}.{key}" for number in (5, 6) for key in ("prompt_lengths=[128]", "timed_runs=1")),
 )
 WORDS = ("benchmark=quantised", "verify=none", "train.steps=2", "train.batch_size=2", "train.block_size=64")
 
@@ -54,9 +50,7 @@ def test_formats_side_by_side(run: Path) -> None:
         assert set(ran["value"]) == set(all_ops())
     rows = list(csv.DictReader((run / "artifacts/memory.csv").open()))
     assert {row["kind"] for row in rows} == {"fp16", "q8_0", "q4_0", "nf4", "mixed"}
-    assert all(
-        float(row["tail_bytes"]) + float(row["slack_bytes"]) < float(row["cache_bytes"]) for row in rows
-    )
+    assert all(float(row["tail_bytes"]) + float(row["slack_bytes"]) < float(row["cache_bytes"]) for row in rows)
 
 
 def test_weights_are_reported_with_what_they_cost(run: Path) -> None:
@@ -116,9 +110,7 @@ def test_what_would_measure_nothing_is_refused_before_the_run(tmp_path: Path) ->
     done = caramba(["launch", *words], tmp_path, tmp_path / "cache")
     assert done.returncode == 2
     assert "fits the 16-bit tail" in done.stderr + done.stdout
-    done = caramba(
-        ["launch", *WORDS, "benchmark.benchmarks.1.config.cache_kind=auto"], tmp_path, tmp_path / "cache"
-    )
+    done = caramba(["launch", *WORDS, "benchmark.benchmarks.1.config.cache_kind=auto"], tmp_path, tmp_path / "cache")
     assert done.returncode == 2
     assert "cache_kind=auto is not built yet: it comes with the inference work" in done.stderr + done.stdout
     assert not list(tmp_path.glob("runs/*/*"))

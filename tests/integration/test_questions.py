@@ -56,8 +56,7 @@ def test_cases_and_tasks_reach_every_file_of_a_run(tmp_path: Path, cache: Path, 
     ]
     assert metrics["accuracy.student.acc@task=cats_choice"]["n"] == 2
     assert (
-        metrics["accuracy.teacher.mean@tasks=1"]["value"]
-        == metrics["accuracy.teacher.acc@task=cats_choice"]["value"]
+        metrics["accuracy.teacher.mean@tasks=1"]["value"] == metrics["accuracy.teacher.acc@task=cats_choice"]["value"]
     )
     rows = list(csv.DictReader((folder / "accuracy.csv").open()))
     assert {(row["model"], row["metric"]) for row in rows} >= {("teacher", "acc"), ("student", "acc_norm")}
@@ -80,9 +79,7 @@ def test_what_could_not_be_asked_after_training_stops_the_run_before_it(tmp_path
 @needs_harness
 def test_an_accuracy_benchmark_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
     words = [f"benchmark.benchmarks={accuracy(tmp_path / 'none')}"]
-    with pytest.raises(
-        ConfigError, match=r"benchmarks.acc \(accuracy\): include_path=.*none is not a folder"
-    ):
+    with pytest.raises(ConfigError, match=r"benchmarks.acc \(accuracy\): include_path=.*none is not a folder"):
         prepare(words, [])
 
 
@@ -92,8 +89,6 @@ def test_without_the_harness_an_accuracy_benchmark_is_refused_before_a_run_is_ma
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"benchmarks.acc \(accuracy\).*not installed; pip install 'caramba\[eval\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"benchmarks.acc \(accuracy\).*not installed; pip install 'caramba\[eval\]'"):
         prepare([f"benchmark.benchmarks={accuracy(tmp_path)}"], [])
     assert not list(tmp_path.iterdir())

@@ -54,9 +54,7 @@ def rank_of(place: Path) -> int | None:
     """Return the rank that a process of /proc is, None if it is none."""
     if (name := (place / "comm").read_text()).startswith(RANK):
         return int(name.removeprefix(RANK))
-    variables = dict(
-        item.split("=", 1) for item in (place / "environ").read_text().split("\0") if "=" in item
-    )
+    variables = dict(item.split("=", 1) for item in (place / "environ").read_text().split("\0") if "=" in item)
     return int(variables["RANK"]) if {"TORCHELASTIC_RUN_ID", "RANK"} <= variables.keys() else None
 
 
@@ -92,9 +90,7 @@ def test_ranks_go_on_after_a_kill_or_a_signal_with_the_same_weights(tmp_path: Pa
         assert len(starts) == 2
         if run == runs[0]:
             assert starts[1] - killed_at < 120, "the rest do not wait for what was killed"
-        rows = Counter(
-            (item["step"], *sorted(item["values"])) for item in events if item["event"] == "metrics"
-        )
+        rows = Counter((item["step"], *sorted(item["values"])) for item in events if item["event"] == "metrics")
         assert max(rows.values()) == 1, "a step is on record once, whatever stopped the run"
         assert run_state(run).state == "finished"
     ours, theirs = (load_tensors(run / "checkpoints" / "pretrain.safetensors") for run in runs)
@@ -119,7 +115,5 @@ def test_a_rank_stops_with_a_torchrun_that_a_signal_ends(tmp_path: Path, cache: 
     assert len(list(run.glob("checkpoints/*.state.pt"))) == 1, "it was saved at the end of the step"
     done = caramba(["resume", str(run)], tmp_path, cache)
     assert done.returncode == 0, done.stderr
-    steps = Counter(
-        (item["step"], *sorted(item["values"])) for item in read_events(run) if item["event"] == "metrics"
-    )
+    steps = Counter((item["step"], *sorted(item["values"])) for item in read_events(run) if item["event"] == "metrics")
     assert max(steps.values()) == 1, "it went on after the last step"

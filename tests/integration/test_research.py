@@ -94,9 +94,7 @@ def test_a_loop_ends_with_a_paper_after_a_real_experiment_and_replays(tmp_path: 
 
 
 @needs_latex
-def test_a_loop_with_text_tools_on_caramba_serve_ends_where_the_model_has_no_form(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_a_loop_with_text_tools_on_caramba_serve_ends_where_the_model_has_no_form(tmp_path: Path, cache: Path) -> None:
     run, weights = tmp_path / "run", tmp_path / "bytes"
     words = ("paper=report", "paper.enabled=false", "paper.sections=[abstract,results]")
     write_run(run, overrides=(*words, "paper.api.retries=0", "paper.budget.max_reply_tokens=16"))
@@ -154,9 +152,7 @@ def test_kill_9_behind_every_kind_of_event_repeats_no_paid_call_and_no_run(tmp_p
     assert n_kills == len(kinds) == len(set(kinds))
     assert sorted(lines("loop_two", killed_loop.PAID)) == sorted(lines("loop_one", killed_loop.PAID))
     assert sorted(lines("loop_two", killed_loop.RUNS)) == sorted(lines("loop_one", killed_loop.RUNS))
-    assert (
-        len(lines("loop_one", killed_loop.RUNS)) == 12
-    )  # three trials in both arms, two pairs, the held-out pair
+    assert len(lines("loop_one", killed_loop.RUNS)) == 12  # three trials in both arms, two pairs, the held-out pair
     for name in ("loop_one", "loop_two"):
         assert (tmp_path / name / killed_loop.RESULT).read_text() == "approved"
         assert verify_ledger(tmp_path / name / "paper" / "research")["trials"] == 6

@@ -62,9 +62,7 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
 
 
-def test_stopped_in_every_way_and_phase_and_resumed_it_is_bit_equal(
-    whole: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_stopped_in_every_way_and_phase_and_resumed_it_is_bit_equal(whole: Path, tmp_path: Path, cache: Path) -> None:
     """A full disk, the same command again, Ctrl-C, and a kill in every phase: all stop one run."""
     done = caramba(WORDS, tmp_path, cache, preexec_fn=fill_the_disk)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -85,9 +83,7 @@ def test_stopped_in_every_way_and_phase_and_resumed_it_is_bit_equal(
         assert not (run / "result.json").exists(), file
         if file == "blockwise.state.pt":
             state = torch.load(run / "checkpoints" / file, weights_only=True)
-            assert {key for one in state["optimizer_states"][0]["state"].values() for key in one} == {
-                "momentum"
-            }
+            assert {key for one in state["optimizer_states"][0]["state"].values() for key in one} == {"momentum"}
         words = ["resume", str(run)]
     # As a kill leaves it between the record of a phase and the end of its state.
     state_path(only_run(tmp_path), "pretrain").write_bytes(b"of no use")

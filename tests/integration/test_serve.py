@@ -72,10 +72,7 @@ def test_the_openai_client_talks_to_the_command_and_sigterm_ends_it(
         asked = {"model": "bytes", "prompt": prompt, "max_tokens": 24, "seed": 3, **SAMPLED}
         found = client.completions.create(**asked)
         assert (found.choices[0].text, found.usage.completion_tokens) == (row.text, len(row.tokens))
-        assert (
-            "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
-            == row.text
-        )
+        assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == row.text
 
         turns = [{"role": "user", "content": "Hi"}]
         ids = Dialogue(load_tokenizer(folder), TEMPLATE).encode(turns)
@@ -252,9 +249,7 @@ def test_a_value_that_a_schema_does_not_allow_is_seen(client: httpx.Client) -> N
         assert (len(found), response.status_code) == (int(status == 400), status)
 
 
-def test_a_stopping_server_tells_those_whom_it_cuts_off(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopping_server_tells_those_whom_it_cuts_off(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "DRAIN_SECONDS", 0.05)
     service = service_of(model, n_slots=1, max_len=4096, max_tokens=4000)
     body = {"model": NAME, "stream": True} | ENDLESS | {"max_tokens": 4000}

@@ -84,9 +84,7 @@ def test_a_job_is_requeued_by_a_signal_cancelled_and_resumed_in_place(
     wait_for(lambda: "metrics" in kinds(run), "the first row of metrics", folder)
     node.run("scancel", "--signal=USR2", str(job))
     wait_for(lambda: "run_interrupted" in kinds(run), "stopped by USR2", folder)
-    wait_for(
-        lambda: node.run("squeue", "-h", "-j", str(job), "-o", "%T") == "PENDING\n", "queued again", folder
-    )
+    wait_for(lambda: node.run("squeue", "-h", "-j", str(job), "-o", "%T") == "PENDING\n", "queued again", folder)
     again = caramba(["resume", str(run)], folder, cache)
     assert again.returncode == 2
     assert re.search(rf"SLURM job {job} PENDING( \([A-Za-z]+\))? has this run", again.stderr)

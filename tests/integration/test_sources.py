@@ -30,9 +30,7 @@ def words(teacher: Path, tokens: Path) -> list[str]:
     ]
 
 
-def test_a_teacher_or_text_that_changed_in_between_is_refused_and_nothing_is_lost(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_a_teacher_or_text_that_changed_in_between_is_refused_and_nothing_is_lost(tmp_path: Path, cache: Path) -> None:
     """Trap: the signature of a folder is that of its headers, and of a run's weights and of the text there was none."""
     teacher, tokens = tmp_path / "teacher", tmp_path / "text.npy"
     transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(SHAPE | HEADS)).save_pretrained(teacher)

@@ -31,6 +31,4 @@ def loss_of(folder: Path, cache: Path, *words: str) -> float:
 def test_loss_of_split_batches_is_the_loss_of_the_whole(cache: Path, tmp_path: Path, packing: str) -> None:
     given = f"data.packing={packing}"
     whole = loss_of(tmp_path / "whole", cache, given, "train.batch_size=8")
-    assert loss_of(tmp_path / "split", cache, given, *SPLITS[packing]) == pytest.approx(
-        whole, rel=0, abs=1e-5
-    )
+    assert loss_of(tmp_path / "split", cache, given, *SPLITS[packing]) == pytest.approx(whole, rel=0, abs=1e-5)

@@ -131,9 +131,7 @@ def test_wandb_offline_has_every_step_once(runs: tuple[Path, Path]) -> None:
         for data in wandb_records(file):
             record = Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
-                items = {
-                    item.key or "/".join(item.nested_key): item.value_json for item in record.history.item
-                }
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 seen.append((int(items["_step"]), set(items)))
         assert [step for step, _ in seen] == STEPS
         assert all("loss" in keys and "tokens_per_s" in keys for _, keys in seen)

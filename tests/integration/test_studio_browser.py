@@ -120,9 +120,7 @@ def _open_tab(browser):
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(message.text))
         tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on(
-            "request", lambda request: wrong.extend([request.url] if request.url.startswith("http") else [])
-        )
+        tab.on("request", lambda request: wrong.extend([request.url] if request.url.startswith("http") else []))
         tab.goto(file.as_uri())
         return tab
 
@@ -139,9 +137,7 @@ def show(tab, title: str) -> None:
 def keep_picture(tab, name: str) -> None:
     """Save a screenshot with 128 colours, which is half of its bytes, where the pictures are asked for."""
     if folder := os.environ.get("CARAMBA_PICTURES"):
-        Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(128).save(
-            Path(folder) / name, optimize=True
-        )
+        Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(128).save(Path(folder) / name, optimize=True)
 
 
 def rows_of(tab) -> list[str]:
@@ -150,9 +146,7 @@ def rows_of(tab) -> list[str]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_view_of_the_studio_overlaps_or_cuts_a_text(
-    page_file: Path, open_tab, width: int, scheme: str
-) -> None:
+def test_no_view_of_the_studio_overlaps_or_cuts_a_text(page_file: Path, open_tab, width: int, scheme: str) -> None:
     tab = open_tab(page_file, width, scheme)
     for title in ("Runs", "Differences", "Sweep", "Frontier"):
         show(tab, title)
@@ -206,14 +200,10 @@ def test_filter_sort_and_pin(page_file: Path, open_tab) -> None:
     sync_api.expect(tab.locator("#counts")).to_have_text("")
     column = tab.locator("#runs thead button", has_text="perplexity.student.perplexity")
     column.click()
-    values = tab.evaluate(
-        "rendered.runs.map((run) => metricValue(run, 0)).filter((value) => value !== undefined)"
-    )
+    values = tab.evaluate("rendered.runs.map((run) => metricValue(run, 0)).filter((value) => value !== undefined)")
     assert values == sorted(values)
     column.click()
-    values = tab.evaluate(
-        "rendered.runs.map((run) => metricValue(run, 0)).filter((value) => value !== undefined)"
-    )
+    values = tab.evaluate("rendered.runs.map((run) => metricValue(run, 0)).filter((value) => value !== undefined)")
     assert values == sorted(values, reverse=True)
     last = rows_of(tab)[-2]  # the very last is half written, and has no value
     tab.get_by_role("button", name=f"pin demo/{last}").click()

@@ -71,9 +71,7 @@ def block_error(teacher: Model, student_spec: ModelSpec, method: str, calibratio
 def test_dba_beats_weight_svd_at_every_tested_budget(teacher: Model, calibration: Calibration) -> None:
     kept = []
     for widths in (latent_spec(6, 4), latent_spec(10, 6), latent_spec(14, 8)):
-        dba, svd, random = (
-            gap(teacher, widths, method, calibration) for method in ("dba", "weight_svd", "random")
-        )
+        dba, svd, random = (gap(teacher, widths, method, calibration) for method in ("dba", "weight_svd", "random"))
         assert dba < 0.6 * min(svd, random)
         kept.append(dba)
     assert all(after < before for before, after in itertools.pairwise(kept))

@@ -87,10 +87,7 @@ def test_a_run_that_fails_is_listed_with_its_reason(
 ) -> None:
     monkeypatch.chdir(folder)
     words = [word for word in WORDS[1:] if "=1,2" not in word and "lr=" not in word]
-    assert (
-        main([*words, "train.lr=1e30", "train.max_grad_norm=1e30", "train.warmup_steps=0", "name=diverges"])
-        == 1
-    )
+    assert main([*words, "train.lr=1e30", "train.max_grad_norm=1e30", "train.warmup_steps=0", "name=diverges"]) == 1
     capsys.readouterr()
     assert main(["status", "runs/diverges"]) == 0
     assert "failed" in (text := capsys.readouterr().out)

@@ -105,9 +105,7 @@ def test_a_sweep_finishes_what_it_can_and_goes_on_where_it_stopped(sweep, tmp_pa
     assert "resuming" in text
     assert states(again) == ["finished"] * 3
     calls = Path("calls.txt").read_text().splitlines()
-    assert sorted(line.split()[0] for line in calls) == ["1", "5", "5", "7", "7"], (
-        "what has finished is skipped"
-    )
+    assert sorted(line.split()[0] for line in calls) == ["1", "5", "5", "7", "7"], "what has finished is skipped"
     assert len(set(calls)) == 3, "a run without a result goes on in its own directory"
     assert {run: (run / "result.json").stat().st_mtime_ns for run in before} == before
     assert sweep("resume", str(found.folder))[0] == 0
@@ -135,9 +133,7 @@ def test_what_has_a_result_is_not_overwritten_and_one_front_end_drives_a_sweep(s
 def test_a_single_run_has_a_process_of_its_own_too(sweep, tmp_path):
     words = (*WORDS, "launcher=process")
     assert [sweep(*words, f"seed={seed}")[0] for seed in (1, 5)] == [0, 1]
-    runs = sorted(
-        tmp_path.glob("runs/tiny_pretrain/2*"), key=lambda run: (run / "manifest.json").stat().st_mtime_ns
-    )
+    runs = sorted(tmp_path.glob("runs/tiny_pretrain/2*"), key=lambda run: (run / "manifest.json").stat().st_mtime_ns)
     assert [(run / "result.json").exists() for run in runs] == [True, False]
     assert sweep("resume", str(runs[1]))[0] == 0
     assert (runs[1] / "result.json").exists()
@@ -267,9 +263,7 @@ def test_a_search_draws_from_what_has_finished_and_goes_on(sweep):
     status, _, again = sweep(*words, "hydra.sweeper.n_trials=7", "hydra.sweeper.seed=3")
     assert (status, again.folder) == (0, found.folder)
     assert [point.overrides for point in again.points[:5]] == drawn
-    assert len({tuple(point.overrides) for point in again.points}) == 7, (
-        "a search that goes on draws nothing twice"
-    )
+    assert len({tuple(point.overrides) for point in again.points}) == 7, "a search that goes on draws nothing twice"
     assert sweep("resume", str(found.folder))[2] == again
     _, _, anew = sweep(*words, "hydra.sweeper.n_trials=2", "hydra.sweeper.seed=3", "resume=never")
     assert anew.folder != found.folder

@@ -38,9 +38,7 @@ def test_a_search_over_runs_of_two_ranks_is_one_search(tmp_path: Path, cache: Pa
         decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
         assert decisions["data_parallel"]["value"] == 2
         rate = decisions["lr"]["value"]
-        assert list(point.overrides) == [f"train.lr={rate}"], (
-            "what the study drew is what the ranks were told"
-        )
+        assert list(point.overrides) == [f"train.lr={rate}"], "what the study drew is what the ranks were told"
         starts = [event for event in read_events(run) if event["event"] == "run_started"]
         assert len(starts) == 1
         logs = {file.name for file in (run / "logs").glob("torchrun-0/rank-*.err")}

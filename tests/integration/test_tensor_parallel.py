@@ -73,15 +73,11 @@ def step(model: Model, tokens: torch.Tensor = TOKENS) -> tuple[float, dict[str, 
     logits = model(tokens[:, :-1])
     loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    return loss.item(), {
-        name: value.grad for name, value in model.named_parameters() if value.grad is not None
-    }
+    return loss.item(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
 def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()
-    }
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
 def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -124,9 +120,7 @@ def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
     keep_local(served)
     ctx, other = (model.new_context(2, 7, static=True) for model in (served, alone))
     with torch.no_grad():
-        pieces, others = (
-            [one(TOKENS[:, a:b], own) for a, b in PIECES] for one, own in ((served, ctx), (alone, other))
-        )
+        pieces, others = ([one(TOKENS[:, a:b], own) for a, b in PIECES] for one, own in ((served, ctx), (alone, other)))
     ours, wanted = last_on_device(served), last_on_device(alone)
     return {
         "loss": abs(loss - shared_loss),
@@ -219,9 +213,7 @@ def test_two_ranks_do_the_work_of_one(both: list[dict[str, dict[str, Any]]], nam
         for key, limit in (*((key, 1e-12) for key in exact), ("logits", 1e-6)):  # the caches are float32
             assert one[key] < limit, (key, one[key])
         assert one["weights"] == 0
-        if name.startswith(
-            "latent_first"
-        ):  # its first tokens are kept apart, which a step on the device refuses
+        if name.startswith("latent_first"):  # its first tokens are kept apart, which a step on the device refuses
             assert one["device_step"] is None
         else:
             assert one["device_step"] < 1e-6
@@ -272,9 +264,7 @@ def test_torchrun_generates_the_text_of_one_process(
     shared = json.loads(both.stdout)  # one rank speaks
     assert [row["tokens"] for row in shared["rows"]] == [row["tokens"] for row in alone["rows"]]
     assert [row["text"] for row in shared["rows"]] == [row["text"] for row in alone["rows"]]
-    assert 0.5 < shared["stats"]["cache_bytes"] / alone["stats"]["cache_bytes"] < 1, (
-        "the latent is on both ranks"
-    )
+    assert 0.5 < shared["stats"]["cache_bytes"] / alone["stats"]["cache_bytes"] < 1, "the latent is on both ranks"
 
 
 @pytest.fixture(name="ladder_ranks")

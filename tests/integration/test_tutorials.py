@@ -84,9 +84,7 @@ class Reader:
                 words += shlex.split(more)
             wanted = int(block.notes.get("status", 0)) if number == len(lines) else 0
             if "background" in block.notes:
-                self.background.append(
-                    self.commands.enter_context(started(words[1:], self.folder, self.cache))
-                )
+                self.background.append(self.commands.enter_context(started(words[1:], self.folder, self.cache)))
             elif "interrupt" in block.notes:
                 self.end(words, block.notes["interrupt"], signal.SIGINT, 130)
             elif "kill" in block.notes:
@@ -148,9 +146,7 @@ def test_reference_lists_what_a_run_writes(quickstart: Path) -> None:
     (run,) = (file.parent for file in quickstart.glob("runs/*/*/manifest.json"))
     names = {
         "run": [
-            str(file.relative_to(run))
-            for file in run.rglob("*")
-            if file.is_file() and "artifacts" not in file.parts
+            str(file.relative_to(run)) for file in run.rglob("*") if file.is_file() and "artifacts" not in file.parts
         ],
         "artifacts": [file.name for file in (run / "artifacts").iterdir()],
         "columns": (run / "metrics.csv").read_text().splitlines()[0].split(","),

@@ -41,9 +41,7 @@ def manifest(**changes: object) -> dict[str, object]:
     } | changes
 
 
-def test_the_four_attentions_train_on_the_same_tokens_and_share_the_tables(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_the_four_attentions_train_on_the_same_tokens_and_share_the_tables(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(manifest()))
     planned = caramba(["compile", "manifest=study.yaml"], tmp_path, cache)
     assert planned.returncode == 0, planned.stderr

@@ -34,9 +34,7 @@ def check(
     config = DecodeConfig(block_tokens=block_tokens, n_splits=n_splits, packed_math=packed_math, **reading)
     null = list(options.get("null", ()))
     kinds = [stream.kind for stream in streams]
-    out, sums = launch(
-        config, *args[:2], kinds, *parts, args[5], options.get("n_packed"), null, case.window or 0
-    )
+    out, sums = launch(config, *args[:2], kinds, *parts, args[5], options.get("n_packed"), null, case.window or 0)
     wanted, wanted_sums = expected(case, args, options)
     # Exact arithmetic on the queries as given; keys and values are rounded to the queries' type, probabilities too.
     bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}[dtype]

@@ -60,9 +60,7 @@ def decoding() -> Iterator[Case]:
     ):
         kv_heads = heads[1]
         capacity = 4096
-        streams = [
-            stream(kind, d, batch, kv_heads, capacity, 96) for kind, d in zip(kinds, dims, strict=False)
-        ]
+        streams = [stream(kind, d, batch, kv_heads, capacity, 96) for kind, d in zip(kinds, dims, strict=False)]
         values = streams[2] if len(streams) > 2 else []
         packed = one(1, dtype=torch.int32) if any(kind in BLOCKS for kind in kinds) else None
         rows = [one(kv_heads, d, dtype=dtype) for d in dims[: len(kinds)]] if null else []

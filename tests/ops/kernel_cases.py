@@ -260,9 +260,7 @@ def float8() -> Iterator[Case]:
             yield Case("float8_cast", f"{recipe}, {name}", kernels, lambda a=(x, per_tensor, e5m2): a)
             # A product's result: of one scale what undoes it is in it already.
             scales = (
-                (one(1, dtype=F32), one(1, dtype=F32))
-                if per_tensor
-                else (one(m, 1, dtype=F32), one(n, 1, dtype=F32))
+                (one(1, dtype=F32), one(1, dtype=F32)) if per_tensor else (one(m, 1, dtype=F32), one(n, 1, dtype=F32))
             )
             call = (x, *scales, packed, per_tensor, e5m2)
             yield Case("float8_swiglu_backward", f"{recipe}, {name}", kernels, lambda a=call: a)
@@ -299,9 +297,7 @@ def row_products() -> Iterator[Case]:
             *(None if norm is None else one(width, dtype=norm), 1e-5 if norm is not None else None, gated),
         )
         kernels = ("_tiles_kernel",) if rows > 1 and dtype != F32 else ("_kernel",)
-        kernels = (
-            ("_forward_kernel", *kernels) if kernels == ("_tiles_kernel",) and norm is not None else kernels
-        )
+        kernels = ("_forward_kernel", *kernels) if kernels == ("_tiles_kernel",) and norm is not None else kernels
         yield Case("small_batch_linear", name, kernels, lambda a=call: a)
     call = (one(1, 2048), one(4096, 2048), None, None, None, None, 1e-5, False)
     yield Case("small_batch_linear", "norm without weight", ("_kernel",), lambda: call)

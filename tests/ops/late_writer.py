@@ -46,9 +46,7 @@ def store_late(to: Tensor, given: Tensor) -> None:
     assert to.is_contiguous()
     assert given.is_contiguous()
     one = torch.ones(1, dtype=torch.float32, device=to.device)
-    _store_late[(1,)](
-        to, given, one, to.numel(), STEPS, BLOCK=triton.next_power_of_2(to.numel()), num_warps=4
-    )
+    _store_late[(1,)](to, given, one, to.numel(), STEPS, BLOCK=triton.next_power_of_2(to.numel()), num_warps=4)
 
 
 def read_early(found: Tensor, of: Tensor, waits_first: bool) -> None:

@@ -16,9 +16,7 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, LATENT, GEO = 2048, 32, 8, 64, 128, 256
 BF16 = torch.bfloat16
 
 
-def one_billion(
-    rows: int = 512, tokens: int = 2048, batch: int = 8, width: int = WIDTH
-) -> Iterator[tuple[str, Call]]:
+def one_billion(rows: int = 512, tokens: int = 2048, batch: int = 8, width: int = WIDTH) -> Iterator[tuple[str, Call]]:
     """Yield calls by name: `rows` tokens of training, and a decode step of `batch` sequences of `tokens` each.
 
     Shares of what is moved are the same for another `width` of rows.

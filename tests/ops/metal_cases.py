@@ -86,9 +86,7 @@ def calls(op: str, name: str, count: int, seed: int = 0) -> Iterator[Call]:
         yield Call(op, DTYPES[name], _DRAWN[op](draw, generator, DTYPES[name]))
 
 
-def _tensor(
-    draw: random.Random, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
+def _tensor(draw: random.Random, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Draw numbers, sometimes as a view whose rows lie apart, or whose axes are exchanged."""
     kind = draw.choice(("plain", "plain", "apart", "exchanged"))
     if kind == "apart" and len(shape) > 1:
@@ -343,9 +341,7 @@ def surviving(kernel: str, emulator: Any, count: int = 50) -> list[str]:
     def mutation(mutant: Mutant) -> Callable[[str], str]:
         return lambda source: mutant.of(source) if f"kernel void {kernel}(" in source else source
 
-    emulator.prepare(
-        lambda: [run(call) for call in chosen], *(mutation(mutant) for mutant in MUTANTS[kernel])
-    )
+    emulator.prepare(lambda: [run(call) for call in chosen], *(mutation(mutant) for mutant in MUTANTS[kernel]))
     left = []
     for mutant in MUTANTS[kernel]:
         emulator.use(mutation(mutant))

@@ -22,9 +22,7 @@ def appended() -> Iterator[Case]:
         for n in joins:
             buffers.append(one(2, 4, 256, sum(left[:n]), dtype=store))
             del left[:n]
-        table = (
-            one(*((2,) if per_row else ()), 1, 1, widths[rotated] // 2, dtype=F32) if rotated >= 0 else None
-        )
+        table = one(*((2,) if per_row else ()), 1, 1, widths[rotated] // 2, dtype=F32) if rotated >= 0 else None
         call = (streams, buffers, one(2, dtype=torch.int32), table, table, rotated)
         yield Case("dba_append", name, ("_append",), lambda a=call: a)
 
@@ -41,9 +39,7 @@ def stored_tokens() -> Iterator[Case]:
         # Parts of a product of queries, keys and values.
         sizes = [heads * d for d in widths]
         parts = one(1, n_tokens, 2048 + sum(sizes), dtype=dtype)[..., 2048:].split(sizes, -1)
-        streams = [
-            part.unflatten(-1, (heads, d)).transpose(1, 2) for part, d in zip(parts, widths, strict=True)
-        ]
+        streams = [part.unflatten(-1, (heads, d)).transpose(1, 2) for part, d in zip(parts, widths, strict=True)]
         left, buffers = list(widths), []
         for n in joins:
             buffers.append(one(8, heads, 4096, sum(left[:n]), dtype=store))

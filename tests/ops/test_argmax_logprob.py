@@ -17,7 +17,5 @@ def test_it_is_argmax_and_log_softmax() -> None:
     torch.testing.assert_close(logprob, wanted, rtol=1e-12, atol=1e-12)
     torch.library.opcheck(torch.ops.caramba.argmax_logprob.default, (logits.float(),))
     assert torch.equal(reference_argmax_logprob(logits.half())[0], logits.half().argmax(-1))
-    with pytest.raises(
-        ConfigError, match=r"argmax_logprob: logits are .*\(3, 0\).*expected floating \[B, V >= 1\]"
-    ):
+    with pytest.raises(ConfigError, match=r"argmax_logprob: logits are .*\(3, 0\).*expected floating \[B, V >= 1\]"):
         argmax_logprob(logits[:, :0])

@@ -17,16 +17,12 @@ from tests.ops.hopper import SHARED_BYTES
 heads, latent, nvrtc, int4_gemv = (
     importlib.import_module(f"caramba.kernels.cuda.{x}") for x in ("heads", "latent", "nvrtc", "int4_gemv")
 )
-pytestmark = pytest.mark.skipif(
-    nvrtc.version() is None and shutil.which("nvcc") is None, reason="needs NVRTC or nvcc"
-)
+pytestmark = pytest.mark.skipif(nvrtc.version() is None and shutil.which("nvcc") is None, reason="needs NVRTC or nvcc")
 MIXED = ("q4_0", "q8_0", "q4_0")
 FORM = {"group": 4, "queries": 1, "has_window": False, "final": False, "in_bf16": True}
 
 
-def compiled(
-    name: str, macros: dict[str, object], folder: Path, arch: str = "sm_90", most_spilled: int = 0
-) -> bytes:
+def compiled(name: str, macros: dict[str, object], folder: Path, arch: str = "sm_90", most_spilled: int = 0) -> bytes:
     """Return a kernel's machine code for Hopper, and check that a lane's numbers stay in its registers, but for so many
     bytes, as far as the compiler says it."""
     if nvrtc.version() is not None:
@@ -79,9 +75,7 @@ def test_heads_whose_keys_have_one_part(kind: str, width: int, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "geo", "grouped"),
     [("q4_0", 64, True), ("nf4", 256, False), ("q8_0", 256, True)],
-    ids=lambda value: (
-        ("products of a warp", "of four warps")[value] if isinstance(value, bool) else str(value)
-    ),
+    ids=lambda value: ("products of a warp", "of four warps")[value] if isinstance(value, bool) else str(value),
 )
 def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
     kinds, dims = (kind, "q8_0"), (128, geo)
@@ -89,9 +83,9 @@ def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
     assert latent.fits(kinds, dims, way)
     assert latent.shared_bytes(kinds, dims, way) <= SHARED_BYTES
     macros = latent.macros(kinds, dims, way, **{**FORM, "group": 32})
-    assert compiled(
-        "decode_latent", macros, tmp_path, "sm_90a" if grouped else "sm_90", most_spilled=48
-    ).startswith(b"\x7fELF")
+    assert compiled("decode_latent", macros, tmp_path, "sm_90a" if grouped else "sm_90", most_spilled=48).startswith(
+        b"\x7fELF"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,9 +105,7 @@ def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
     ids=("numbers", "odd heads", "many rows", "half a step", "a block and a half", "values of half a block",
          "wide values", "values of half an nf4 block", "values that are none", "one part of a block and a half"),
 )  # fmt: skip
-def test_what_heads_do_not_read(
-    kinds: tuple[str, ...], dims: tuple[int, ...], kv_heads: int, rows: int
-) -> None:
+def test_what_heads_do_not_read(kinds: tuple[str, ...], dims: tuple[int, ...], kv_heads: int, rows: int) -> None:
     assert heads.fits(MIXED, (16, 32, 64), 8, 4, heads.HeadsConfig())
     assert not heads.fits(kinds, dims, kv_heads, rows, heads.HeadsConfig())
 

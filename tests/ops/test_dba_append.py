@@ -27,9 +27,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, int]] = {
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-        DEVICE, dtype
-    )
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
 
 
 def arguments(
@@ -39,12 +37,9 @@ def arguments(
     batch = len(lengths)
     # As projections give them: heads inside tokens.
     streams = [
-        drawn(batch, n_tokens, heads, width, seed=i, dtype=dtype).transpose(1, 2)
-        for i, width in enumerate(widths)
+        drawn(batch, n_tokens, heads, width, seed=i, dtype=dtype).transpose(1, 2) for i, width in enumerate(widths)
     ]
-    buffers = [
-        drawn(batch, heads, CAPACITY, width, seed=9 + i, dtype=into) for i, width in enumerate(capacities)
-    ]
+    buffers = [drawn(batch, heads, CAPACITY, width, seed=9 + i, dtype=into) for i, width in enumerate(capacities)]
     tables: list[Tensor | None] = [None, None]
     if rotated >= 0:
         shape = ((batch,) if per_row else ()) + (groups, n_tokens, widths[rotated] // 2)

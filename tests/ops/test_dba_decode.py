@@ -25,9 +25,7 @@ CASES = {
     "null": replace(PER_HEAD, null=True, queries=2),
     "latent": LATENT,
     "latent, null, window": replace(LATENT, null=True, window=7, queries=4),
-    "narrow and odd widths": Case(
-        ("fp32", "q4_0", "nf4"), (99, 31), dims=(4, 8, 152), heads=(3, 1), packed=16
-    ),
+    "narrow and odd widths": Case(("fp32", "q4_0", "nf4"), (99, 31), dims=(4, 8, 152), heads=(3, 1), packed=16),
     "all in the tail": Case(("q8_0", "q8_0", "q8_0"), (80, 12)),
     "numbers, ragged, window": Case(("fp32", "bf16", "fp16"), (150, 0, 1, 97), queries=3, window=40),
     "numbers, latent, ragged": Case(("fp32", "fp16"), (130, 64), heads=(6, 1), dims=(48, 24, 48), queries=5),

@@ -76,9 +76,7 @@ def test_a_latent_is_read_by_words(name: str, dtype: torch.dtype) -> None:
     if DEVICE == "cpu" and dtype == torch.float16 and name != "mixed":
         pytest.skip("the interpreter takes seconds")
     on_plain = dtype == torch.float32 and DEVICE == "cuda"
-    assert kernel_of(case, dtype, n_heads=1, **reading) == (
-        "split_kv_kernel" if on_plain else "decode_latent"
-    )
+    assert kernel_of(case, dtype, n_heads=1, **reading) == ("split_kv_kernel" if on_plain else "decode_latent")
     check(case, dtype, 2, n_heads=1, **reading)
 
 
@@ -122,9 +120,7 @@ def test_a_way_in_cuda_is_taken_or_what_is_in_its_place(name: str, dtype: torch.
         case = replace(case, lengths=(43, 0), packed=36, heads=(8, case.heads[1]))
     reading = {**reading, "block_tokens": 32, "n_warps": 4, "n_stages": 2, "in_cuda": 1}
     if DEVICE == "cuda":
-        assert type(split_of(case, dtype, **reading)).__name__ == (
-            "Launch" if dtype == torch.float32 else "CudaLaunch"
-        )
+        assert type(split_of(case, dtype, **reading)).__name__ == ("Launch" if dtype == torch.float32 else "CudaLaunch")
     for n_splits in (1, 3) if DEVICE == "cuda" else (2,):
         check(case, dtype, n_splits, **reading)
 
@@ -170,9 +166,7 @@ def test_what_cannot_be_read_by_words_of_a_latent_is_read_as_before(case: Case) 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "kinds", [("q8_0",) * 3, ("q4_0",) * 3, ("nf4",) * 3, ("q4_0", "q8_0", "q4_0")], ids="+".join
-)
+@pytest.mark.parametrize("kinds", [("q8_0",) * 3, ("q4_0",) * 3, ("nf4",) * 3, ("q4_0", "q8_0", "q4_0")], ids="+".join)
 def test_long_sequences_by_heads_together_on_a_gpu(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
     case = Case(kinds, (2100, 1999), heads=(32, 8), packed=1984, tail=128, capacity=2112)
     more = replace(case, heads=(16, 8), queries=2, window=700, null=True)

@@ -120,9 +120,7 @@ def test_four_bit_codes_become_their_numbers(kind: str, ty: str) -> None:
 
 @pytest.mark.parametrize("ty", TYPES)
 def test_bytes_become_their_numbers(ty: str) -> None:
-    scales = (
-        torch.tensor([0.37, 65504.0, 6e-8, 1.75]).half().float()
-    )  # as they are stored, the ends of the range too
+    scales = torch.tensor([0.37, 65504.0, 6e-8, 1.75]).half().float()  # as they are stored, the ends of the range too
     shifts = scales * tile.Q8_SHIFT.value
     assert torch.equal(shifts.double(), scales.double() * tile.Q8_SHIFT.value), "exact in float32"
     for code in range(-127, 128):
@@ -134,9 +132,7 @@ def test_bytes_become_their_numbers(ty: str) -> None:
 
 
 @pytest.mark.parametrize("ty", TYPES)
-@pytest.mark.parametrize(
-    ("kind", "is_key"), [("q8_0", False), ("q4_0", False), ("q4_0", True), ("nf4", True)]
-)
+@pytest.mark.parametrize(("kind", "is_key"), [("q8_0", False), ("q4_0", False), ("q4_0", True), ("nf4", True)])
 def test_words_become_their_fields_numbers(kind: str, ty: str, is_key: bool) -> None:
     dtype, n_fields = TYPES[ty], words.FIELDS[kind]
     bits, too_much = 16 // n_fields, words.OFFSETS[ty] if kind == "q4_0" and is_key else 0.0
@@ -169,9 +165,7 @@ def test_words_become_their_fields_numbers_times_scales(kind: str) -> None:
             fields = execute(scaled.SCALED[kind], given, n_fields)
             for i, field in enumerate(fields):
                 codes = [packed >> 16 * token + bits * i & (1 << bits) - 1 for token in range(2)]
-                signed = [
-                    code - 256 * (code > 127) if kind == "q8_0" else meant(kind, code) for code in codes
-                ]
+                signed = [code - 256 * (code > 127) if kind == "q8_0" else meant(kind, code) for code in codes]
                 levels = torch.tensor(signed, dtype=torch.float64)
                 if kind == "nf4":
                     levels = levels.to(dtype).double()

@@ -48,8 +48,7 @@ def test_no_split_is_without_a_share_where_there_are_tiles_for_all() -> None:
     # 33 splits are two programs on each of 132 multiprocessors for eight heads.
     for n_tiles, n_splits in ((1024, 33), (1024, 66), (64, 5), (7, 7), (3, 5)):
         sizes = [
-            until - low
-            for low, until, _, _ in shares(0, n_tiles * BLOCK, n_tiles * BLOCK, n_splits, has_tail=False)
+            until - low for low, until, _, _ in shares(0, n_tiles * BLOCK, n_tiles * BLOCK, n_splits, has_tail=False)
         ]
         assert max(sizes) - max(min(sizes), 0) <= BLOCK, (n_tiles, n_splits)
         assert sum(sizes) == n_tiles * BLOCK

@@ -36,9 +36,7 @@ CASES = {
 
 def small_enough(name: str, dtype: torch.dtype) -> bool:
     """The interpreter takes seconds: there float16 runs one case of each kind of tile."""
-    return (
-        DEVICE == "cuda" or dtype == torch.float32 or name in ("per head, mixed", "latent, nf4, window, null")
-    )
+    return DEVICE == "cuda" or dtype == torch.float32 or name in ("per head, mixed", "latent, nf4, window, null")
 
 
 @runs
@@ -161,9 +159,7 @@ def test_long_sequences_on_a_gpu(layout: str, kind: str, way: str, dtype: torch.
 @pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), ("q4_0", "q8_0")], ids="+".join)
 def test_fewer_registers_and_more_warps_change_nothing(kinds: tuple[str, str]) -> None:
     lengths = (2100, 1999)
-    case = Case(
-        kinds, lengths, heads=(32, 1), dims=(128, 64, 128), packed=1984, tail=128, capacity=2112, queries=1
-    )
+    case = Case(kinds, lengths, heads=(32, 1), dims=(128, 64, 128), packed=1984, tail=128, capacity=2112, queries=1)
     for n_splits in (1, 5):
         check(
             case,
@@ -184,9 +180,7 @@ def test_a_captured_graph_follows_the_lengths() -> None:
     from caramba.ops.dba_decode import dba_decode
 
     assert kernels.load("cuda")["dba_decode"] == "triton"
-    case = Case(
-        ("q4_0", "q8_0"), (400, 300), heads=(32, 1), dims=(128, 64, 128), packed=320, tail=128, capacity=512
-    )
+    case = Case(("q4_0", "q8_0"), (400, 300), heads=(32, 1), dims=(128, 64, 128), packed=320, tail=128, capacity=512)
     args, options = arguments(case, torch.bfloat16, DEVICE)
     lengths, packed = args[5], options["n_packed"]
     dba_decode(*args, **options)  # compiles

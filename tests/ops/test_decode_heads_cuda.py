@@ -142,8 +142,6 @@ def test_queries_beyond_float16_and_below_it() -> None:
         args, options = arguments(case, torch.bfloat16)
         args[:2] = [q * by for q in args[:2]]
         wanted, wanted_sums = expected(case, args, options)
-        out, sums = joined(
-            *run(case, SMALL, 2, torch.bfloat16, queries=lambda q, by=by: [x.mul_(by) for x in q])
-        )
+        out, sums = joined(*run(case, SMALL, 2, torch.bfloat16, queries=lambda q, by=by: [x.mul_(by) for x in q]))
         assert float((out - wanted).norm() / wanted.norm()) < 4e-3
         torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-3)

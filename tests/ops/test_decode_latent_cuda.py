@@ -131,9 +131,7 @@ def test_widths(dims: tuple[int, int, int], kind: str) -> None:
         (("q4_0", "q4_0"), (256, 384)),
     ],
 )
-def test_tails_of_widths_that_are_no_multiple_of_what_is_staged(
-    kinds: tuple[str, str], dims: tuple[int, int]
-) -> None:
+def test_tails_of_widths_that_are_no_multiple_of_what_is_staged(kinds: tuple[str, str], dims: tuple[int, int]) -> None:
     case = replace(SMALL, kinds=kinds, dims=(*dims, dims[0]), lengths=(85,), packed=64)
     assert latent.fits(kinds, dims, QUICK)
     check(case, QUICK, n_splits=2)
@@ -155,9 +153,7 @@ def test_rows_of_a_block(heads: int, rows: int, warps: int) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_sequences_of_a_batch_end_where_they_end(lengths: tuple[int, ...], apart: bool) -> None:
     packed = 64 if max(lengths) > 64 else 0
-    check(
-        replace(SMALL, lengths=lengths, packed=packed, tail=144), replace(QUICK, tail_apart=apart), n_splits=3
-    )
+    check(replace(SMALL, lengths=lengths, packed=packed, tail=144), replace(QUICK, tail_apart=apart), n_splits=3)
 
 
 @pytest.mark.parametrize(("n_queries", "window"), [(2, None), (8, 1), (8, 40)])
@@ -204,9 +200,7 @@ def test_scales_of_nf4_beyond_float16_count_as_its_largest() -> None:
 def test_forms_that_can_be_read() -> None:
     way = latent.LatentConfig()
     assert latent.fits(MIXED, (128, 256), way)
-    assert not latent.fits(MIXED, (512, 64), replace(way, warps=12, stages=(1, 1))), (
-        "more sums than registers"
-    )
+    assert not latent.fits(MIXED, (512, 64), replace(way, warps=12, stages=(1, 1))), "more sums than registers"
     assert latent.fits(MIXED, (256, 64), way)
     assert not latent.fits(MIXED, (256, 64), replace(way, warps=12, stages=(1, 1)))
     assert not latent.fits(MIXED, (128, 64), replace(way, rows=64)), "more rows than columns of a product"
@@ -220,9 +214,7 @@ def test_forms_that_can_be_read() -> None:
 def test_fewer_tiles_of_the_latent_are_held_where_shared_memory_is_full() -> None:
     for kinds, warps, stages in ((MIXED, 8, (2, 2)), (("q8_0", "q8_0"), 8, (1, 2)), (MIXED, 12, (2, 1))):
         way = latent.LatentConfig(warps=warps, stages=(2, stages[1]))
-        made = latent.macros(
-            kinds, (128, 256), way, group=32, queries=1, has_window=False, final=False, in_bf16=True
-        )
+        made = latent.macros(kinds, (128, 256), way, group=32, queries=1, has_window=False, final=False, in_bf16=True)
         assert (made["SEM_STAGES"], made["GEO_STAGES"]) == stages
         assert made["SHARED_BYTES"] == latent.shared_bytes(kinds, (128, 256), way) <= latent.MOST_SHARED
     assert not latent.fits(("q8_0", "q8_0"), (128, 512), latent.LatentConfig())

@@ -154,9 +154,7 @@ def test_queries_askew_get_a_kernel_of_their_own(kernels: dict[str, Kernel]) -> 
 
 
 @pytest.mark.parametrize("name", appends.CASES)
-def test_an_append_gets_the_places_of_the_tensors_that_triton_got(
-    name: str, kernels: dict[str, Kernel]
-) -> None:
+def test_an_append_gets_the_places_of_the_tensors_that_triton_got(name: str, kernels: dict[str, Kernel]) -> None:
     append = kernels["_append"]
     for _ in range(2):
         given = appends.arguments(name, [3, 6], 2, torch.float16, torch.float16)
@@ -173,9 +171,7 @@ def test_an_append_gets_the_places_of_the_tensors_that_triton_got(
 
 def test_an_append_is_refused_whatever_was_taken_before(kernels: dict[str, Kernel]) -> None:
     append = kernels["_append"]
-    streams, buffers, lengths, *tables = appends.arguments(
-        "per head", [3, 6], 1, torch.float16, torch.float16
-    )
+    streams, buffers, lengths, *tables = appends.arguments("per head", [3, 6], 1, torch.float16, torch.float16)
     dba_append.dba_append(streams, buffers, lengths, *tables, admit=check_dba_append)
     wrong = [
         (streams, buffers, lengths.long(), *tables),

@@ -113,9 +113,7 @@ def test_splits_and_their_join_read_what_the_kernel_ahead_stores_last(name: str,
     if WAYS[name][1].get("in_cuda"):
         assert made.split.made is not None, "Triton runs in its place"
     assert all(x.isfinite().all() for x in wanted)
-    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(wanted[::2])), (
-        "old lengths would not show"
-    )
+    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(wanted[::2])), "old lengths would not show"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = steps(lambda: None)

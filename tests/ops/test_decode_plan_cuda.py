@@ -73,9 +73,7 @@ def emulate(made: Any, given: list[Any], n_packed: torch.Tensor) -> tuple[torch.
     sums = torch.full((rows, made.n_splits), torch.nan)
     config = launch.config
     kernel = EmulatedKernel(KERNELS / launch.source, launch.name, launch.macros)
-    arrays = [
-        x.view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.numpy() for x in (*read, out, sums)
-    ]
+    arrays = [x.view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.numpy() for x in (*read, out, sums)]
     kernel((config.grid_x, config.grid_y), config.block_x, config.shared_bytes, [*arrays, *launch.scalars])
     return out.double(), sums.double() * (1 if made.join is None else math.log(2))
 

@@ -20,9 +20,7 @@ from tests.ops.hopper import PROCESSORS, SHARED_BYTES, hopper, module
 from tests.ops.kernel_cases import CASES
 from tests.ops.launcher_case import Case, one
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 pytest.importorskip("triton")
 
 
@@ -140,9 +138,7 @@ def waits_first(kernel: Any) -> bool:
         ("latent q4_0 and q8_0", {"block_rows": 32, "block_tokens": 32, "n_heads": 1}),
     ],
 )
-def test_splits_and_their_join_begin_early_and_wait_before_they_read(
-    name: str, reading: dict[str, int]
-) -> None:
+def test_splits_and_their_join_begin_early_and_wait_before_they_read(name: str, reading: dict[str, int]) -> None:
     case = next(case for case in CASES if case.op == "dba_decode" and case.name == name)
     arguments = case.arguments()
     way = module("dba_decode_table").DecodeConfig(n_splits=4, **reading)

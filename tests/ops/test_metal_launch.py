@@ -52,9 +52,7 @@ def test_a_source_that_does_not_compile_warns_once_and_runs_the_reference(
 ) -> None:
     said, run, x = refuse(monkeypatch), launcher("rms_norm"), torch.randn(3, 40)
     for _ in range(2):
-        torch.testing.assert_close(
-            run(x, None, 1e-6)[0], reference_rms_norm(x, None, 1e-6)[0], rtol=0, atol=0
-        )
+        torch.testing.assert_close(run(x, None, 1e-6)[0], reference_rms_norm(x, None, 1e-6)[0], rtol=0, atol=0)
     assert len(said) == 1
     assert "rms_norm: kernels/metal/rms_norm.metal does not compile: program_source:7:5: error" in said[0]
     assert "the reference implementation runs instead" in said[0]
@@ -73,9 +71,7 @@ def test_calls_without_a_kernel_run_the_reference() -> None:
     with emulated_metal() as emulator:
         wide = torch.randn(2, 16, dtype=torch.float64)
         assert launcher("rms_norm")(wide, None, 1e-6)[0].dtype == torch.float64
-        call = Call(
-            "dba_decode", torch.float32, decode_call(Case(("q8_0",) * 3, (70,), packed=64), torch.float32, 0)
-        )
+        call = Call("dba_decode", torch.float32, decode_call(Case(("q8_0",) * 3, (70,), packed=64), torch.float32, 0))
         found, expected = (call.run(run) for run in (launcher("dba_decode"), reference("dba_decode")))
         torch.testing.assert_close(found, expected)
         assert emulator.launches == []
@@ -194,9 +190,7 @@ atomic_fetch_add_explicit((device atomic_float*)x, 0.5f, memory_order_relaxed);
 atomic_fetch_max_explicit(counts, int(g * 64 + i), memory_order_relaxed);
 if (i == 0) atomic_store_explicit(counts + 1 + g, 5, memory_order_relaxed);
 """
-MIXED = (
-    "atomic_fetch_add_explicit((device atomic_float*)x, 1.0f, memory_order_relaxed); if (i == 7) x[0] = 0.0f;"
-)
+MIXED = "atomic_fetch_add_explicit((device atomic_float*)x, 1.0f, memory_order_relaxed); if (i == 7) x[0] = 0.0f;"
 UNWRITTEN, NUMBER = "x[i] = shared_[i];", "x[i] = float(n);"
 
 

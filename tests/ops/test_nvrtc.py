@@ -46,9 +46,7 @@ def test_instructions_compile(arch: str, folder: Path) -> None:
 
 @needs_nvrtc
 def test_what_does_not_compile_is_told_with_the_compilers_words(folder: Path) -> None:
-    with pytest.raises(
-        module("nvrtc").NotCompiled, match=r"(?s)each_instruction.cu for sm_90 with -Dlane_id=.*error"
-    ):
+    with pytest.raises(module("nvrtc").NotCompiled, match=r"(?s)each_instruction.cu for sm_90 with -Dlane_id=.*error"):
         module("nvrtc").compile_source(str(SOURCE), {"lane_id": "!"}, "sm_90")
     assert not folder.exists()
 
@@ -134,9 +132,7 @@ class Driver:
         assert ctypes.c_size_t.from_address(size_at).value == 3 * 8 + 2 * 4
         addresses = list((ctypes.c_uint64 * 3).from_address(at))
         scalars = list((ctypes.c_int32 * 2).from_address(at + 3 * 8))
-        sizes = [
-            getattr(config, name) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
-        ]
+        sizes = [getattr(config, name) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")]
         if config.n_attributes:
             self.attributes.append(ctypes.string_at(config.attributes, 72 * config.n_attributes))
         self.launched.append((sizes, config.shared_bytes, config.stream, made, addresses, scalars))
@@ -214,9 +210,7 @@ def test_what_does_not_compile_or_load_is_said_and_triton_runs(monkeypatch: pyte
     for error in (nvrtc.NotCompiled("no builtins"), driver.DriverError("no kernel image (209)")):
         monkeypatch.setattr(nvrtc, "compile_source", refuses(error))
         launch = launches.CudaLaunch("x.cu", "x", {}, (1, 1), 32, 0, 1, [], Other())
-        with pytest.warns(
-            UserWarning, match=f"x in CUDA C.* Triton's kernel runs in its place: {str(error)[:9]}"
-        ):
+        with pytest.warns(UserWarning, match=f"x in CUDA C.* Triton's kernel runs in its place: {str(error)[:9]}"):
             launch(x)
         launch(x)
         assert launch.at(9, 0, [16])
@@ -315,9 +309,7 @@ def test_what_is_no_number_equals_any_other_and_nothing_else() -> None:
     halves = [(0x7C01, 0xFFFF), (0x7C00, 0x7FFF), (0x8000, 0x0000), (0x7E00, 0x3C00)]
     words = [(0x7FFFFFFF, 0x7FC00000), (0x7F800000, 0x7FC00000), (0x80000000, 0), (0x7F7FFFFF, 0x7F7FFFFF)]
     found, wanted = (
-        np.array(
-            [[pair[k] << 16 | 0x3C00 for pair in halves], [pair[k] for pair in words], [7] * 4], np.uint32
-        )
+        np.array([[pair[k] << 16 | 0x3C00 for pair in halves], [pair[k] for pair in words], [7] * 4], np.uint32)
         for k in range(2)
     )
     wanted[2, 1] = 8
@@ -329,9 +321,7 @@ def test_what_is_no_number_equals_any_other_and_nothing_else() -> None:
     ]
     bf16 = _differ(found[:1], wanted[:1], {0: BF16_PAIRS})
     assert bf16.tolist() == [[True, True, True, True]], "what float16 holds none of bfloat16 may"
-    assert not _differ(
-        np.array([[0x7FFF3F80]], np.uint32), np.array([[0xFFC03F80]], np.uint32), {0: BF16_PAIRS}
-    ).any()
+    assert not _differ(np.array([[0x7FFF3F80]], np.uint32), np.array([[0xFFC03F80]], np.uint32), {0: BF16_PAIRS}).any()
 
 
 @pytest.mark.gpu

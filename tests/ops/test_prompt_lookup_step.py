@@ -64,9 +64,7 @@ def test_what_it_does_not_keep_stays_as_it_was() -> None:
     for row, held in enumerate(case.held.tolist()):
         assert torch.equal(case.ids[row, held + 1 :], before[row, held + 1 :])
     assert case.held[1] == 9  # not live
-    torch.library.opcheck(
-        torch.ops.caramba.prompt_lookup_step.default, lookup_case(3, [10, 3], 20, 4).arguments
-    )
+    torch.library.opcheck(torch.ops.caramba.prompt_lookup_step.default, lookup_case(3, [10, 3], 20, 4).arguments)
 
 
 def test_misuse_is_named() -> None:

@@ -20,11 +20,7 @@ def test_it_is_cos_and_sin_of_positions_times_frequencies() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     offset, frequencies = torch.zeros(2, 1, dtype=torch.int32), torch.rand(2, 1, 4)
-    with pytest.raises(
-        ConfigError, match=r"offset is torch.float32 of shape \(2, 1\), expected int32 or int64"
-    ):
+    with pytest.raises(ConfigError, match=r"offset is torch.float32 of shape \(2, 1\), expected int32 or int64"):
         rope_cos_sin(offset.float(), frequencies)
-    with pytest.raises(
-        ConfigError, match=r"frequencies are torch.float64 \(2, 1, 4\) on cpu, expected float32"
-    ):
+    with pytest.raises(ConfigError, match=r"frequencies are torch.float64 \(2, 1, 4\) on cpu, expected float32"):
         rope_cos_sin(offset, frequencies.double())

@@ -19,9 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 4), (3, 2, 5, 3, 8), (16, 1, 1, 1, 128)], ids=str)
-def test_far_positions_are_turned_as_precisely_as_near_ones(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_far_positions_are_turned_as_precisely_as_near_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     n, batch, groups, n_tokens, pairs = shape
     source = torch.Generator().manual_seed(0)
     offset = torch.randint(0, 131072, (batch, n_tokens), generator=source, dtype=dtype)

@@ -25,9 +25,7 @@ def test_it_is_what_a_draw_takes_from_the_distribution() -> None:
         assert int(token[row]) == int(draw(probs, uniform[row]))
     torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(1, token[:, None])[:, 0])
     torch.library.opcheck(torch.ops.caramba.sample.default, (logits, temperature, uniform))
-    with pytest.raises(
-        ConfigError, match=r"sample: logits are .*\(40, 0\).*expected floating \[B, V\], V >= 1"
-    ):
+    with pytest.raises(ConfigError, match=r"sample: logits are .*\(40, 0\).*expected floating \[B, V\], V >= 1"):
         sample(logits[:, :0], temperature, uniform)
     with pytest.raises(ConfigError, match=r"torch.float64 \(3,\).*, expected float64 \[40\]"):
         sample(logits, temperature[:3], uniform)

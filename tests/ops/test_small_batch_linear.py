@@ -17,9 +17,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def arguments(
-    rows: int, width: int, n_out: int, gated: bool, dtype: torch.dtype = torch.float64
-) -> dict[str, Any]:
+def arguments(rows: int, width: int, n_out: int, gated: bool, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """x of another shape than rows alone, and everything that the op can add to a product."""
     n_rows = n_out * (2 if gated else 1)
     return {

@@ -41,9 +41,7 @@ def upcast(given: dict[str, Any]) -> dict[str, Any]:
     """The same in float64; codes and what they are multiplied by stay."""
     kept = ("scale",) if given["weight"].dtype == torch.int16 else ()
     return {
-        name: value.double()
-        if isinstance(value, Tensor) and value.is_floating_point() and name not in kept
-        else value
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() and name not in kept else value
         for name, value in given.items()
     }
 
@@ -76,9 +74,7 @@ def test_the_kernel_against_float64(
     for without in ((), ("bias", "norm"), ("residual", "bias", "norm", "eps"), ("residual", "bias")):
         given: dict[str, Any] = arguments(*shape, gated=gated, dtype=dtype) | dict.fromkeys(without)
         given = coded(given) if has_codes else given
-        given = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()
-        }
+        given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
         wide = upcast(given)
         got, want = module.small_batch_linear(**given), reference_small_batch_linear(**wide)
         assert got.dtype == dtype
@@ -108,9 +104,7 @@ LARGE_WORDS = [
         if HAS_GPU or (i + gated + DTYPES.index(dtype)) % 2 == 0
     ],
 )
-def test_words_of_codes_against_float64(
-    shape: tuple[int, int, int, int], gated: bool, dtype: torch.dtype
-) -> None:
+def test_words_of_codes_against_float64(shape: tuple[int, int, int, int], gated: bool, dtype: torch.dtype) -> None:
     launched = importlib.import_module("caramba.kernels.triton.small_batch_linear").small_batch_linear
     rows, group, n_groups, n_out = shape
     if rows > MAX_ROWS_FP32 and dtype == torch.float32:
@@ -188,9 +182,7 @@ TILES = [
         if HAS_GPU or has_codes == (i in (0, 2))
     ],
 )
-def test_every_form_of_tiles_each_time_alike(
-    rows: int, tile: tuple[int, ...], gated: bool, has_codes: bool
-) -> None:
+def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], gated: bool, has_codes: bool) -> None:
     module = importlib.import_module("caramba.kernels.triton.small_batch_gemm")
     width, n_out, device = 280, 70, "cuda" if HAS_GPU else "cpu"
     plain = arguments(rows - 1, width, n_out, gated, dtype=torch.float16)
@@ -204,9 +196,7 @@ def test_every_form_of_tiles_each_time_alike(
         product = module.GemmShape(n_out, width, rows, gated)
         patch.setattr(module, "_tiles", {product: module.GemmTile(*tile)})
         module.load_tuned({})
-        results = [
-            module.small_batch_gemm(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)
-        ]
+        results = [module.small_batch_gemm(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)]
         error = float((results[0].double() - want).norm() / want.norm())
         assert error <= BOUNDS[torch.float16]
         assert torch.equal(*results)
@@ -320,9 +310,7 @@ def test_a_product_that_begins_while_the_kernel_ahead_ends_reads_all_that_it_sto
             elif step % 3 == 2:
                 weight.copy_(first)
             wait()
-            found.append(
-                module.small_batch_linear(found[-1], weight, None, None, found[-1], None, 1e-5, False)
-            )
+            found.append(module.small_batch_linear(found[-1], weight, None, None, found[-1], None, 1e-5, False))
             wait()
         return found
 
@@ -365,9 +353,7 @@ def test_a_product_reads_what_the_kernel_ahead_stores_last() -> None:
 
     wanted = chain(torch.cuda.synchronize)
     assert all(y.isfinite().all() for y in wanted)
-    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(wanted)), (
-        "old rows would not show"
-    )
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(wanted)), "old rows would not show"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = chain(lambda: None)

@@ -83,9 +83,7 @@ class _SeenError(Exception):
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_the_compiler_writes_into_the_cache_without_a_copy(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_writes_into_the_cache_without_a_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.fx_passes import post_grad  # takes two seconds, in every process that collects
 
     graphs: list[Any] = []

@@ -31,17 +31,11 @@ def test_a_draw_goes_into_its_column_and_the_last_one_is_written_again() -> None
 
 def test_what_does_not_fit_is_refused() -> None:
     token, logprob, step, tokens, logprobs, fed = made(3, 2)
-    with pytest.raises(
-        ConfigError, match=r"logprob is torch.float64 \(3,\) on cpu, expected torch.float32 \(3,\)"
-    ):
+    with pytest.raises(ConfigError, match=r"logprob is torch.float64 \(3,\) on cpu, expected torch.float32 \(3,\)"):
         store_sample(token, logprob.double(), step, tokens, logprobs, fed)
-    with pytest.raises(
-        ConfigError, match=r"tokens is torch.int64 \(2, 2\) on cpu, expected torch.int64 \(3, 2\)"
-    ):
+    with pytest.raises(ConfigError, match=r"tokens is torch.int64 \(2, 2\) on cpu, expected torch.int64 \(3, 2\)"):
         store_sample(token, logprob, step, tokens[:2], logprobs[:2], fed)
-    with pytest.raises(
-        ConfigError, match=r"logprobs has shape \(3, 2\) and strides \(1, 3\), expected contiguous"
-    ):
+    with pytest.raises(ConfigError, match=r"logprobs has shape \(3, 2\) and strides \(1, 3\), expected contiguous"):
         store_sample(token, logprob, step, tokens, logprobs.t().contiguous().t(), fed)
     with pytest.raises(ConfigError, match=r"fed is torch.int64 \(2,\) on cpu, expected torch.int64 \(3,\)"):
         store_sample(token, logprob, step, tokens, logprobs, fed[:2])

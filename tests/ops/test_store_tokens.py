@@ -38,22 +38,17 @@ PLACES: dict[str, tuple[list[int], list[int]]] = {
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-        DEVICE, dtype
-    )
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
 
 
-def arguments(
-    name: str, where: str, dtype: torch.dtype, into: torch.dtype, *, heads_first: bool = False
-) -> list[Any]:
+def arguments(name: str, where: str, dtype: torch.dtype, into: torch.dtype, *, heads_first: bool = False) -> list[Any]:
     """Streams as parts of one product, with queries before them, or as a rotation leaves them: heads before tokens."""
     widths, heads, capacities = CASES[name]
     rows, places = PLACES[where]
     n_tokens = len(rows)
     if heads_first:
         streams = [
-            drawn(1, k, n_tokens, d, seed=i, dtype=dtype)
-            for i, (k, d) in enumerate(zip(heads, widths, strict=True))
+            drawn(1, k, n_tokens, d, seed=i, dtype=dtype) for i, (k, d) in enumerate(zip(heads, widths, strict=True))
         ]
     else:
         sizes = [k * d for k, d in zip(heads, widths, strict=True)]
@@ -189,15 +184,9 @@ def test_bad_input_is_named() -> None:
         r"buffers: got streams of width \[4, 6, 12\], expected ones that fill widths \[4, 6\]",
         buffers=buffers[:2],
     )
-    refused(
-        r"streams: got 1 heads, expected the 2 of their buffer", streams=[streams[0][:, :1], *streams[1:]]
-    )
-    refused(
-        r"buffers: got .* on meta, expected floating .* on ", buffers=[*buffers[:2], buffers[2].to("meta")]
-    )
-    refused(
-        r"streams: got .* on meta, expected floating .* on ", streams=[*streams[:2], streams[2].to("meta")]
-    )
+    refused(r"streams: got 1 heads, expected the 2 of their buffer", streams=[streams[0][:, :1], *streams[1:]])
+    refused(r"buffers: got .* on meta, expected floating .* on ", buffers=[*buffers[:2], buffers[2].to("meta")])
+    refused(r"streams: got .* on meta, expected floating .* on ", streams=[*streams[:2], streams[2].to("meta")])
     refused(r"places: got .* on meta, expected torch.int64", places=places.to("meta"))
     refused(r"rows: got torch.int32 \[5\] on .*, expected torch.int64 \[5\]", rows=rows.int())
     refused(r"places: got torch.int64 \[4\] on .*, expected torch.int64 \[5\]", places=places[1:])

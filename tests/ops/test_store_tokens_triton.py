@@ -43,9 +43,7 @@ def test_of_padding_one_token_is_left() -> None:
 @runs
 def test_what_the_kernel_does_not_take_is_refused() -> None:
     streams, buffers, *ids = arguments("grouped", "inside", torch.float32, torch.float32)
-    with pytest.raises(
-        ValueError, match=r"got 2 and torch.float64, .*expected at most 3 streams, of 16 or 32"
-    ):
+    with pytest.raises(ValueError, match=r"got 2 and torch.float64, .*expected at most 3 streams, of 16 or 32"):
         launched([x.double() for x in streams], buffers, *ids)
     with pytest.raises(ValueError, match=r"got 4 and .*expected at most 3 streams"):
         launched(streams * 2, buffers * 2, *ids)

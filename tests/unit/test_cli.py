@@ -74,9 +74,7 @@ def _called(tmp_path, monkeypatch, capsys):
 def modules_after(code, tmp_path):
     """Run `code` in a process and return what it printed last: the names of the modules it loaded."""
     probe = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -211,17 +209,13 @@ groups:
 
 def test_a_single_file_manifest_compiles_with_a_group_and_overrides(called, tmp_path):
     (tmp_path / "m.yaml").write_text(FILE)
-    plan = json.loads(
-        called("compile", "m.yaml", "--group", "quick", "groups.0.runs.0.train.lr=0.01", "--json").out
-    )
+    plan = json.loads(called("compile", "m.yaml", "--group", "quick", "groups.0.runs.0.train.lr=0.01", "--json").out)
     assert plan["name"] == "mine"
     done = called("compile", "m.yaml", "groups.0.runs.0.train.lrr=1", status=2)
     assert "groups[0].runs[0].train.lrr: unknown key; did you mean 'lr'? (command line: groups.0" in done.err
     (tmp_path / "m.yaml").write_text(FILE.replace("RMSNormLayer", "RMSNormLyer"))
     done = called("run", "m.yaml", "--group", "quick", status=2)
-    assert (
-        "model.topology.layers[0].type: 'RMSNormLyer' unknown type; did you mean 'RMSNormLayer'?" in done.err
-    )
+    assert "model.topology.layers[0].type: 'RMSNormLyer' unknown type; did you mean 'RMSNormLayer'?" in done.err
     assert "(m.yaml:9)" in done.err
     (tmp_path / "m.yaml").write_text(FILE)
     assert "groups: quick, paper" in called("run", "m.yaml", "--group", "qick", status=2).err
@@ -257,10 +251,7 @@ def test_cfg_job_of_a_sweep_is_a_document_for_each_point(called):
     made = list(yaml.safe_load_all(called(*words).out))
     assert [tree["seed"] for tree in made] == [1, 2]
     refused = called(*words[:-1], "hydra/sweeper=optuna", "train.lr=interval(1e-4,1e-2)", status=2).err
-    assert (
-        "hydra/sweeper=optuna draws its points from what earlier ones measured; leave it and -m out"
-        in refused
-    )
+    assert "hydra/sweeper=optuna draws its points from what earlier ones measured; leave it and -m out" in refused
 
 
 def test_schema_for_people_and_machines(called):
@@ -297,10 +288,7 @@ def test_a_sweep_with_missing_data_at_one_point_starts_nothing(called, tmp_path)
 
 
 def test_the_worker_refuses_what_is_no_run(caramba, tmp_path):
-    assert (
-        "cannot read the manifest"
-        in caramba("nowhere/manifest.json", module="caramba.worker", status=2).stderr
-    )
+    assert "cannot read the manifest" in caramba("nowhere/manifest.json", module="caramba.worker", status=2).stderr
     assert "expected one manifest" in caramba(module="caramba.worker", status=2).stderr
     assert list(tmp_path.iterdir()) == []
 

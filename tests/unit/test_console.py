@@ -42,9 +42,7 @@ def test_lines_are_plain_without_a_terminal(
     )
 
 
-def test_warnings_and_errors_go_to_stderr_even_when_quiet(
-    console: Console, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_and_errors_go_to_stderr_even_when_quiet(console: Console, capsys: pytest.CaptureFixture[str]) -> None:
     console.quiet = True
     assert console.quiet
     console.header("h")
@@ -76,9 +74,7 @@ def test_info_markup_and_control_characters_are_printed_as_text(
     assert "[/]" in out
 
 
-def test_long_paths_and_messages_are_not_wrapped(
-    console: Console, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_paths_and_messages_are_not_wrapped(console: Console, capsys: pytest.CaptureFixture[str]) -> None:
     path = "/runs/" + "very-long-name/" * 20 + "report.json"
     console.path(path, "report")
     console.artifacts_summary({"report.json": path})
@@ -89,12 +85,8 @@ def test_long_paths_and_messages_are_not_wrapped(
     assert captured.err == f"error: cannot read {path}\n"
 
 
-def test_a_table_fits_the_plain_width_and_cuts_nothing(
-    console: Console, capsys: pytest.CaptureFixture[str]
-) -> None:
-    console.table(
-        "Models", ["model", "perplexity", "note"], [["teacher", 12.3456, "w" * 150], ["student", 13.0, None]]
-    )
+def test_a_table_fits_the_plain_width_and_cuts_nothing(console: Console, capsys: pytest.CaptureFixture[str]) -> None:
+    console.table("Models", ["model", "perplexity", "note"], [["teacher", 12.3456, "w" * 150], ["student", 13.0, None]])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 110
     assert out.count("w") == 150
@@ -102,9 +94,7 @@ def test_a_table_fits_the_plain_width_and_cuts_nothing(
     assert "None" in out
 
 
-def test_an_encoding_without_the_characters_does_not_fail(
-    console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoding_without_the_characters_does_not_fail(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     console.info("café")
@@ -113,9 +103,7 @@ def test_an_encoding_without_the_characters_does_not_fail(
     assert raw.getvalue().startswith(b"caf\\xe9\n")
 
 
-def test_progress_prints_tenths_and_yields_everything(
-    console: Console, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_prints_tenths_and_yields_everything(console: Console, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(console.progress(40, "tokenise")) == list(range(40))
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"tokenise: {count}/40" for count in range(4, 41, 4)]
@@ -174,9 +162,7 @@ def test_a_terminal_gets_colour_and_a_bar() -> None:
     leader, follower = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
     env.pop("NO_COLOR", None)
-    subprocess.run(
-        [sys.executable, "-c", code], stdout=follower, stderr=follower, env=env, check=True, timeout=60
-    )
+    subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, env=env, check=True, timeout=60)
     os.close(follower)
     out = b""
     while True:

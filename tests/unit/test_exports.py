@@ -35,8 +35,8 @@ def test_the_list_of_lazy_packages_is_whole() -> None:
     lazy = {
         name.removeprefix("caramba.")
         for name in found
-        if getattr(
-            getattr(importlib.import_module(name), "__getattr__", None), "__qualname__", ""
-        ).startswith("lazy_exports")
+        if getattr(getattr(importlib.import_module(name), "__getattr__", None), "__qualname__", "").startswith(
+            "lazy_exports"
+        )
     }
     assert lazy == set(LAZY)

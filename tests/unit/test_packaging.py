@@ -27,8 +27,7 @@ def dotted(folder: Path, base: Path, name: str) -> str:
 
 def test_every_package_is_listed() -> None:
     found = {
-        dotted(file.parent, ROOT / "src/caramba", "caramba")
-        for file in (ROOT / "src/caramba").rglob("__init__.py")
+        dotted(file.parent, ROOT / "src/caramba", "caramba") for file in (ROOT / "src/caramba").rglob("__init__.py")
     }
     for folder, name in MAPPED.items():
         found |= {dotted(file.parent, ROOT / folder, name) for file in (ROOT / folder).rglob("__init__.py")}

@@ -21,11 +21,7 @@ def paragraphs_of(page: Path) -> list[str]:
     """Return paragraphs and list items, without code, tables, headings and pictures."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     blocks = re.split(r"\n\s*\n|\n(?=- )", text)
-    return [
-        block
-        for block in blocks
-        if block.strip() and not block.lstrip("\n").startswith(("    ", "|", "#", "!["))
-    ]
+    return [block for block in blocks if block.strip() and not block.lstrip("\n").startswith(("    ", "|", "#", "!["))]
 
 
 def sentences_of(paragraph: str) -> list[int]:

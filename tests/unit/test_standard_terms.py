@@ -39,8 +39,6 @@ def _docstrings() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("term", "place"), TERMS.items())
-def test_standard_term_is_in_the_docstring_of_its_module(
-    docstrings: dict[str, str], term: str, place: str
-) -> None:
+def test_standard_term_is_in_the_docstring_of_its_module(docstrings: dict[str, str], term: str, place: str) -> None:
     found = [path for path, text in docstrings.items() if re.search(term, text, re.IGNORECASE)]
     assert any(place in path for path in found), f"{term}: no module docstring under *{place}*; found {found}"

@@ -72,8 +72,7 @@ def requests_of(words: argparse.Namespace, rate: float, seed: int) -> list[Reque
     for _ in range(words.requests):
         at += drawn.expovariate(rate)
         prompt, new = (
-            round(math.exp(drawn.uniform(math.log(low), math.log(high))))
-            for low, high in (words.prompt, words.new)
+            round(math.exp(drawn.uniform(math.log(low), math.log(high)))) for low, high in (words.prompt, words.new)
         )
         vocab = SIZES[words.model][-1]
         found.append(Request(at, [drawn.randrange(vocab) for _ in range(prompt)], new))
@@ -160,9 +159,7 @@ def captures_of(engine: Engine) -> int:
 Way = Callable[[Engine, list[Request], argparse.Namespace], float]
 
 
-def arrivals(
-    model: Model, words: argparse.Namespace, name: str, chunk: int, n_ahead: int, way: Way
-) -> list[Row]:
+def arrivals(model: Model, words: argparse.Namespace, name: str, chunk: int, n_ahead: int, way: Way) -> list[Row]:
     """Measure one side at one rate of arrivals."""
     engine = engine_of(model, words, words.slots, chunk, n_ahead)
     n_captured = captures_of(engine)
@@ -199,8 +196,7 @@ def sides_of(model: Model, words: argparse.Namespace) -> Iterator[tuple[str, Cal
     for n_ahead in words.ahead:
         ahead = f", {n_ahead} prompts ahead" if n_ahead else ""
         sides += [
-            (f"continuous, {chunk} prompt tokens a step{ahead}", chunk, n_ahead, continuous)
-            for chunk in words.chunks
+            (f"continuous, {chunk} prompt tokens a step{ahead}", chunk, n_ahead, continuous) for chunk in words.chunks
         ]
     for side in sides:
         yield side[0], lambda side=side: arrivals(model, words, *side)

@@ -57,9 +57,7 @@ class Bench:
             self.teacher = copy.deepcopy(self.teacher).to(torch.bfloat16)
         self.pairs = pair_attention(self.teacher, self.student)
         self.device = device
-        self.tokens = torch.randint(
-            manifest.model.embedder.vocab_size, (args.batch, args.block), device=device
-        )
+        self.tokens = torch.randint(manifest.model.embedder.vocab_size, (args.batch, args.block), device=device)
         self.objectives = {
             "all": self.objective(),
             "attention KL": self.objective(attention_weight=0.1),
@@ -68,8 +66,7 @@ class Bench:
         if all(layer.config.is_latent for _, _, layer in self.pairs):
             self.objectives["maps"] = self.objective(keeps_copied=True)
         self.sequential = [
-            self.objective(schedule=BlockSchedule([name], steps=10**9, is_sequential=True))
-            for name, _, _ in self.pairs
+            self.objective(schedule=BlockSchedule([name], steps=10**9, is_sequential=True)) for name, _, _ in self.pairs
         ]
         lower(self.teacher, device, "prefill", is_compiled=args.compile)
         lower(self.student, device, "train", is_compiled=args.compile)
@@ -79,11 +76,7 @@ class Bench:
             # Variants differ in what they train, which torch before 2.12 does not look at otherwise (pytorch#139476).
             torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
             layers = [layer for _, source, target in self.pairs for layer in (source, target)]
-            heads = [
-                module
-                for each in [*self.objectives.values(), *self.sequential]
-                for module in each.compilable()
-            ]
+            heads = [module for each in [*self.objectives.values(), *self.sequential] for module in each.compilable()]
             for module in dict.fromkeys([*layers, *heads]):
                 module.forward = torch.compile(module.forward)
         trained = [parameter for _, parameter in self.objectives["all"].trainable()]
@@ -137,9 +130,7 @@ class Bench:
 
     def run_marked(self, objective: BlockwiseObjective, mark: Callable[[str], None]) -> None:
         """One step; `mark` also gets the teacher's parts, which end where a student layer starts."""
-        hooks = [
-            step.register_forward_pre_hook(lambda *_: mark("teacher")) for step in objective.steps.values()
-        ]
+        hooks = [step.register_forward_pre_hook(lambda *_: mark("teacher")) for step in objective.steps.values()]
         self.step(objective, mark)
         for hook in hooks:
             hook.remove()
@@ -187,9 +178,7 @@ def measure(bench: Bench, words: argparse.Namespace, record: Record) -> None:
     variants, is_cuda = bench.variants(), bench.device.type == "cuda"
     check_names("--only", words.only, variants)
     first = next(iter(variants))
-    chosen = {
-        name: call for name, call in variants.items() if name in (words.only or variants) or name == first
-    }
+    chosen = {name: call for name, call in variants.items() if name in (words.only or variants) or name == first}
     peaks: dict[str, int] = {}
 
     def milliseconds(name: str) -> float:
@@ -208,9 +197,7 @@ def measure(bench: Bench, words: argparse.Namespace, record: Record) -> None:
     turns = {"repeats": words.repeats, "warm": WARM_UP}
     times = interleave({name: functools.partial(milliseconds, name) for name in chosen}, **turns)
     objectives = [name for name in bench.objectives if name != "drift" and f"concurrent, {name}" in chosen]
-    splits: dict[str, Any] = interleave(
-        {name: functools.partial(split, name) for name in objectives}, **turns
-    )
+    splits: dict[str, Any] = interleave({name: functools.partial(split, name) for name in objectives}, **turns)
     parts = {name: {part: [one[part] for one in found] for part in PARTS} for name, found in splits.items()}
     record.save(ms=times, parts_ms=parts, peak_memory_bytes=peaks)
     for name, values in times.items():

@@ -184,9 +184,7 @@ def relative_error(
     return float((out[0, :group, 0].double() - wanted).norm() / wanted.norm())
 
 
-def stock_attention(
-    layout: Layout, stores: list[Store], q: tuple[Tensor, Tensor]
-) -> dict[str, Callable[[], Any]]:
+def stock_attention(layout: Layout, stores: list[Store], q: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Any]]:
     """Return stock attention on concatenated keys, by backend and form, each over all stores.
 
     `grouped`: the heads of a group are queries of one head, as the layer has it; `gqa`: enable_gqa. The latent's
@@ -280,9 +278,7 @@ def measure(
         except RuntimeError as why:
             refused[name] = str(why).splitlines()[0]
     n_steps = turns * n_stores
-    sides = {
-        name: lambda replay=replay: device_seconds(replay, CUDA) / n_steps for name, replay in replays.items()
-    }
+    sides = {name: lambda replay=replay: device_seconds(replay, CUDA) / n_steps for name, replay in replays.items()}
     times = interleave(sides, repeats=options.repeats)
     row |= {"steps_of_a_graph": n_steps} | spread(times.pop("caramba"), "us")
     row["roof_share"] = useful / row["median_us"] * 1e6 / roof

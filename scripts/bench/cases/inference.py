@@ -45,9 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 PARTS = ("short", "weights", "long", "batch", "caches", "context")
 CHUNK = 2048
-OPTIONS = (
-    """--size=1b|tiny --parts=short,weights,long,batch,caches,context --seconds=420.0 --repeats=5 --before="""
-)
+OPTIONS = """--size=1b|tiny --parts=short,weights,long,batch,caches,context --seconds=420.0 --repeats=5 --before="""
 NEEDS = ("torchao",)
 SMOKE_OPTIONS = "--size tiny --device cpu --parts short,context --repeats 1"
 
@@ -232,9 +230,7 @@ class Bench:
     def caches(self) -> Iterator[Row]:
         """The grouped-query model at that size, whose plain attention has caches of fewer and fewer bits."""
         batch, context = self.shapes["batch"]
-        kinds = {
-            kind.value: kind for kind in (self.kind, KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4)
-        }
+        kinds = {kind.value: kind for kind in (self.kind, KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4)}
         about = {"part": "caches", "layout": "gqa", "batch": batch, "context": context}
         for row in self._kinds(about, kinds, "new", most=64):
             steps = min(self.shapes["new"], 64)

@@ -137,11 +137,7 @@ def error_of(case: Case, call: Call, is_backward: bool, rows: int) -> float:
         results = [[y for y in ys if y.requires_grad] for ys in found]
         grads = [torch.randn_like(y) for y in results[0]]
         found = [
-            list(
-                torch.autograd.grad(
-                    ys, [x for x in xs if x.requires_grad], [g.to(ys[0].dtype) for g in grads]
-                )
-            )
+            list(torch.autograd.grad(ys, [x for x in xs if x.requires_grad], [g.to(ys[0].dtype) for g in grads]))
             for ys, xs in zip(results, (tensors, wide), strict=True)
         ]
     pairs = ((x.double(), y.double()) for x, y in zip(*found, strict=True))
@@ -193,10 +189,7 @@ def measure(
         calls["compiled"] = torch.compile(case.peer, fullgraph=True, dynamic=False)
     comparable = calls if case.exact is None else {"ours": case.ours}
     errors = {name: error_of(case, call, is_backward, rows) for name, call in comparable.items()}
-    sides = {
-        name: Side(call, [case.make(rows) for _ in range(n_sets)], is_backward)
-        for name, call in calls.items()
-    }
+    sides = {name: Side(call, [case.make(rows) for _ in range(n_sets)], is_backward) for name, call in calls.items()}
     sides["copy"] = copy_side(n_bytes, n_sets, device)
     measured = {name: side.seconds for name, side in sides.items()}
     times = interleave(measured, repeats=5, warm=2, seconds=seconds, most=400)
@@ -417,9 +410,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
     chosen = cases(device, torch.bfloat16)
     check_names("--only", options.only, {case.op for case in chosen})
     chosen = [case for case in chosen if not options.only or case.op in options.only]
-    work = [
-        (case, back) for case in chosen for back in (False, True) if not back or case.backward_bytes_per_row
-    ]
+    work = [(case, back) for case in chosen for back in (False, True) if not back or case.backward_bytes_per_row]
     record.start(size=options.size)
     for case, is_backward in work:
         n_rows = case.rows if options.size == "full" else min(case.rows, TINY_ROWS if case.rows > 64 else 1)

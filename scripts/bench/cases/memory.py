@@ -73,8 +73,7 @@ class Sides:
         """Return `memory`, `window` or `full`, in 16 bits on a GPU."""
         window = {"type": "AttentionLayer", "local_window": self.options.window}
         attention = {
-            "memory": window
-            | {"type": "MemoryBankLayer", "memory_slots": self.options.slots, "q_chunk": chunk},
+            "memory": window | {"type": "MemoryBankLayer", "memory_slots": self.options.slots, "q_chunk": chunk},
             "window": window,
             "full": {"type": "AttentionLayer"},
         }[side]

@@ -79,9 +79,7 @@ class GatedSlots(OtherMemory):
 
         per_slot = 2 * shape.d_model * 4
         slots = max(shape.max_bytes // per_slot, 1)
-        layer = GatedSlotAttention(
-            hidden_size=shape.d_model, num_heads=shape.heads, num_slots=slots, layer_idx=0
-        )
+        layer = GatedSlotAttention(hidden_size=shape.d_model, num_heads=shape.heads, num_slots=slots, layer_idx=0)
         return cls(layer, slots * per_slot)
 
     def mix(self, x: Tensor) -> Tensor:
@@ -103,9 +101,7 @@ class Titans(OtherMemory):
                 chunk_size=shape.window,
                 default_model_kwargs={"depth": 1},
             )
-            for (
-                parameter
-            ) in layer.parameters():  # those of heads are views of one, which no optimiser can step
+            for parameter in layer.parameters():  # those of heads are views of one, which no optimiser can step
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             _, state = layer(torch.randn(1, 4 * shape.window, shape.d_model))
             held = (
@@ -212,14 +208,10 @@ def state_bytes(kind: str, layer: MemoryBankLayerConfig, length: int) -> int:
     return min(seen, length) * dims.n_kv_heads * (dims.qk + dims.v) * 2
 
 
-def build_probe(
-    kind: str, layer: MemoryBankLayerConfig, options: argparse.Namespace, seed: int, most: int
-) -> Model:
+def build_probe(kind: str, layer: MemoryBankLayerConfig, options: argparse.Namespace, seed: int, most: int) -> Model:
     """Return an untrained probe; those of other packages keep their own initial weights."""
     nodes = attentions(layer)
-    model = build_model(
-        probe_spec(nodes.get(kind, nodes["window"]), options.d_model, options.blocks), seed=seed
-    )
+    model = build_model(probe_spec(nodes.get(kind, nodes["window"]), options.d_model, options.blocks), seed=seed)
     scale_weights(model)
     if kind in OTHERS:
         shape = Shape(options.d_model, options.heads, options.window, most)
@@ -230,9 +222,7 @@ def build_probe(
 
 
 @torch.no_grad()
-def recalled(
-    model: Model, config: RecallBenchmarkConfig, n_pairs: int, length: int, device: torch.device
-) -> float:
+def recalled(model: Model, config: RecallBenchmarkConfig, n_pairs: int, length: int, device: torch.device) -> float:
     """Return the share of values that are recalled in whole rows, without a cache."""
     hits = []
     for row in held_out_rows(config, n_pairs, length):

@@ -59,9 +59,7 @@ def read_bytes(n: int) -> np.ndarray:
     return np.frombuffer(b"".join(parts)[:n], dtype=np.uint8).astype(np.int64)
 
 
-def model_spec(
-    width: int = WIDTH, d_ff: int = 64, heads: int = 2, blocks: int = 1, vocab: int = VOCAB
-) -> ModelSpec:
+def model_spec(width: int = WIDTH, d_ff: int = 64, heads: int = 2, blocks: int = 1, vocab: int = VOCAB) -> ModelSpec:
     norm = {"type": "RMSNormLayer", "d_model": width}
     attention = {"type": "AttentionLayer", "d_model": width, "n_heads": heads}
     mlp = {"type": "SwiGLULayer", "d_model": width, "d_ff": d_ff}
@@ -206,9 +204,7 @@ def measure_spikes(dataset: Any, n: int, clean: int, steps: int) -> dict[str, An
     # Decisions would differ between a run and its clean twin: the last step alone has one.
     phase = phase_of(steps, **keys)
     runs = [train(dataset, phase, seed) for seed in range(max(n, clean))]
-    clean_runs = [
-        {"seed": seed, "loss": run["loss"], "answers": run["answers"]} for seed, run in enumerate(runs)
-    ]
+    clean_runs = [{"seed": seed, "loss": run["loss"], "answers": run["answers"]} for seed, run in enumerate(runs)]
     answers = [kind for run in clean_runs[:clean] for kind in run["answers"]]
     monitored = phase_of(steps, **keys | {"orchestrator_mode": "monitor"})
     rows = []
@@ -258,9 +254,7 @@ class Clock(pl.Callback):
         self.seconds = (self._now() - self.began) / (trainer.global_step - WARM)
 
 
-def measure_cost(
-    size: str, batch: int, block: int, timed: int, repeats: int, device: torch.device
-) -> dict[str, Any]:
+def measure_cost(size: str, batch: int, block: int, timed: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Time steps of AdamW, of monitor mode, and of active mode with AdamW alone, in turns."""
     steps = WARM + timed
     tokens = np.random.default_rng(0).integers(SIZES[size][-1], size=(steps + 1) * batch * block)

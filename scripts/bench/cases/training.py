@@ -86,8 +86,7 @@ class BareBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = F.rms_norm(x, x.shape[-1:], self.norms[0], self.eps)
         q, k, v = (
-            part.unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for part in self.qkv(h).split(self.widths, dim=-1)
+            part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in self.qkv(h).split(self.widths, dim=-1)
         )
         is_grouped = q.shape[1] != k.shape[1]
         heads = F.scaled_dot_product_attention(
@@ -174,9 +173,7 @@ class Side:
         self.weights = weights
         self.optimizer: Any = optimizer
         if optimizer is None:
-            self.optimizer = (
-                Masters(weights, 1e-5) if has_masters else torch.optim.AdamW(weights, lr=1e-5, fused=True)
-            )
+            self.optimizer = Masters(weights, 1e-5) if has_masters else torch.optim.AdamW(weights, lr=1e-5, fused=True)
 
     def step(self) -> None:
         """Take one step."""
@@ -315,9 +312,7 @@ class Turns(pl.Callback):
         self.peaks: dict[str, int] = {}
         self.is_warm, self.taken, self.clock = False, 0, 0.0
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.taken += 1
         if self.taken < (self.steps if self.is_warm else WARM_UP):
             return

@@ -62,9 +62,7 @@ def draw_controls(result: RunResult) -> Picture | None:
         values = [row["ppl_ratio"] for row in rows]
         if max(values) / min(values) > _WIDE:
             log10_axis(axes)
-        axes.set_xlim(
-            left=0.8 * min(row["kv_ratio"] for row in rows), right=1.35 * max(r["kv_ratio"] for r in rows)
-        )
+        axes.set_xlim(left=0.8 * min(row["kv_ratio"] for row in rows), right=1.35 * max(r["kv_ratio"] for r in rows))
         label_ticks(axes.yaxis, short_number)
         _name_points(axes, rows)
         axes.set_xlabel("KV ratio: 16-bit teacher's bytes per token over the row's (right is smaller)")

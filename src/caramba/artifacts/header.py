@@ -34,9 +34,7 @@ def read_facts(result: RunResult, run_dir: Path) -> list[Fact]:
     return facts_of(run_dir, result.labels, result.environment, result.git_commit)
 
 
-def facts_of(
-    run_dir: Path, labels: dict[str, str], environment: dict[str, Any], git_commit: str | None
-) -> list[Fact]:
+def facts_of(run_dir: Path, labels: dict[str, str], environment: dict[str, Any], git_commit: str | None) -> list[Fact]:
     """Return the facts that the files of a run hold, and that its report holds besides."""
     root = run_dir.parents[1] if run_dir.parent.name == "groups" else run_dir
     manifest = _read_json(root / "manifest.json")
@@ -92,9 +90,7 @@ def _duration(events: list[dict[str, Any]]) -> str:
     seconds, n_sittings = sum_sittings(events)
     if not n_sittings:
         return ""
-    return (
-        duration_text(seconds) + (f", sum of {n_sittings} sittings" if n_sittings > 1 else "") + " (training)"
-    )
+    return duration_text(seconds) + (f", sum of {n_sittings} sittings" if n_sittings > 1 else "") + " (training)"
 
 
 def _command(root: Path) -> str:

@@ -93,10 +93,7 @@ def compare_items(
             )
             found[key] = (test, unpaired)
     adjusted = holm({"\0".join(key): test.p_value for key, (test, _) in found.items()})
-    return [
-        TaskComparison(*key, test, adjusted["\0".join(key)], unpaired)
-        for key, (test, unpaired) in found.items()
-    ]
+    return [TaskComparison(*key, test, adjusted["\0".join(key)], unpaired) for key, (test, unpaired) in found.items()]
 
 
 def _pairs(first: TaskItems, second: TaskItems) -> tuple[list[tuple[float, float, str]], int]:

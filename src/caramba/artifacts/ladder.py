@@ -41,9 +41,7 @@ def draw_ladder(result: RunResult) -> tuple[Picture | None, list[Omission]]:
             below = [max(0.0, value - row["tok_s_p20"]) for value, row in zip(values, own, strict=True)]
             above = [max(0.0, row["tok_s_p80"] - value) for value, row in zip(values, own, strict=True)]
             axes.barh(places, values, height=0.92 * height, color=colour_of(model), label=name_of(model))
-            axes.errorbar(
-                values, places, xerr=[below, above], fmt="none", ecolor="#222222", capsize=3, elinewidth=1.2
-            )
+            axes.errorbar(values, places, xerr=[below, above], fmt="none", ecolor="#222222", capsize=3, elinewidth=1.2)
             for place, value, row in zip(places, values, own, strict=True):
                 note = {"xytext": (6, -4), "textcoords": "offset points", "fontsize": 9}
                 end = max(value, float(row["tok_s_p80"]))
@@ -144,11 +142,7 @@ def _legend(row: dict[str, Any]) -> str:
 def _noise(rows: list[dict[str, Any]]) -> str:
     """Say how the held-out losses of the runs of the top spread, where it ran again."""
     row = next((row for row in reversed(rows) if row.get("loss_noise") is not None), None)
-    return (
-        ""
-        if row is None
-        else f": noise of loss {row['loss_noise']:.4f} nats, {row['loss_runs']} runs of the top"
-    )
+    return "" if row is None else f": noise of loss {row['loss_noise']:.4f} nats, {row['loss_runs']} runs of the top"
 
 
 def _label(row: dict[str, Any]) -> str:

@@ -168,9 +168,7 @@ def ratios(
         # Of one benchmark: another may have read other windows, as many.
         is_paired = metric.source == base.source and key.family == "perplexity" and key.field in _OF_WINDOWS
         if is_paired and ours and theirs:
-            ratio = replace(
-                ratio, std=None, standard_error=error_of_paired_ratio(key.field, ratio.value, ours, theirs)
-            )
+            ratio = replace(ratio, std=None, standard_error=error_of_paired_ratio(key.field, ratio.value, ours, theirs))
         _add(out, ratio, "two families of metrics")
     return out, tuple(undefined)
 
@@ -188,9 +186,7 @@ def _divide(name: str, over: Metric, under: Metric) -> Metric:
     return Metric(name, value, "ratio", std=spread, source=source)
 
 
-def error_of_paired_ratio(
-    field: str, ratio: float, ours: Sequence[float], theirs: Sequence[float]
-) -> float | None:
+def error_of_paired_ratio(field: str, ratio: float, ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     """Return the first-order standard error of student over teacher from the NLL of the same n windows.
 
     Of perplexity, R = exp(mean(s_i - t_i)), it is R std(s_i - t_i) / sqrt(n); of nll and of bits per byte, with

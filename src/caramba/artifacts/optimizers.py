@@ -39,8 +39,7 @@ def interval_text(interval: dict[str, float] | None) -> str:
 def interval_cells(row: dict[str, Any]) -> list[str]:
     """Return a row's intervals at equal tokens and time: against AdamW, then against the best fixed row."""
     fixed, timed = (
-        interval_text(row.get(key))
-        for key in ("best_fixed_difference", "best_fixed_difference_at_equal_time")
+        interval_text(row.get(key)) for key in ("best_fixed_difference", "best_fixed_difference_at_equal_time")
     )
     if "best_fixed" in row:
         fixed = f"{row['best_fixed']}: {fixed}"

@@ -75,9 +75,7 @@ summary { cursor: pointer; padding: 0.25rem 0; font-weight: 600; }
 def document(title: str, body: str) -> str:
     """Return a whole page; its policy lets a browser load nothing but the images inside it and its own style."""
     digest = base64.b64encode(hashlib.sha256(_CSS.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -103,12 +101,8 @@ def table(
 
     A number carries its key, and is a link where the key is in `known`: `metric_id` of it is then the target's id.
     """
-    classes = [
-        "" if any(row[place].is_number for row in rows) else ' class="word"' for place in range(len(head))
-    ]
-    heads = "".join(
-        f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(head, classes, strict=True)
-    )
+    classes = ["" if any(row[place].is_number for row in rows) else ' class="word"' for place in range(len(head))]
+    heads = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(head, classes, strict=True))
     lines: list[str] = []
     for index, row in enumerate(rows):
         kinds = ['th scope="row"', *["td"] * (len(row) - 1)]
@@ -131,9 +125,7 @@ def figure(picture: Picture | None, alt: str, caption: str, name: str) -> str:
     if picture is None:
         return ""
     data = base64.b64encode(picture.svg).decode()
-    links = ", ".join(
-        f'<a href="{quote(file)}">{file.rpartition(".")[2].upper()}</a>' for file in picture.files(name)
-    )
+    links = ", ".join(f'<a href="{quote(file)}">{file.rpartition(".")[2].upper()}</a>' for file in picture.files(name))
     return (
         f'<figure><div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0">'
         f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}"></div>'
@@ -289,13 +281,9 @@ def _opening(result: RunResult, metrics: dict[str, Metric], header: Sequence[Fac
     bounded = [check for verdict in result.verdicts for check in verdict.checks if check.bound is not None]
     missed = [check for check in bounded if not check.passed]
     if missed:
-        lines.append(
-            paragraph(f"Verification failed: {len(missed)} of {len(bounded)} bounds missed.", "failed")
-        )
+        lines.append(paragraph(f"Verification failed: {len(missed)} of {len(bounded)} bounds missed.", "failed"))
     elif bounded:
-        lines.append(
-            paragraph(f"Verification passed: {len(bounded)} of {len(bounded)} bounds met.", "passed")
-        )
+        lines.append(paragraph(f"Verification passed: {len(bounded)} of {len(bounded)} bounds met.", "passed"))
     failed = [bench.id for bench in result.benchmarks if not bench.succeeded]
     if failed:
         lines.append(paragraph(f"Benchmarks failed: {', '.join(failed)}.", "failed"))
@@ -347,9 +335,7 @@ def _json(value: Any) -> str:
 
 
 def _files(artifacts: Sequence[Artifact]) -> list[str]:
-    hashes = "".join(
-        f"<li>{file_link(item.path)}, SHA-256 <code>{item.sha256}</code></li>" for item in artifacts
-    )
+    hashes = "".join(f"<li>{file_link(item.path)}, SHA-256 <code>{item.sha256}</code></li>" for item in artifacts)
     return [
         f"<p>{file_link('report.json')} holds every number of this page by key, and the hash of this page.</p>",
         f"<ul>{hashes}</ul>" if hashes else "",
@@ -362,9 +348,7 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
         spread = Cell(NOTHING) if metric.spread is None else Cell(repr(metric.spread), is_number=True)
         count = Cell(NOTHING) if metric.n is None else Cell(str(metric.n), is_number=True)
         value = Cell(repr(metric.value), metric.key, is_number=True)
-        rows.append(
-            [Cell(metric.key, is_code=True), value, Cell(metric.unit), spread, count, Cell(metric.source)]
-        )
+        rows.append([Cell(metric.key, is_code=True), value, Cell(metric.unit), spread, count, Cell(metric.source)])
     if not rows:
         return []
     ids = [metric_id(key) for key in metrics]

@@ -96,15 +96,11 @@ def _draw(axes: Any, found: list[Measured], along: str | None, label: str) -> No
     for model, conditions, fields in found:
         x = fields["cache_bytes"].value if along is None else conditions[along]
         split = [f"{name} {conditions[name]}" for name in ("ratio", "slots") if name in conditions]
-        named = " ".join(
-            [str(conditions["attention"]).replace("_", " "), *(split if along == "pairs" else split[:1])]
-        )
+        named = " ".join([str(conditions["attention"]).replace("_", " "), *(split if along == "pairs" else split[:1])])
         lines.setdefault((model, named), []).append((float(x), fields["recall"].value))
     for index, ((_, named), points) in enumerate(lines.items()):
         colour = next(
-            colour
-            for kind, colour in reversed(ATTENTION_COLOURS.items())
-            if named.startswith(kind.replace("_", " "))
+            colour for kind, colour in reversed(ATTENTION_COLOURS.items()) if named.startswith(kind.replace("_", " "))
         )
         style = {"color": colour, "ls": "" if along is None else ("-", "--", ":")[index % 3], "marker": "o"}
         axes.plot(*zip(*sorted(points), strict=True), label=named, **style)
@@ -126,9 +122,7 @@ def list_ratios(result: RunResult) -> list[tuple[int, int, float]]:
     for verdict in reversed(result.verdicts):
         if verdict.type == "fidelity":
             found = [(_CHECK.fullmatch(check.name), check.value) for check in verdict.checks]
-            return sorted(
-                (int(match[1]), int(match[2]), value) for match, value in found if match is not None
-            )
+            return sorted((int(match[1]), int(match[2]), value) for match, value in found if match is not None)
     return []
 
 

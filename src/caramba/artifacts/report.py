@@ -64,14 +64,10 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
         for index, item in enumerate(cast("list[Any]", value)):
             refuse_unwritable(item, f"{path}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise CarambaError(
-            f"report.json {path}: got {value}, expected a finite number; say in words what failed"
-        )
+        raise CarambaError(f"report.json {path}: got {value}, expected a finite number; say in words what failed")
     elif not isinstance(value, str | int | float | bool | None):
         kind = type(value).__name__
-        raise CarambaError(
-            f"report.json {path}: got {kind}, expected a JSON value; convert it where it is made"
-        )
+        raise CarambaError(f"report.json {path}: got {kind}, expected a JSON value; convert it where it is made")
 
 
 def _metric(metric: Metric) -> dict[str, Any]:

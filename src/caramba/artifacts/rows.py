@@ -94,9 +94,7 @@ def collect_verdicts(result: RunResult) -> list[tuple[Verdict, Case]]:
 
 def cases_csv(result: RunResult) -> str | None:
     """Return one row per case and model, or None without cases; lists are JSON, None is an empty cell."""
-    rows = [
-        _row(verdict, case, answer) for verdict, case in collect_verdicts(result) for answer in case.answers
-    ]
+    rows = [_row(verdict, case, answer) for verdict, case in collect_verdicts(result) for answer in case.answers]
     return csv_text([COLUMNS, *rows]) if rows else None
 
 

@@ -180,9 +180,7 @@ def _bootstrap(
         _, members = np.unique(np.asarray(clusters, dtype=np.str_), return_inverse=True)
         sums, sizes = np.bincount(members, weights=differences), np.bincount(members).astype(np.float64)
     n_clusters = len(sums)
-    kinds, counts = cast(
-        "tuple[Any, Any]", np.unique(np.stack([sums, sizes], axis=1), axis=0, return_counts=True)
-    )
+    kinds, counts = cast("tuple[Any, Any]", np.unique(np.stack([sums, sizes], axis=1), axis=0, return_counts=True))
     generator = np.random.default_rng(seed)
     sampled: list[Any] = []
     chunk = max(1, _CHUNK // len(kinds))

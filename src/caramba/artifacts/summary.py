@@ -52,11 +52,7 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[Picture
             ("accuracy", "accuracy", "mean over tasks (higher is better)", _pair(metrics, "accuracy", "mean"))
         )
     drawn = [panel for panel in panels if panel[3]]
-    omitted = [
-        Omission(f"{SUMMARY_FILE}: {name}", _reason(result, kind))
-        for name, kind, _, bars in panels
-        if not bars
-    ]
+    omitted = [Omission(f"{SUMMARY_FILE}: {name}", _reason(result, kind)) for name, kind, _, bars in panels if not bars]
     if not drawn:
         return None, [Omission(SUMMARY_FILE, "; ".join(item.reason for item in omitted))]
     widths = [max(3.3, 1.2 * len(bars) + 0.8) for *_, bars in drawn]
@@ -79,9 +75,7 @@ def stage_bars(metrics: dict[str, Metric]) -> Bars:
     """
     rows = headline(metrics, "perplexity", "perplexity")
     bars = [(model, rows[model]) for model in STAGES if model in rows]
-    bars += [
-        (model, metric) for model, metric in rows.items() if model not in STAGES
-    ]  # from-scratch variants
+    bars += [(model, metric) for model, metric in rows.items() if model not in STAGES]  # from-scratch variants
     stages = {metric.value for model, metric in bars if model.startswith("student_")}
     return [(model, metric) for model, metric in bars if not (model == STUDENT and metric.value in stages)]
 
@@ -93,11 +87,7 @@ def _pair(metrics: dict[str, Metric], family: str, field: str) -> Bars:
 
 def _reason(result: RunResult, kind: str) -> str:
     has_metrics = any(bench.type == kind and bench.metrics for bench in result.benchmarks)
-    return (
-        "no exact 16-bit cache was measured"
-        if kind == "memory" and has_metrics
-        else missing_reason(result, kind)
-    )
+    return "no exact 16-bit cache was measured" if kind == "memory" and has_metrics else missing_reason(result, kind)
 
 
 def _panels(widths: list[float]) -> list[Any]:
@@ -140,13 +130,9 @@ def _draw_bars(axes: Any, bars: Bars, unit: str, *, has_teacher: bool) -> None:
     if is_log:
         log10_axis(axes)
     places = range(len(bars))
-    axes.bar(
-        places, values, width=0.66, color=[colour_of(model) for model, _ in bars], edgecolor="#444444", lw=0.6
-    )
+    axes.bar(places, values, width=0.66, color=[colour_of(model) for model, _ in bars], edgecolor="#444444", lw=0.6)
     # An error bar that reaches zero has no place on a logarithmic axis; it is cut just above it.
-    below = [
-        min(error, 0.99 * value) if is_log else error for error, value in zip(errors, values, strict=True)
-    ]
+    below = [min(error, 0.99 * value) if is_log else error for error, value in zip(errors, values, strict=True)]
     if any(errors):
         axes.errorbar(places, values, yerr=[below, errors], fmt="none", ecolor="#222222", capsize=4, lw=1.3)
     for place, value, error in zip(places, values, errors, strict=True):
@@ -227,19 +213,13 @@ def curves(metrics: dict[str, Metric], family: str, field: str, along: str) -> l
     for metric in metrics.values():
         key = parse_key(metric.key)
         length = key.conditions.get(along)
-        if (
-            (key.family, key.field) != (family, field)
-            or key.model is None
-            or not isinstance(length, int)
-            or length < 1
-        ):
+        if (key.family, key.field) != (family, field) or key.model is None or not isinstance(length, int) or length < 1:
             continue
         rest = {name: value for name, value in key.conditions.items() if name != along}
         groups.setdefault(MetricKey(family, key.model, field, rest), []).append((length, metric))
     ordered = sorted(groups.items(), key=lambda group: _rank(str(group[0].model)))
     return [
-        (str(key.model), dict(key.conditions), sorted(points, key=lambda point: point[0]))
-        for key, points in ordered
+        (str(key.model), dict(key.conditions), sorted(points, key=lambda point: point[0])) for key, points in ordered
     ]
 
 

@@ -248,9 +248,7 @@ def _verification(result: RunResult) -> list[list[Cell]]:
                 continue
             name = check.name + (f" ({check.unit})" if check.unit not in ("", "ratio") else "")
             sign = LEAST if check.is_minimum else MOST
-            bound = number_cell(
-                check.bound, f"{key}#bound", lambda value, sign=sign: f"{sign} {number(value)}"
-            )
+            bound = number_cell(check.bound, f"{key}#bound", lambda value, sign=sign: f"{sign} {number(value)}")
             outcome = "recorded" if check.bound is None else "passed" if check.passed else "failed"
             last = Cell(outcome, is_bold=not check.passed)
             rows.append([Cell(verdict.type), Cell(name), number_cell(check.value, key), bound, last])
@@ -345,10 +343,7 @@ def _ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
     for bench in result.benchmarks:
         for row in bench.rows if bench.type == "inference_ladder" else ():
             if row.get("skipped") is None:
-                at = [
-                    found.get((row["model"], row["rung"], field, bench.id))
-                    for field in ("latency_ms", "tok_s")
-                ]
+                at = [found.get((row["model"], row["rung"], field, bench.id)) for field in ("latency_ms", "tok_s")]
                 words = [Cell(name_of(row["model"])), Cell(str(row["what"])), Cell(str(row["ran"]))]
                 rows.append([*words, *map(_measured_cell, at), Cell(f"{row['speed_up']:.2f}{TIMES}")])
     return rows
@@ -411,12 +406,10 @@ def _speed(result: RunResult) -> list[list[Cell]]:
         path = f"phases[{index}].details.measured"
         peak = "peak_allocated_bytes" if "peak_allocated_bytes" in measured else "peak_resident_bytes"
         rates = [
-            number_cell(measured.get(name), f"{path}.{name}")
-            for name in ("tokens_per_s", "mfu", "data_wait_share")
+            number_cell(measured.get(name), f"{path}.{name}") for name in ("tokens_per_s", "mfu", "data_wait_share")
         ]
         sizes = [
-            number_cell(measured.get(name), f"{path}.{name}", _byte_words)
-            for name in (peak, "peak_reserved_bytes")
+            number_cell(measured.get(name), f"{path}.{name}", _byte_words) for name in (peak, "peak_reserved_bytes")
         ]
         rows.append([Cell(phase.id), *rates, *sizes])
     return rows

@@ -80,9 +80,7 @@ def draw_training(run_dir: Path, labels: dict[str, str]) -> tuple[Picture | None
         ("tokens/s", (("speed", _SPEED, ""),)),
     ]
     shown = [
-        (unit, lines)
-        for unit, lines in panels
-        if any(getattr(phase, name) for phase in phases for name, *_ in lines)
+        (unit, lines) for unit, lines in panels if any(getattr(phase, name) for phase in phases for name, *_ in lines)
     ]
     if not shown:
         return None, [Omission(TRAINING_FILE, "no phase recorded a loss")]
@@ -211,9 +209,7 @@ def draw_memory_slots(run_dir: Path, labels: dict[str, str]) -> Picture | None:
         above, below = figure.subplots(2, 1, height_ratios=[2.4, 2.0])
         for key, (label, colour) in LINES.items():
             if lines[key]:
-                above.plot(
-                    *zip(*lines[key], strict=True), color=colour, marker="o", markersize=4, label=label
-                )
+                above.plot(*zip(*lines[key], strict=True), color=colour, marker="o", markersize=4, label=label)
         above.set_ylim(-0.03, 1.03)
         above.set_xlabel("step of the run")
         above.set_ylabel("share")

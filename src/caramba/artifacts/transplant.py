@@ -27,9 +27,7 @@ def transplant_csv(result: RunResult) -> str | None:
     rows: list[list[object]] = [["layer", *names, "kv_ratio", _BLOCK]]
     for index, layer in enumerate(layers):
         ratio = layer.teacher_cached / layer.cached
-        rows.append(
-            [index, *(getattr(layer, name) for name in names), ratio, blocks[index] if blocks else ""]
-        )
+        rows.append([index, *(getattr(layer, name) for name in names), ratio, blocks[index] if blocks else ""])
     return csv_text(rows)
 
 
@@ -51,9 +49,7 @@ def draw_transplant(result: RunResult) -> tuple[Picture | None, list[Omission]]:
             (blocks, "block error (relative L1)", COLOURS["student_blockwise"], "s"),
             (kept, "energy kept", COLOURS["teacher"], "^"),
         ):
-            shown = [
-                (place, value) for place, value in zip(places, values, strict=False) if value is not None
-            ]
+            shown = [(place, value) for place, value in zip(places, values, strict=False) if value is not None]
             if shown:
                 above.plot(*zip(*shown, strict=True), color=colour, marker=marker, label=label)
         above.set_ylim(0, max(1.05, above.get_ylim()[1]))
@@ -86,6 +82,4 @@ def _layers(result: RunResult) -> tuple[TransplantedLayer, ...]:
 def _block_errors(result: RunResult) -> tuple[float, ...]:
     """Return the errors on training windows when there is one for each converted layer."""
     report = result.transplant
-    return (
-        report.layer_errors if report is not None and len(report.layer_errors) == len(report.layers) else ()
-    )
+    return report.layer_errors if report is not None and len(report.layer_errors) == len(report.layers) else ()

@@ -94,9 +94,7 @@ def _contents(
     pictures: dict[str, Picture | None] = {}
     contents: dict[str, str | None] = {f"{kind}.csv": to_csv(result, kind) for kind in CSV_KINDS}
     omitted = [
-        Omission(f"{kind}.csv", missing_reason(result, kind))
-        for kind in CSV_KINDS
-        if contents[f"{kind}.csv"] is None
+        Omission(f"{kind}.csv", missing_reason(result, kind)) for kind in CSV_KINDS if contents[f"{kind}.csv"] is None
     ]
     for kind in ASKED_KINDS:
         contents[f"{kind}.csv"] = to_csv(result, kind)

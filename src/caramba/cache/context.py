@@ -84,9 +84,7 @@ class Context:
         ):
             return known[1], known[2]
         whole = torch.full((some.batch_size,), counts[0], dtype=torch.int32, device=some.device)
-        packed = (
-            None if counts[1] is None else torch.full((1,), counts[1], dtype=torch.int32, device=some.device)
-        )
+        packed = None if counts[1] is None else torch.full((1,), counts[1], dtype=torch.int32, device=some.device)
         self._lengths = counts, whole, packed
         return whole, packed
 
@@ -94,9 +92,7 @@ class Context:
         """Roll every cache and the position back to the first `n_tokens` tokens, as if no more had been
         seen."""
         if not 0 <= n_tokens <= self.position:
-            raise ConfigError(
-                f"context: truncate to {n_tokens} tokens, expected 0 to {self.position} (those seen)"
-            )
+            raise ConfigError(f"context: truncate to {n_tokens} tokens, expected 0 to {self.position} (those seen)")
         self.position = n_tokens
         for cache in self.caches:
             cache.truncate(n_tokens)
@@ -132,9 +128,7 @@ class Context:
         """
         stores = [tensor.store for cache in self.caches for tensor in cache.tensors.values()]
         if any(part.capacity < part.limit for store in stores for part in store.buffers.values()):
-            raise ConfigError(
-                "context: a row of a cache that grows shares no memory; make it with static=True"
-            )
+            raise ConfigError("context: a row of a cache that grows shares no memory; make it with static=True")
         alone = Context([cache.row(index, n_rows) for cache in self.caches])
         alone.position = self.position
         return alone

@@ -43,9 +43,7 @@ class LayerCache:
     ) -> None:
         got = tuple(name for name, _, _ in streams)
         if got != self.names:
-            raise ConfigError(
-                f"{type(self).__name__}: got streams {got}, expected {self.names}; use new_layer_cache()"
-            )
+            raise ConfigError(f"{type(self).__name__}: got streams {got}, expected {self.names}; use new_layer_cache()")
         self.streams, self.kind, self._names = streams, kind, set(self.names)
         self._tensors = {
             name: KVCacheTensor(
@@ -122,9 +120,7 @@ class LayerCache:
 
         Exact formats are views in the storage dtype; quantised ones come in `dtype`, without one in float32.
         """
-        return {
-            name: tensor.read(None if tensor.is_exact else dtype) for name, tensor in self._tensors.items()
-        }
+        return {name: tensor.read(None if tensor.is_exact else dtype) for name, tensor in self._tensors.items()}
 
     def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store the next tokens of every stream and return all tokens stored, the new ones included.
@@ -181,9 +177,7 @@ class LayerCache:
     @property
     def n_packed(self) -> int | None:
         """Tokens stored as quantised blocks, the same for all streams; None if no stream is quantised."""
-        return next(
-            (tensor.n_packed for tensor in self._tensors.values() if tensor.n_packed is not None), None
-        )
+        return next((tensor.n_packed for tensor in self._tensors.values() if tensor.n_packed is not None), None)
 
     @property
     def is_rotated(self) -> bool:
@@ -249,9 +243,7 @@ class LayerCache:
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of what is stored, by `stream.buffer`."""
         return {
-            f"{name}.{part}": values
-            for name, tensor in self._every()
-            for part, values in tensor.state_dict().items()
+            f"{name}.{part}": values for name, tensor in self._every() for part, values in tensor.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -458,9 +450,7 @@ def new_layer_cache(
     for cls in (LayerKVCache, DecoupledLayerKVCache, LatentLayerKVCache):
         if cls.names == names:
             return cls(dims.streams, batch_size=batch_size, max_tokens=max_tokens, **given)
-    raise ConfigError(
-        f"KV cache: no cache holds the streams {names}; use the dims of an attention layer's config"
-    )
+    raise ConfigError(f"KV cache: no cache holds the streams {names}; use the dims of an attention layer's config")
 
 
 def _format(kind: KVCacheKind, stream: str, tail_tokens: int, hadamard: bool) -> KVCacheTensorConfig:

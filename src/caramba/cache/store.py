@@ -13,9 +13,7 @@ from caramba.ops.formats import dequantize, get_block_format, hadamard, quantize
 
 TAIL_DTYPE = torch.bfloat16  # holds any bfloat16 model's keys and values as they are, and never overflows
 PACK_TOKENS = 1024  # quantised at once: bounds the float32 copy of a long prompt
-ALIGNED_TOKENS = (
-    16  # blocks are allocated for multiples of it: so rows of scales begin at multiples of 16 bytes
-)
+ALIGNED_TOKENS = 16  # blocks are allocated for multiples of it: so rows of scales begin at multiples of 16 bytes
 GROWTH = 2
 FIRST_CAPACITY = 16
 
@@ -187,9 +185,7 @@ class BlockStore:
         self.only_tail = max_tokens <= 2 * tail_tokens
 
         def buffer(lanes: int, features: int, dtype: torch.dtype, limit: int) -> TokenBuffer:
-            return TokenBuffer(
-                batch_size, lanes, features, dtype=dtype, limit=limit, device=device, static=static
-            )
+            return TokenBuffer(batch_size, lanes, features, dtype=dtype, limit=limit, device=device, static=static)
 
         n_blocks = self.format.block.n_blocks(n_heads * width)
         packed_limit = 0 if self.only_tail else -(-max_tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS

@@ -44,9 +44,7 @@ class KVCacheTensorConfig:
             ConfigError: the kind is quantised, or a policy that has not been resolved.
         """
         if self.kind not in DTYPES:
-            raise ConfigError(
-                f"KV cache: kind={self.kind} has no element type; use one of: {', '.join(DTYPES)}"
-            )
+            raise ConfigError(f"KV cache: kind={self.kind} has no element type; use one of: {', '.join(DTYPES)}")
         return DTYPES[self.kind]
 
     def check(self) -> None:
@@ -94,9 +92,7 @@ class KVCacheTensor:
         static: bool = False,
     ) -> None:
         if batch_size < 1 or max_tokens < 1:
-            raise ConfigError(
-                f"KV cache: got batch_size={batch_size}, max_tokens={max_tokens}; both are at least 1"
-            )
+            raise ConfigError(f"KV cache: got batch_size={batch_size}, max_tokens={max_tokens}; both are at least 1")
         config.check()
         self.config, self.is_exact = config, config.is_exact
         self.batch_size, self.n_heads, self.width = batch_size, n_heads, width
@@ -163,9 +159,7 @@ class KVCacheTensor:
     def storage(self) -> StoredStream:
         """Return the whole allocation without a copy, with the name of its format."""
         if isinstance(self.store, BlockStore):
-            return StoredStream(
-                self.config.kind, self.store.codes.data, self.store.scales.data, self.store.tail.data
-            )
+            return StoredStream(self.config.kind, self.store.codes.data, self.store.scales.data, self.store.tail.data)
         return StoredStream(self.config.kind, self.store.buffers["values"].data)
 
     @property
@@ -195,9 +189,7 @@ class KVCacheTensor:
     def truncate(self, n_tokens: int) -> None:
         """Discard every token from `n_tokens` on; the allocation is kept."""
         if not 0 <= n_tokens <= self.n_tokens:
-            raise ConfigError(
-                f"KV cache: truncate to {n_tokens} tokens, expected 0 to {self.n_tokens} (those stored)"
-            )
+            raise ConfigError(f"KV cache: truncate to {n_tokens} tokens, expected 0 to {self.n_tokens} (those stored)")
         self.store.truncate(n_tokens)
         self.n_tokens = n_tokens
 
@@ -288,11 +280,7 @@ class KVCacheTensor:
             data, limit = buffers[name].data, buffers[name].limit
             expected = (*data.shape[:2], "T", data.shape[3])
             got = tuple(tensor.shape)
-            if (
-                tensor.dtype != data.dtype
-                or len(got) != 4
-                or (*got[:2], got[3]) != (*data.shape[:2], data.shape[3])
-            ):
+            if tensor.dtype != data.dtype or len(got) != 4 or (*got[:2], got[3]) != (*data.shape[:2], data.shape[3]):
                 raise ConfigError(
                     f"KV cache state: {name} is {tensor.dtype} {list(got)}, expected {data.dtype} {list(expected)}; "
                     "load it into a cache of the same model, kind and batch size"

@@ -45,9 +45,7 @@ class WindowLayerKVCache(LayerCache):
         self._before: tuple[int, int, dict[str, Tensor]] | None = None
         with torch.inference_mode(False):
             self._buffers = {
-                name: torch.zeros(
-                    (batch_size, heads, window + self.spare, width), dtype=DTYPES[kind], device=device
-                )
+                name: torch.zeros((batch_size, heads, window + self.spare, width), dtype=DTYPES[kind], device=device)
                 for name, heads, width in streams
             }
 
@@ -82,9 +80,7 @@ class WindowLayerKVCache(LayerCache):
         if n_new > SPARE_TOKENS:
             self.keep_before()
             dtype = DTYPES[self.kind]
-            joined = {
-                name: torch.cat((old, streams[name].to(dtype)), dim=2) for name, old in self.read().items()
-            }
+            joined = {name: torch.cat((old, streams[name].to(dtype)), dim=2) for name, old in self.read().items()}
             self.n_stored = min(self.n_stored + n_new, self.window + SPARE_TOKENS)
             for name, x in joined.items():
                 self._buffers[name][:, :, : self.n_stored] = x[:, :, -self.n_stored :]

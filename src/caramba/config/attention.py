@@ -46,9 +46,7 @@ class AttentionLayerConfig(LayerConfig):
     type: Literal["AttentionLayer"] = Field(default="AttentionLayer", description=TYPE)
     d_model: Dimension = Field(description="width of the residual stream")
     n_heads: Dimension = Field(description="number of query heads")
-    n_kv_heads: Dimension | None = Field(
-        default=None, description="number of key/value heads; unset: n_heads"
-    )
+    n_kv_heads: Dimension | None = Field(default=None, description="number of key/value heads; unset: n_heads")
     head_dim: Dimension | None = Field(default=None, description="width of a head; unset: d_model / n_heads")
     mode: Annotated[AttentionMode, BeforeValidator(_mode)] = Field(
         default=AttentionMode.STANDARD,
@@ -82,8 +80,7 @@ class AttentionLayerConfig(LayerConfig):
     )
     decoupled_gate: bool = Field(
         default=False,
-        description="mode=decoupled: whether a learned gate per head weighs the semantic against the geometric "
-        "scores",
+        description="mode=decoupled: whether a learned gate per head weighs the semantic against the geometric scores",
     )
     decoupled_gate_dynamic: bool = Field(
         default=False,
@@ -91,8 +88,7 @@ class AttentionLayerConfig(LayerConfig):
     )
     tie_qk: bool = Field(
         default=False,
-        description="mode=decoupled: whether semantic keys use the weights of the queries; needs n_kv_heads = "
-        "n_heads",
+        description="mode=decoupled: whether semantic keys use the weights of the queries; needs n_kv_heads = n_heads",
     )
     exact_first_tokens: NonNegativeInt = Field(
         default=0,
@@ -127,9 +123,7 @@ class AttentionLayerConfig(LayerConfig):
     bias: bool | Literal["qkv"] = Field(
         default=False, description="true: all projections; qkv: queries, keys and values, not the output"
     )
-    qk_norm: bool = Field(
-        default=False, description="whether RMS normalisation is applied to queries and keys"
-    )
+    qk_norm: bool = Field(default=False, description="whether RMS normalisation is applied to queries and keys")
     qk_norm_eps: PositiveFloat = Field(default=1e-6, description="epsilon of qk_norm")
     dropout: Probability = Field(default=0.0, description="dropout probability of the attention weights")
 
@@ -156,8 +150,7 @@ class AttentionLayerConfig(LayerConfig):
             )
         if self.n_heads % kv_heads:
             raise ValueError(
-                f"n_kv_heads={kv_heads} does not divide n_heads={self.n_heads}; use a divisor of "
-                f"{self.n_heads}"
+                f"n_kv_heads={kv_heads} does not divide n_heads={self.n_heads}; use a divisor of {self.n_heads}"
             )
         if self.mode is AttentionMode.STANDARD and kv_heads != self.n_heads:
             raise ValueError(
@@ -166,13 +159,10 @@ class AttentionLayerConfig(LayerConfig):
             )
         if self.mode is AttentionMode.BOTTLENECK:
             if self.attn_dim is None:
-                raise ValueError(
-                    "mode=bottleneck needs attn_dim, the narrow width of queries, keys and values"
-                )
+                raise ValueError("mode=bottleneck needs attn_dim, the narrow width of queries, keys and values")
             if self.attn_dim % self.n_heads:
                 raise ValueError(
-                    f"n_heads={self.n_heads} does not divide attn_dim={self.attn_dim}; use a multiple of "
-                    f"{self.n_heads}"
+                    f"n_heads={self.n_heads} does not divide attn_dim={self.attn_dim}; use a multiple of {self.n_heads}"
                 )
         elif self.attn_dim is not None:
             raise ValueError(f"attn_dim belongs to mode=bottleneck, got mode={self.mode}; remove it")
@@ -189,26 +179,20 @@ class AttentionLayerConfig(LayerConfig):
         if self.rope_enabled and dims.rope % 2:
             raise ValueError(self._uneven(dims))
         if self.rope_scaling is not None and not self.rope_enabled:
-            raise ValueError(
-                "rope_scaling is set while rope_enabled is false; enable RoPE or remove the scaling"
-            )
+            raise ValueError("rope_scaling is set while rope_enabled is false; enable RoPE or remove the scaling")
         return self
 
     def _decoupled_rules(self, kv_heads: int) -> None:
         if self.sem_dim is None or self.geo_dim is None:
             raise ValueError("mode=decoupled needs sem_dim and geo_dim, the cached widths of the two paths")
         if self.rope_semantic and not self.rope_enabled:
-            raise ValueError(
-                "rope_semantic is set while rope_enabled is false; enable RoPE or remove rope_semantic"
-            )
+            raise ValueError("rope_semantic is set while rope_enabled is false; enable RoPE or remove rope_semantic")
         if self.decoupled_gate_dynamic and not self.decoupled_gate:
             raise ValueError("decoupled_gate_dynamic needs decoupled_gate: true")
         if self.mla:
             self._mla_rules()
         if self.layout == "latent":
-            refused = [
-                name for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm") if getattr(self, name)
-            ]
+            refused = [name for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm") if getattr(self, name)]
             if refused:
                 raise ValueError(
                     f"{refused[0]} is not defined for layout=latent, where one latent is key and value; "
@@ -236,8 +220,7 @@ class AttentionLayerConfig(LayerConfig):
             width = getattr(self, name)
             if width is not None and width % kv_heads:
                 raise ValueError(
-                    f"{name}={width} is not a multiple of the {kv_heads} key/value heads; use a multiple of "
-                    f"{kv_heads}"
+                    f"{name}={width} is not a multiple of the {kv_heads} key/value heads; use a multiple of {kv_heads}"
                 )
         if self.rope_semantic and self.sem_dim // kv_heads % 2:
             raise ValueError(
@@ -245,9 +228,7 @@ class AttentionLayerConfig(LayerConfig):
                 f"{self.sem_dim // kv_heads}; change sem_dim or the head count"
             )
         if self.v_dim is None and self.head_dim is None and self.d_model % self.n_heads:
-            raise ValueError(
-                f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set v_dim or head_dim"
-            )
+            raise ValueError(f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set v_dim or head_dim")
 
     def _mla_rules(self) -> None:
         """Refuse what multi-head latent attention of stock engines does not have."""
@@ -379,11 +360,7 @@ def attention_shapes(config: AttentionLayerConfig) -> Shapes:
         shapes["v_up"] = (heads, dims.v, config.query_dim)
     always = ("c", "out") if config.is_latent and not config.mla else ()
     biased = rows if config.bias == "qkv" else rows | {"out": m} if config.bias else {}
-    shapes |= {
-        f"{name}.bias": (out,)
-        for name, out in (rows | {"out": m}).items()
-        if name in biased or name in always
-    }
+    shapes |= {f"{name}.bias": (out,) for name, out in (rows | {"out": m}).items() if name in biased or name in always}
     if config.qk_norm:
         shapes |= {f"{name}.weight": shape for name, shape in norms.items()}
     if config.mla:
@@ -524,8 +501,7 @@ def uses_split_keys(config: AttentionLayerConfig) -> bool:
         sem + dims.rope > FUSED_WIDEST
         and config.local_window is None
         and all(
-            PART_NARROWEST <= width <= PART_WIDEST[part] and width & (width - 1) == 0
-            for part, width in widths.items()
+            PART_NARROWEST <= width <= PART_WIDEST[part] and width & (width - 1) == 0 for part, width in widths.items()
         )
     )
 

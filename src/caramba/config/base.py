@@ -102,9 +102,7 @@ class Config(BaseModel):
         wrong = _refused_keys(cls, value)
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return {
-            cls.aliases.get(key, key): tuple(item) if is_list(item) else item for key, item in value.items()
-        }
+        return {cls.aliases.get(key, key): tuple(item) if is_list(item) else item for key, item in value.items()}
 
 
 def _refused_keys(schema: type[Config], value: dict[Any, Any]) -> list[InitErrorDetails]:

@@ -59,9 +59,7 @@ RUNGS: dict[RowName, LadderRow] = {
     "kernels": LadderRow("+ kernels of eager layers"),
     "fused_adamw": LadderRow("+ fused AdamW", {"fused_optimizer": True}, {"fused_optimizer": False}),
     "compile": LadderRow("+ compiled blocks", {"compile_model": True}, {"compile_model": False}),
-    "fused_ce": LadderRow(
-        "+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}
-    ),
+    "fused_ce": LadderRow("+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}),
     "bf16_weights": LadderRow(
         "+ bfloat16 weights, rounded at random",
         {"dtype": "bfloat16", "use_amp": False, "stochastic_rounding": True},
@@ -104,31 +102,24 @@ class LadderConfig(Config):
         description="means of speed or memory, switched on one after the other",
     )
     batch_size: Positive = Field(default=8, description="sequences of a forward pass")
-    gradient_accumulation_steps: Positive = Field(
-        default=1, description="forward passes of an optimiser step"
-    )
+    gradient_accumulation_steps: Positive = Field(default=1, description="forward passes of an optimiser step")
     block_size: Positive = Field(default=2048, description="tokens of a sequence")
     lr: PositiveFloat | Literal["auto"] = Field(
         default="auto", description="peak learning rate; auto: the published rate for the width"
     )
     warmup_steps: Positive = Field(default=20, description="steps before the timing starts")
     timed_steps: Positive = Field(default=50, description="steps that are timed")
-    loss_steps: Positive = Field(
-        default=200, description="steps of training before the held-out loss is measured"
-    )
+    loss_steps: Positive = Field(default=200, description="steps of training before the held-out loss is measured")
     scheduler: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="learning-rate schedule: constant, linear, cosine or wsd"
     )
-    lr_warmup_ratio: Probability = Field(
-        default=0.1, description="share of the steps in which the learning rate rises"
-    )
+    lr_warmup_ratio: Probability = Field(default=0.1, description="share of the steps in which the learning rate rises")
     val_windows: Positive = Field(
         default=64, description="held-out windows of block_size tokens that the loss is measured on"
     )
     loss_tolerance: NonNegativeFloat = Field(
         default=0.01,
-        description="largest rise of the held-out loss over the first row, in nats, of a row that may be the "
-        "top",
+        description="largest rise of the held-out loss over the first row, in nats, of a row that may be the top",
     )
     twins: Annotated[int, Field(ge=0, le=16)] = Field(
         default=2, description="repeats of the top with other rounding, which measure the noise of the loss"
@@ -136,17 +127,11 @@ class LadderConfig(Config):
     float8_min_width: Positive = Field(
         default=1024, description="narrowest side of a linear layer that the fp8 row computes in float8"
     )
-    leave_one_out: bool = Field(
-        default=True, description="whether the top is also measured without each of its means"
-    )
+    leave_one_out: bool = Field(default=True, description="whether the top is also measured without each of its means")
     largest: bool = Field(default=True, description="whether the largest batch of each row is searched for")
     most_batch: Positive = Field(default=512, description="largest batch that the search tries, in sequences")
-    largest_seconds: Positive = Field(
-        default=900, description="time limit of that search for all rows, in seconds"
-    )
-    memory_utilization: Share = Field(
-        default=0.9, description="share of the free device memory that a batch may take"
-    )
+    largest_seconds: Positive = Field(default=900, description="time limit of that search for all rows, in seconds")
+    memory_utilization: Share = Field(default=0.9, description="share of the free device memory that a batch may take")
 
     @field_validator("rows", mode="after")
     @classmethod
@@ -170,9 +155,7 @@ class LadderConfig(Config):
                 f"{self.timed_steps}, which are among them; raise it, or lower them"
             )
         if "largest_batch" in self.rows and not self.largest:
-            raise ValueError(
-                "rows name largest_batch, which largest=false does not look for; remove one of the two"
-            )
+            raise ValueError("rows name largest_batch, which largest=false does not look for; remove one of the two")
         return self
 
 
@@ -255,9 +238,7 @@ class OptimizersConfig(Config):
     )
     weight_decay: NonNegativeFloat = Field(default=0.1, description="decoupled weight decay")
     seeds: Annotated[int, Field(ge=2)] = Field(default=5, description="orders of the data that are scored")
-    val_windows: Annotated[int, Field(ge=4)] = Field(
-        default=64, description="held-out windows, in two halves"
-    )
+    val_windows: Annotated[int, Field(ge=4)] = Field(default=64, description="held-out windows, in two halves")
     equal_time: bool = Field(default=True, description="whether AdamW is also trained for a row's seconds")
     seconds: PositiveFloat | None = Field(
         default=None,
@@ -353,8 +334,7 @@ class PerplexityBenchmarkConfig(Measurement):
     type: Literal["perplexity"] = Field(description="kind of the benchmark")
     dataset: str | None = Field(
         default=None,
-        description="tokens to measure on: a token folder, .npy or .tokens; unset: the held-out split of the "
-        "run",
+        description="tokens to measure on: a token folder, .npy or .tokens; unset: the held-out split of the run",
     )
     block_size: Positive = Field(default=256, description="tokens of a window")
     batch_size: Positive = Field(default=8, description="windows of a forward pass")
@@ -486,9 +466,7 @@ class ControlsBenchmarkConfig(Config):
         default=(), description="formats of the KV cache that the teacher is read through"
     )
     cache_tail_tokens: Positive = Field(default=16, description="tokens of a chunk, which stay in 16 bits")
-    distil: bool = Field(
-        default=False, description="whether controls are trained in the phases of the student"
-    )
+    distil: bool = Field(default=False, description="whether controls are trained in the phases of the student")
     block_size: Positive = Field(default=256, description="tokens of a window")
     batch_size: Positive = Field(default=8, description="windows of a forward pass")
     num_batches: Positive = Field(default=32, description="number of batches")
@@ -523,9 +501,7 @@ class WeightsBenchmarkConfig(Measurement):
         default=("int8", "int4", "int8_dynamic"),
         description="formats of the weights: int8, int4, int8_dynamic",
     )
-    dtype: Literal["bf16", "fp16"] = Field(
-        default="bf16", description="16-bit format to compare with: bf16 or fp16"
-    )
+    dtype: Literal["bf16", "fp16"] = Field(default="bf16", description="16-bit format to compare with: bf16 or fp16")
     head: bool = Field(default=False, description="whether the output head is quantised too")
     calibration: CalibrationConfig = Field(
         default=CalibrationConfig(), description="how int8_dynamic finds activation ranges"
@@ -606,9 +582,7 @@ class RecallBenchmarkConfig(Measurement):
     ratios: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
         default=(2, 16, 128), description="of lengths: tokens of a text for one of window and slots"
     )
-    context_tokens: Positive = Field(
-        default=131072, description="of lengths: tokens to read at each; at least one row"
-    )
+    context_tokens: Positive = Field(default=131072, description="of lengths: tokens to read at each; at least one row")
     d_model: Positive | None = Field(
         default=None,
         description="width of the trained models, with as many heads of the model's size as it holds and a key/value "
@@ -634,9 +608,7 @@ class LongContextBenchmarkConfig(Measurement):
     type: Literal["long_context"] = Field(description="kind of the benchmark")
     lengths: Lengths = Field(default=(2048, 4096, 8192), description="lengths of rows, in tokens")
     items: Positive = Field(default=100, description="rows of each task at each length")
-    pairs: Annotated[int, Field(ge=2, le=30)] = Field(
-        default=8, description="keys in a row of recall, 2 to 30"
-    )
+    pairs: Annotated[int, Field(ge=2, le=30)] = Field(default=8, description="keys in a row of recall, 2 to 30")
     windows: Positive = Field(default=32, description="windows of perplexity by position")
     batch_size: Positive = Field(default=4, description="rows of a forward pass")
 
@@ -683,16 +655,12 @@ class GenerationBenchmarkConfig(Measurement):
     prompt_length: Positive = Field(default=64, description="tokens of a prompt")
     max_new_tokens: Positive = Field(default=64, description="most new tokens of a text")
     batch_size: Positive = Field(default=8, description="prompts that are continued together")
-    temperature: NonNegativeFloat = Field(
-        default=0.0, description="softmax temperature; 0: the most likely token"
-    )
+    temperature: NonNegativeFloat = Field(default=0.0, description="softmax temperature; 0: the most likely token")
     top_p: Share = Field(default=1.0, description="keep the fewest tokens whose probabilities reach this sum")
     tie_margin: NonNegativeFloat = Field(
         default=0.01, description="largest difference of log-likelihoods that is a tie, in nats a token"
     )
-    seed: NonNegativeInt = Field(
-        default=1337, description="seed of the first prompt, one more for each further"
-    )
+    seed: NonNegativeInt = Field(default=1337, description="seed of the first prompt, one more for each further")
 
 
 BenchmarkKind = Annotated[

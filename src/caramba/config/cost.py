@@ -43,9 +43,7 @@ class WidthError(Exception):
     the wrong width, relative to the same node; None means that it came in from outside; `inside` fills it in.
     """
 
-    def __init__(
-        self, message: str, got: str, fix: str, path: tuple[str, ...] = (), source: str | None = None
-    ) -> None:
+    def __init__(self, message: str, got: str, fix: str, path: tuple[str, ...] = (), source: str | None = None) -> None:
         super().__init__(message, got, fix, path, source)
         self.message, self.got, self.fix, self.path, self.source = message, got, fix, path, source
 

@@ -51,11 +51,7 @@ def custom_layers_by_role(manifest: Manifest) -> dict[str, list[tuple[str, Layer
     """Return (path, layer) of the custom layers in a manifest's student and, if it has one, its teacher."""
     teacher = manifest.model.teacher.manifest if manifest.model.teacher is not None else None
     specs = {"student": manifest.model, "teacher": teacher}
-    return {
-        role: list(custom_layers(spec.topology, PATHS[role]))
-        for role, spec in specs.items()
-        if spec is not None
-    }
+    return {role: list(custom_layers(spec.topology, PATHS[role])) for role, spec in specs.items() if spec is not None}
 
 
 def check_custom_layers(manifest: Manifest) -> None:
@@ -167,9 +163,7 @@ def refuse_unbuilt(
         if line not in lines:
             lines.append(line)
     if lines:
-        raise ConfigError(
-            lines[0] if len(lines) == 1 else f"{len(lines)} settings:\n  " + "\n  ".join(lines[:10])
-        )
+        raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} settings:\n  " + "\n  ".join(lines[:10]))
 
 
 def _refused(mark: Later, value: Any, default: Any) -> bool:
@@ -252,9 +246,7 @@ def _check_trainer(manifest: Manifest, run: RunConfig, phase: PhaseConfig) -> No
                 f"(eval_every={phase.eval_every}); set settings.eval_iters={max(1, phase.steps // 10)}"
             )
     if trainer.save_last_k and phase.save_every is None:
-        raise ConfigError(
-            f"trainer.save_last_k: run {run.id!r} has no save_every; set settings.save_every=STEPS"
-        )
+        raise ConfigError(f"trainer.save_last_k: run {run.id!r} has no save_every; set settings.save_every=STEPS")
     if trainer.keeps_weights:
         reason = (
             f"parallel={manifest.parallel.strategy} has the weights in parts"
@@ -393,9 +385,7 @@ def _check_dynamic_scaling(group: GroupConfig, specs: dict[str, ModelSpec | None
             spec = specs[role]
             layers = [] if spec is None else attention_configs(spec.topology)
             scalings = [layer.rope_scaling for layer in layers if layer.rope_scaling is not None]
-            limits = [
-                scaling.original_max_position_embeddings for scaling in scalings if scaling.type == "dynamic"
-            ]
+            limits = [scaling.original_max_position_embeddings for scaling in scalings if scaling.type == "dynamic"]
             if limits and longest > min(limits):
                 raise ConfigError(
                     f"benchmark {quote(bench.id)}: {key}={longest} is read through a cache, and rope_scaling "
@@ -419,9 +409,7 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         owner, config = f"benchmark {quote(bench.id)}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
             yield owner, "block_size", config.block_size, bench.models
-        elif isinstance(
-            config, ControlsBenchmarkConfig | LadderConfig | OptimizersConfig | MemoryGapBenchmarkConfig
-        ):
+        elif isinstance(config, ControlsBenchmarkConfig | LadderConfig | OptimizersConfig | MemoryGapBenchmarkConfig):
             yield owner, "block_size", config.block_size, both
         elif isinstance(config, LatencyBenchmarkConfig):
             yield owner, LONGEST_GENERATION, _longest_generation(config), bench.models

@@ -41,23 +41,18 @@ class DataConfig(Config):
     )
     vocab_size: Positive | None = Field(
         default=None,
-        description="entries of the vocabulary, at least 257 for bpe; of tokens: what they must have been made "
-        "with",
+        description="entries of the vocabulary, at least 257 for bpe; of tokens: what they must have been made with",
     )
     tokenizer_hash: str | None = Field(
         default=None,
         description="hash of the tokenizer that the tokens must have been made with; unset: not checked",
     )
-    path: PathText | None = Field(
-        default=None, description="token folder, .npy or .tokens file of type=tokens"
-    )
+    path: PathText | None = Field(default=None, description="token folder, .npy or .tokens file of type=tokens")
     val_path: PathText | None = Field(default=None, description="held-out tokens; unset: the end of the data")
     val_frac: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.05, description="share of the data that is held out for validation"
     )
-    max_bytes: Positive | None = Field(
-        default=None, description="most bytes of type=stdlib to read; unset: all"
-    )
+    max_bytes: Positive | None = Field(default=None, description="most bytes of type=stdlib to read; unset: all")
     packing: Literal["concat", "best_fit"] = Field(
         default="concat",
         description="concat: windows of one long stream; best_fit: windows of whole documents",
@@ -70,9 +65,7 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _rules(self) -> DataConfig:
         if (self.type == "tokens") != (self.path is not None):
-            raise ValueError(
-                "data.path is set exactly when data.type is tokens; write data=tokens data.path=FILE"
-            )
+            raise ValueError("data.path is set exactly when data.type is tokens; write data=tokens data.path=FILE")
         if (self.type == "source") != (self.source is not None):
             raise ValueError(
                 "data.source is set exactly when data.type is source; write data.type=source 'data.source={type: NAME}'"
@@ -84,9 +77,7 @@ class DataConfig(Config):
         }[self.type]
         for name in foreign:
             if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} has no meaning for data.type={self.type}; leave it out"
-                )
+                raise ValueError(f"{name}={getattr(self, name)} has no meaning for data.type={self.type}; leave it out")
         if self.type == "tokens" and self.tokenizer != "bpe":
             raise ValueError(
                 f"tokenizer={self.tokenizer} has no meaning for data.type=tokens, whose tokens are made; leave it out"
@@ -107,9 +98,7 @@ class DataConfig(Config):
 
     def _check_documents(self) -> None:
         if self.packing == "best_fit" and self.document_mask is False:
-            raise ValueError(
-                "packing=best_fit always separates documents, got document_mask=False; leave it out"
-            )
+            raise ValueError("packing=best_fit always separates documents, got document_mask=False; leave it out")
         if not self.keeps_documents_apart:
             return
         asked = "packing=best_fit" if self.packing == "best_fit" else "document_mask=True"

@@ -40,9 +40,7 @@ def load_class(config: ExtensionConfig) -> type:
         with types_kept():
             found = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise ConfigError(
-            f"{where}: cannot import target {config.target!r}: {user_traceback(error)}"
-        ) from error
+        raise ConfigError(f"{where}: cannot import target {config.target!r}: {user_traceback(error)}") from error
     problem = _problem(config, found)
     if problem is not None:
         raise ConfigError(f"{where}: target {config.target!r} {problem}; expected {config.signature()}")
@@ -215,9 +213,7 @@ class ExtensionConfig(NodeConfig):
     def signature(cls) -> str:
         """Return what a target looks like, for messages."""
         base = f"({cls.base.replace(':', '.')})" if cls.base else ""
-        methods = "; ".join(
-            f"def {name}({', '.join(('self', *arguments))})" for name, arguments in cls.methods.items()
-        )
+        methods = "; ".join(f"def {name}({', '.join(('self', *arguments))})" for name, arguments in cls.methods.items())
         return f"class Name{base}: {methods}"
 
 
@@ -401,9 +397,7 @@ class OrExtension:
             serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True),
         )
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [handler(schema["schema"]), MAPPING]}  # type: ignore[typeddict-item]
 
     def _validate(self, value: Any, built_in: Callable[[Any], Any]) -> Any:

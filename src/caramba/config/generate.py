@@ -25,9 +25,7 @@ class GenerateConfig(CacheKeys):
     """
 
     max_new_tokens: Positive = Field(default=128, description="most new tokens of a text")
-    temperature: NonNegativeFloat = Field(
-        default=1.0, description="softmax temperature; 0 takes the most likely token"
-    )
+    temperature: NonNegativeFloat = Field(default=1.0, description="softmax temperature; 0 takes the most likely token")
     top_k: Positive | None = Field(default=None, description="keep this many of the most likely tokens")
     top_p: Share = Field(default=1.0, description="keep the fewest tokens whose probabilities reach this sum")
     min_p: UnitInterval = Field(
@@ -45,9 +43,7 @@ class GenerateConfig(CacheKeys):
     seed: Seed | None = Field(
         default=None, description="of the first row, one more for each further; unset: the run's, else 1337"
     )
-    max_seq_len: Positive | None = Field(
-        default=None, description="most tokens of prompt and new text together"
-    )
+    max_seq_len: Positive | None = Field(default=None, description="most tokens of prompt and new text together")
     prefill_chunk: Positive | None = Field(default=None, description="tokens per forward of the prompt")
     read_every: Positive | None = Field(
         default=None, description="steps between reads of the new tokens; unset: 1 for a stream, else 8"
@@ -96,15 +92,9 @@ class ChatConfig(Config):
     messages: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="messages of the user that are sent first, in order"
     )
-    system: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="system message; unset: none"
-    )
-    plain: bool = Field(
-        default=False, description="lines of User: and Assistant:, whatever template there is"
-    )
-    role: Literal["teacher", "student"] = Field(
-        default="student", description="model that answers: teacher or student"
-    )
+    system: Annotated[str, Field(min_length=1)] | None = Field(default=None, description="system message; unset: none")
+    plain: bool = Field(default=False, description="lines of User: and Assistant:, whatever template there is")
+    role: Literal["teacher", "student"] = Field(default="student", description="model that answers: teacher or student")
     generate: GenerateConfig = Field(default=GenerateConfig(), description="sampling and cache keys")
 
 
@@ -127,12 +117,8 @@ class SpeculativeConfig(Config):
     spec_draft_layers: Positive | None = Field(
         default=None, description="blocks that early_exit drafts with; unset: a quarter of the model's"
     )
-    spec_k: Annotated[int, Field(ge=1, le=16)] = Field(
-        default=4, description="tokens drafted in a round, from 1 to 16"
-    )
-    spec_k_adaptive: bool = Field(
-        default=True, description="whether the number of drafts follows their acceptance"
-    )
+    spec_k: Annotated[int, Field(ge=1, le=16)] = Field(default=4, description="tokens drafted in a round, from 1 to 16")
+    spec_k_adaptive: bool = Field(default=True, description="whether the number of drafts follows their acceptance")
     spec_extra_token: bool = Field(
         default=True,
         description="take one more token from the verifying forward when all drafts are accepted",
@@ -165,17 +151,13 @@ class SpeculativeConfig(Config):
 class EngineConfig(Config):
     """An engine of `n_slots` requests at a time. Its cache is allocated once, (n_slots + n_ahead) * max_len tokens."""
 
-    n_slots: Positive = Field(
-        default=8, description="requests that decode together, one row of the cache each"
-    )
+    n_slots: Positive = Field(default=8, description="requests that decode together, one row of the cache each")
     n_ahead: NonNegativeInt = Field(
         default=0,
         description="requests whose prompts run before a slot is free, each in one more row of the cache: no slot "
         "is idle for a prompt then; on CUDA, with captured steps, an exact cache and no prefix_cache_bytes",
     )
-    max_len: Positive = Field(
-        default=2048, description="most tokens of a request's prompt and new text together"
-    )
+    max_len: Positive = Field(default=2048, description="most tokens of a request's prompt and new text together")
     cache_kind: CacheKind | None = Field(
         default=None,
         description="format of the cache; unset, the one that the model was trained for (cache_format), else its dtype",
@@ -185,9 +167,7 @@ class EngineConfig(Config):
         description="prompt tokens per step, padding included, so that long prompts do not hold up the decoding rows; "
         "where steps are captured a prompt of up to 512 runs whole with an exact cache, if none of it was kept",
     )
-    max_queue: NonNegativeInt = Field(
-        default=256, description="requests that wait for a slot; one more is refused"
-    )
+    max_queue: NonNegativeInt = Field(default=256, description="requests that wait for a slot; one more is refused")
     batch_timeout: NonNegativeFloat = Field(
         default=0.0,
         description="seconds that a started engine in which nothing runs waits for more requests to begin with, from "

@@ -52,9 +52,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a Hugging Face model folder")
     if not file.is_file():
-        raise CheckpointError(
-            f"{folder}: has no {CONFIG}; give the folder with it and the .safetensors files"
-        )
+        raise CheckpointError(f"{folder}: has no {CONFIG}; give the folder with it and the .safetensors files")
     return read_object(file, CheckpointError, "download it again", max_bytes=MAX_CONFIG_BYTES)
 
 
@@ -68,9 +66,7 @@ def spec_of_folder(folder: Path) -> ModelSpec:
     if is_remote(config):
         return _exported_spec(config, str(folder / CONFIG))
     try:
-        return ModelSpec.model_validate(
-            {"name": hf_name(folder), **describe_hf(config, str(folder / CONFIG))}
-        )
+        return ModelSpec.model_validate({"name": hf_name(folder), **describe_hf(config, str(folder / CONFIG))})
     except (ValueError, TypeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{folder / CONFIG}: describes no valid network: {str(error)[:500]}; download it again"
@@ -89,9 +85,7 @@ def _exported_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     try:
         return ModelSpec.model_validate(spec)
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{where}: describes no valid network: {str(error)[:500]}; export it again"
-        ) from None
+        raise CheckpointError(f"{where}: describes no valid network: {str(error)[:500]}; export it again") from None
 
 
 def hf_name(folder: Path) -> str:
@@ -150,9 +144,7 @@ class _Reader:
     def refuse_unsupported(self) -> None:
         values = self.values
         if any(isinstance(values.get(key), int) and values[key] > 1 for key in EXPERTS):
-            raise self.error(
-                f"model_type={self.family} is a mixture of experts, and caramba has no expert layer"
-            )
+            raise self.error(f"model_type={self.family} is a mixture of experts, and caramba has no expert layer")
         if self.family not in FAMILIES:
             raise self.error(
                 f"model_type={self.family} is not an architecture that caramba reads"
@@ -174,9 +166,7 @@ class _Reader:
         width, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", heads)
         if "head_dim" not in self.values and width % heads:
-            raise self.error(
-                f"num_attention_heads={heads} does not divide hidden_size={width}, without head_dim"
-            )
+            raise self.error(f"num_attention_heads={heads} does not divide hidden_size={width}, without head_dim")
         theta, scaling = self.rope()
         bias: bool | str = "qkv" if self.family == "qwen2" else False
         if self.family in ("llama", "qwen3"):
@@ -224,9 +214,7 @@ class _Reader:
         if kind == "yarn":
             return theta, reader.yarn()
         if kind != "llama3":
-            raise self.error(
-                f"rope_type={kind[:100]} is not read from {CONFIG}; expected {', '.join(ROPE_TYPES)}"
-            )
+            raise self.error(f"rope_type={kind[:100]} is not read from {CONFIG}; expected {', '.join(ROPE_TYPES)}")
         settings = {key: reader.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         self.check_order(settings, "low_freq_factor", "high_freq_factor")
         original = reader.integer("original_max_position_embeddings")
@@ -274,9 +262,7 @@ class _Reader:
             return [None] * depth
         if self.family == "mistral":
             if values.get("layer_types") is not None:
-                raise self.error(
-                    "layer_types: Mistral's layers have one window, others are of another family"
-                )
+                raise self.error("layer_types: Mistral's layers have one window, others are of another family")
             return [window] * depth
         if not self.flag("use_sliding_window"):
             window = None

@@ -121,9 +121,7 @@ class LinearLayerConfig(LayerConfig):
             reduced = Width(width.features if self.reduce == "concat" else width.d_model)
             if reduced.d_model != self.d_in:
                 message = f"expects width {self.d_in} after reduce: {self.reduce}"
-                raise WidthError(
-                    message, f"{reduced.d_model} ({width.label})", f"set d_in: {reduced.d_model}"
-                )
+                raise WidthError(message, f"{reduced.d_model} ({width.label})", f"set d_in: {reduced.d_model}")
         label = f"{self.d_in} -> {self.d_out}" + (f", reduce {self.reduce}" if self.reduce else "")
         return layer_cost(label, self.type, width, Width(self.d_out), self.parameter_shapes(), self.d_in)
 

@@ -126,9 +126,7 @@ class RopeScalingConfig(Config):
         for name, types in self._belongs.items():
             # A frozen manifest states every field, so what counts is another value than the default.
             if self.type not in types and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"{name} belongs to type={' and '.join(types)}, got type={self.type}; remove it"
-                )
+                raise ValueError(f"{name} belongs to type={' and '.join(types)}, got type={self.type}; remove it")
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor={self.high_freq_factor:g}"

@@ -23,9 +23,7 @@ BATCH_SIZE = PhaseConfig.model_fields["batch_size"].default
 LEAST_WINDOW = 256  # tokens of a fidelity check, whatever training reads
 
 
-def write_explicit_defaults(
-    manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]
-) -> None:
+def write_explicit_defaults(manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]) -> None:
     """Make every setting that holds for more than one run explicit in each run, in place."""
     settings = mapping_of(manifest.get("settings"))
     _default_streams(manifest, settings)
@@ -46,9 +44,7 @@ def write_explicit_defaults(
         for number, run in enumerate(runs):
             if is_mapping(run) and is_mapping(run.get("train")):
                 later = [item["train"].get("phase") for item in runs[number + 1 :] if _trains(item)]
-                _default_run(
-                    run, manifest, settings, later, ("groups", index, "runs", number), origins, given
-                )
+                _default_run(run, manifest, settings, later, ("groups", index, "runs", number), origins, given)
         _default_windows(runs)
         _default_controls(runs, mapping_of(manifest.get("debug")).get("max_steps"), given)
     if not has_teacher_weights(manifest):
@@ -101,9 +97,7 @@ def _default_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None
         manifest["logger"] = {**(logger if is_mapping(logger) else {}), **dict.fromkeys(streams, True)}
 
 
-def _with_tokenizer(
-    data: Mapping[str, Any], model: Mapping[str, Any], given: Collection[Path]
-) -> dict[str, Any]:
+def _with_tokenizer(data: Mapping[str, Any], model: Mapping[str, Any], given: Collection[Path]) -> dict[str, Any]:
     """Return the data section with the value of tokenizer=auto, and the path of the model's."""
     asked, found = data.get("tokenizer"), dict(data)
     if data.get("type", "stdlib") == "tokens" or asked not in ("auto", "model"):
@@ -335,16 +329,12 @@ def lower_groups(
         origins[(*here, "train")] = ("train", "phases", name)
         origins.update({(*here, "train", key): origin for key, origin in sources.items()})
         runs.append({"id": name, "train": phase})
-    checks = (
-        list_of(mapping_of(tree.get("verify")).get("checks")) if keeps_checks(tree, given, chosen) else []
-    )
+    checks = list_of(mapping_of(tree.get("verify")).get("checks")) if keeps_checks(tree, given, chosen) else []
     if checks and not runs:  # what is there is checked as it is
         origins["groups", 0, "runs", 0] = ("verify",)
         runs.append({"id": "check"})
     # A control may come last; what is verified is the student that the last phase of its own leaves.
-    last = max(
-        (at for at, run in enumerate(runs) if not mapping_of(run.get("train")).get("control")), default=-1
-    )
+    last = max((at for at, run in enumerate(runs) if not mapping_of(run.get("train")).get("control")), default=-1)
     if runs and checks:
         runs[last]["verify"] = checks
         origins["groups", 0, "runs", last % len(runs), "verify"] = ("verify", "checks")
@@ -387,9 +377,7 @@ def lower_file(tree: Mapping[str, Any], name: str, given: Collection[Path]) -> L
     if "defaults" in manifest and "settings" not in manifest:
         manifest["settings"] = manifest.pop("defaults")
         origins["settings",] = ("defaults",)
-    if (
-        mapping_of(manifest.get("settings")).get("tokenizer") == "llama"
-    ):  # the model's own, as manifests of before say
+    if mapping_of(manifest.get("settings")).get("tokenizer") == "llama":  # the model's own, as manifests of before say
         manifest["settings"] = {**mapping_of(manifest["settings"]), "tokenizer": "model"}
     manifest.setdefault("name", _slug(name))
     if not isinstance(manifest.get("name"), str):
@@ -443,18 +431,12 @@ def _verify_last(groups: list[Any], checks: Any, origins: dict[Path, Path]) -> N
             here: Path = ("groups", index, "runs", number, "verify")
             origins[(*here, 0) if is_mapping(checks) else here] = ("verify",)
             return
-    raise ConfigError(
-        "verify is set at the top of the manifest, and there is no run that it could check; add runs"
-    )
+    raise ConfigError("verify is set at the top of the manifest, and there is no run that it could check; add runs")
 
 
-def _phases(
-    train: Mapping[str, Any], given: Collection[Path]
-) -> list[tuple[str, dict[str, Any], dict[str, Path]]]:
+def _phases(train: Mapping[str, Any], given: Collection[Path]) -> list[tuple[str, dict[str, Any], dict[str, Path]]]:
     """Each phase's name, its settings under canonical keys, and which of them were set at `train.KEY`."""
-    common = {
-        PhaseConfig.aliases.get(key, key): (key, value) for key, value in train.items() if key != "phases"
-    }
+    common = {PhaseConfig.aliases.get(key, key): (key, value) for key, value in train.items() if key != "phases"}
     phases = mapping_of(train.get("phases"))
     if common.get("phase", (None, None))[1] is not None:
         if phases:
@@ -473,9 +455,7 @@ def _phases(
                 "a phase under another name needs a key `phase`"
             )
         phase: dict[str, Any] = {"phase": name} if name in get_args(PhaseName) else {}
-        phase.update(
-            {PhaseConfig.aliases.get(key, key): item for key, item in own.items() if item is not None}
-        )
+        phase.update({PhaseConfig.aliases.get(key, key): item for key, item in own.items() if item is not None})
         sources: dict[str, Path] = {}
         for key, (typed, value) in common.items():
             if value is not None and ("train", "phases", name, key) not in given:

@@ -48,9 +48,7 @@ class SettingsConfig(Config):
     tokenizer: Literal["bpe", "byte", "model", "auto"] | None = Field(
         default=None, description="overrides data.tokenizer; a single-file manifest may call model llama"
     )
-    val_frac: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="overrides data.val_frac"
-    )
+    val_frac: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, description="overrides data.val_frac")
     instrument: Instrument | tuple[Instrument, ...] = Field(
         default="rich",
         description="rich, plain, plot or none for the console; hdf5, tensorboard and wandb are read as "
@@ -65,9 +63,7 @@ class SettingsConfig(Config):
     )
     wandb: bool = Field(default=False, description="read as logger.wandb, for single-file manifests")
     wandb_project: str = Field(default="caramba", description="W&B project")
-    wandb_entity: str | None = Field(
-        default=None, description="W&B user or team; unset: the default of the account"
-    )
+    wandb_entity: str | None = Field(default=None, description="W&B user or team; unset: the default of the account")
     eval_iters: Positive | None = Field(default=None, description="steps between held-out validation runs")
     save_every: Positive | None = Field(default=None, description="steps between checkpoints, where unset")
 
@@ -111,9 +107,7 @@ class RunConfig(Config):
         default=(), description="checks of the student against its teacher after the phase"
     )
     sample: SampleConfig | None = Field(default=None, description="what mode=sample generates")
-    chat: ChatConfig | None = Field(
-        default=None, description="messages of mode=chat, and how they are answered"
-    )
+    chat: ChatConfig | None = Field(default=None, description="messages of mode=chat, and how they are answered")
 
     @model_validator(mode="after")
     def _talks_alone(self) -> RunConfig:
@@ -121,9 +115,7 @@ class RunConfig(Config):
             if self.chat is not None:
                 raise ValueError(f"mode={self.mode} has no use for chat; set mode: chat, or remove it")
         elif self.train is not None or self.verify or self.steps or self.exp:
-            raise ValueError(
-                "mode=chat trains and verifies nothing; move train and verify to a run before it"
-            )
+            raise ValueError("mode=chat trains and verifies nothing; move train and verify to a run before it")
         return self
 
     @model_validator(mode="after")
@@ -134,9 +126,7 @@ class RunConfig(Config):
                 'mode: sample with sample: {prompts: ["Once upon a time"]}'
             )
         if self.sample is not None and (self.train is not None or self.verify or self.steps or self.exp):
-            raise ValueError(
-                "mode=sample trains and verifies nothing; move train and verify to a run before it"
-            )
+            raise ValueError("mode=sample trains and verifies nothing; move train and verify to a run before it")
         return self
 
     @model_validator(mode="after")
@@ -176,9 +166,7 @@ class GroupConfig(Config):
         for kind, ids in ids_of.items():
             twice = next((name for name in ids if ids.count(name) > 1), None)
             if twice is not None:
-                raise ValueError(
-                    f"two {kind}s of group {quote(self.name)} are called {quote(twice)}; ids are distinct"
-                )
+                raise ValueError(f"two {kind}s of group {quote(self.name)} are called {quote(twice)}; ids are distinct")
         taken = next((name for name in ids_of["run"] if name in STAGES), None)
         if taken is not None:
             raise ValueError(
@@ -244,8 +232,7 @@ class Manifest(Config):
     resume: PathText = Field(default="auto", description="auto, never, or the path of a run to resume")
     kernels: Literal["auto", "require", "reference"] = Field(
         default="auto",
-        description="device kernels: auto (where available), require (an error without them) or reference "
-        "(none)",
+        description="device kernels: auto (where available), require (an error without them) or reference (none)",
     )
     plan: PathText = Field(
         default="auto",
@@ -256,26 +243,18 @@ class Manifest(Config):
     fit: FitConfig | None = Field(
         default=None, description="scale the model to a size; a launch resolves it into concrete widths"
     )
-    groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)] = Field(
-        description="groups of runs, in order"
-    )
+    groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)] = Field(description="groups of runs, in order")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="how a run is spread over devices")
     launcher: LauncherConfig = Field(default=LauncherConfig(), description="what starts the workers")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="what a SLURM job asks for")
     logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics are written")
     debug: DebugConfig = Field(default=DebugConfig(), description="small or instrumented runs")
-    trainer: TrainerConfig = Field(
-        default=TrainerConfig(), description="flags of Lightning's Trainer, for every phase"
-    )
+    trainer: TrainerConfig = Field(default=TrainerConfig(), description="flags of Lightning's Trainer, for every phase")
     callbacks: tuple[Callback, ...] = Field(
         default=(), description="callbacks of your own, from plugins, each with its type and keys"
     )
-    paper: PaperConfig | None = Field(
-        default=None, description="paper that is drafted after the run; unset: none"
-    )
-    review: ReviewConfig | None = Field(
-        default=None, description="how the paper is reviewed; unset: by rule alone"
-    )
+    paper: PaperConfig | None = Field(default=None, description="paper that is drafted after the run; unset: none")
+    review: ReviewConfig | None = Field(default=None, description="how the paper is reviewed; unset: by rule alone")
     research: ResearchLoopConfig | None = Field(
         default=None, description="loop of `caramba research RUN`; unset: its defaults, without experiments"
     )
@@ -305,13 +284,9 @@ class Manifest(Config):
             for group in self.groups
             for bench in group.benchmarks
         ):
-            raise ValueError(
-                "a manifest whose origin is an agent may not set allow_code, which runs code; remove it"
-            )
+            raise ValueError("a manifest whose origin is an agent may not set allow_code, which runs code; remove it")
         if self.origin == "agent" and (self.review is not None or self.research is not None):
-            raise ValueError(
-                "a manifest whose origin is an agent may not set review or research; remove them"
-            )
+            raise ValueError("a manifest whose origin is an agent may not set review or research; remove them")
         named = self.paper.reaches_out() if self.origin == "agent" and self.paper is not None else ()
         if named:
             # A server and a variable together would send any secret of the environment anywhere.

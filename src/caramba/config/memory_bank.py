@@ -80,9 +80,7 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
         given: dict[str, Any] = dict(data)
         size = given.pop("attention_block_size")
         if given.get("q_chunk", size) != size:
-            raise ValueError(
-                f"attention_block_size={size} and q_chunk={given['q_chunk']} name the same key; keep one"
-            )
+            raise ValueError(f"attention_block_size={size} and q_chunk={given['q_chunk']} name the same key; keep one")
         return given | {"q_chunk": size}
 
     @model_validator(mode="after")

@@ -66,9 +66,7 @@ class EmbedderConfig(Config):
     )
     vocab_size: Dimension = Field(description="entries of the vocabulary")
     d_model: Dimension = Field(description="width of the residual stream")
-    max_positions: Dimension | None = Field(
-        default=None, description="learned positions, for type=token_position only"
-    )
+    max_positions: Dimension | None = Field(default=None, description="learned positions, for type=token_position only")
 
     @model_validator(mode="after")
     def _positions(self) -> EmbedderConfig:
@@ -197,9 +195,7 @@ class ModelConfig(ModelSpec):
         default=None,
         description="weights to start this model from: a run, a safetensors file or a Hugging Face folder",
     )
-    teacher: TeacherConfig | None = Field(
-        default=None, description="model that this one is upcycled from; unset: none"
-    )
+    teacher: TeacherConfig | None = Field(default=None, description="model that this one is upcycled from; unset: none")
     surgery: SurgeryConfig | None = Field(
         default=None, description="how attention is initialised from the teacher; unset: none"
     )

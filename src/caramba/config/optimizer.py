@@ -34,9 +34,7 @@ class AdaGCConfig(Config):
     `gradient_clip_algorithm: adagc` takes these; `max_grad_norm` holds for all gradients together until `warmup_steps`.
     """
 
-    beta: Probability = Field(
-        default=0.98, description="decay of the moving average of a tensor's gradient norm"
-    )
+    beta: Probability = Field(default=0.98, description="decay of the moving average of a tensor's gradient norm")
     relative: Annotated[float, Field(ge=1)] = Field(
         default=1.05, description="multiple of that average at which a gradient is clipped"
     )
@@ -100,13 +98,9 @@ def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:
             "of a step that lr is for, and nothing else does; give both, or neither"
         )
     if phase.adagc is not None and phase.gradient_clip_algorithm != "adagc":
-        yield (
-            f"adagc belongs to gradient_clip_algorithm=adagc, got {phase.gradient_clip_algorithm}; remove it"
-        )
+        yield (f"adagc belongs to gradient_clip_algorithm=adagc, got {phase.gradient_clip_algorithm}; remove it")
     if phase.gradient_clip_algorithm == "value" and phase.max_grad_norm is None:
-        yield (
-            "gradient_clip_algorithm=value clips every element at gradient_clip, got null; give it, or use norm"
-        )
+        yield ("gradient_clip_algorithm=value clips every element at gradient_clip, got null; give it, or use norm")
 
 
 def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
@@ -139,9 +133,7 @@ def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
             "optimizer_offload keeps float32 weights on the host, which stochastic_rounding does without, and knows no "
             "scaled loss of float16; use bfloat16 or float32 without stochastic_rounding, or remove it"
         )
-    if phase.master_weights == "in_moments" and (
-        name_of(phase.optimizer) != "adamw" or not phase.fused_optimizer
-    ):
+    if phase.master_weights == "in_moments" and (name_of(phase.optimizer) != "adamw" or not phase.fused_optimizer):
         yield (
             f"master_weights=in_moments is of the moments of fused AdamW, got optimizer={name_of(phase.optimizer)}, "
             f"fused_optimizer={str(phase.fused_optimizer).lower()}; use master_weights=true"

@@ -35,6 +35,4 @@ def need_library(module: str, extra: str, where: str) -> None:
         ConfigError: naming the extra to install; `where` names what needs it.
     """
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(
-            f"{where}: {module} is not installed; pip install 'caramba[{extra}]', or leave it out"
-        )
+        raise ConfigError(f"{where}: {module} is not installed; pip install 'caramba[{extra}]', or leave it out")

@@ -35,17 +35,13 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 class CitationsConfig(Config):
     """Where citations come from: records that a search returned, or a .bib file of one's own."""
 
-    enabled: bool = Field(
-        default=True, description="false: nothing is searched; only `bibliography` is cited"
-    )
+    enabled: bool = Field(default=True, description="false: nothing is searched; only `bibliography` is cited")
     max_citations: Positive = Field(default=25, description="most citations of a paper")
     sources: tuple[SourceName, ...] = Field(
         default=("arxiv", "semantic_scholar"),
         description="services that are searched: arxiv, semantic_scholar",
     )
-    prefer_recent: bool = Field(
-        default=True, description="newer records first among those that a search returns"
-    )
+    prefer_recent: bool = Field(default=True, description="newer records first among those that a search returns")
     recent_years: Positive = Field(default=3, description="what counts as recent")
     bibliography: str | None = Field(default=None, description="a .bib file whose entries may be cited")
     timeout_s: Seconds = Field(default=20.0, description="time limit of one search, in seconds")
@@ -57,9 +53,7 @@ _PLAIN_NAME = re.compile(r"[A-Z]+(_[A-Z]+)+[0-9]?")
 class ApiConfig(Config):
     """How the language model is reached. A key is named by its environment variable and never written in a manifest."""
 
-    base_url: str | None = Field(
-        default=None, description="an OpenAI-compatible server, such as http://host:8000/v1"
-    )
+    base_url: str | None = Field(default=None, description="an OpenAI-compatible server, such as http://host:8000/v1")
     key_env: str | None = Field(
         default=None, description="the environment variable that holds the key; by default the provider's own"
     )
@@ -72,9 +66,7 @@ class ApiConfig(Config):
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
         default=3, description="further attempts after a 429, a 5xx, a timeout or an answer that is no JSON"
     )
-    max_wait_s: Seconds = Field(
-        default=60.0, description="longest pause between attempts, whatever a server asks for"
-    )
+    max_wait_s: Seconds = Field(default=60.0, description="longest pause between attempts, whatever a server asks for")
 
     @field_validator("key_env")
     @classmethod
@@ -102,22 +94,16 @@ class ApiConfig(Config):
             except ValueError:
                 is_url = False
             if not is_url:
-                raise ValueError(
-                    f"{quote(value)} is no http(s) address; write one such as http://localhost:8000/v1"
-                )
+                raise ValueError(f"{quote(value)} is no http(s) address; write one such as http://localhost:8000/v1")
             if urlsplit(value).username or urlsplit(value).password:
-                raise ValueError(
-                    "an address may not hold a key; name its environment variable in api.key_env"
-                )
+                raise ValueError("an address may not hold a key; name its environment variable in api.key_env")
         return value
 
 
 class BudgetConfig(Config):
     """What one draft may spend. Every request is reserved in full before it is sent."""
 
-    max_iterations: Positive = Field(
-        default=40, description="requests to the language model that are answered"
-    )
+    max_iterations: Positive = Field(default=40, description="requests to the language model that are answered")
     max_tokens: Positive = Field(default=1_000_000, description="prompt and reply tokens of all requests")
     max_reply_tokens: Positive = Field(default=8192, description="tokens of one reply")
     max_cost_usd: PositiveFloat | None = Field(
@@ -164,9 +150,7 @@ class PaperConfig(Config):
     keywords: tuple[str, ...] = Field(default=(), description="what citations are searched by")
     custom_instructions: str = Field(default="", description="further words for the language model")
     citations: CitationsConfig = Field(default=CitationsConfig(), description="where citations come from")
-    model: str = Field(
-        default="gpt-4o", min_length=1, description="as litellm names it: gpt-4o, anthropic/…, ollama/…"
-    )
+    model: str = Field(default="gpt-4o", min_length=1, description="as litellm names it: gpt-4o, anthropic/…, ollama/…")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         default=None, description="by default the model's own; some models take none"
     )
@@ -215,19 +199,13 @@ class ReviewConfig(Config):
     reviewer_persona: Persona = Field(
         default="senior_researcher", description="senior_researcher, methodology_expert or practitioner"
     )
-    check_methodology: bool = Field(
-        default=True, description="whether the design of the experiment is reviewed"
-    )
+    check_methodology: bool = Field(default=True, description="whether the design of the experiment is reviewed")
     check_experiments: bool = Field(default=True, description="whether missing experiments are reviewed")
     check_results: bool = Field(default=True, description="whether results and claims are reviewed")
     check_writing: bool = Field(default=True, description="whether structure and text are reviewed")
     check_citations: bool = Field(default=True, description="whether citations are reviewed")
-    min_score_to_approve: Score = Field(
-        default=7.0, description="score, of 10, from which a paper can be approved"
-    )
-    auto_generate_experiments: bool = Field(
-        default=True, description="whether the reviewer may propose experiments"
-    )
+    min_score_to_approve: Score = Field(default=7.0, description="score, of 10, from which a paper can be approved")
+    auto_generate_experiments: bool = Field(default=True, description="whether the reviewer may propose experiments")
     max_proposed_experiments: Annotated[int, Field(ge=0, le=20)] = Field(
         default=3, description="most experiments that one review proposes"
     )
@@ -299,9 +277,7 @@ class LoopBudgetConfig(Config):
 
     max_cost_usd: PositiveFloat | None = Field(default=None, description="US dollars of all requests")
     max_tokens: Positive = Field(default=3_000_000, description="prompt and reply tokens of all requests")
-    max_calls: Positive = Field(
-        default=300, description="requests to language models, failed attempts included"
-    )
+    max_calls: Positive = Field(default=300, description="requests to language models, failed attempts included")
     max_wall_hours: PositiveFloat = Field(default=24.0, description="hours of the loop while it runs")
     max_gpu_hours: PositiveFloat = Field(default=24.0, description="hours of all experiments")
 
@@ -310,22 +286,16 @@ class ResearchLoopConfig(Config):
     """A loop that drafts, reviews, runs proposed experiments under a registered test, and redrafts."""
 
     max_iterations: Positive = Field(default=5, description="most rounds of draft, review and experiments")
-    max_experiments_per_iteration: NonNegativeInt = Field(
-        default=2, description="most experiments of a round"
-    )
+    max_experiments_per_iteration: NonNegativeInt = Field(default=2, description="most experiments of a round")
     max_total_experiments: NonNegativeInt = Field(default=5, description="most experiments of the loop")
-    min_score_to_approve: Score = Field(
-        default=7.5, description="score, of 10, from which a paper can be approved"
-    )
+    min_score_to_approve: Score = Field(default=7.5, description="score, of 10, from which a paper can be approved")
     auto_approve_score: Score = Field(
         default=9.0, description="score from which minor findings need no further round; it bypasses no gate"
     )
     auto_run_experiments: bool = Field(
         default=False, description="true: proposed experiments run without a person's confirmation"
     )
-    save_all_versions: bool = Field(
-        default=True, description="false: only the newest version of the paper is kept"
-    )
+    save_all_versions: bool = Field(default=True, description="false: only the newest version of the paper is kept")
     experiment_timeout_s: PositiveFloat = Field(
         default=3600.0, description="seconds after which a run counts as failed; reserved before it begins"
     )

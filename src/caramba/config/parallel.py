@@ -120,21 +120,15 @@ class ParallelConfig(Config):
     def _problems(self) -> list[str]:
         found: list[str] = list(self._pipeline_problems())
         if self.strategy == "single" and (self.dp not in ("auto", 1) or self.tp > 1):
-            found.append(
-                f"parallel=single is one process, got dp={self.dp}, tp={self.tp}; use parallel=ddp or fsdp2"
-            )
+            found.append(f"parallel=single is one process, got dp={self.dp}, tp={self.tp}; use parallel=ddp or fsdp2")
         if self.strategy in ("ddp", "fsdp2", "pipeline") and self.tp > 1:
             found.append(f"parallel={self.strategy} has no tp, got tp={self.tp}; use parallel=fsdp2_tp")
         if self.strategy == "fsdp2_tp" and self.tp == 1:
             found.append("parallel=fsdp2_tp needs parallel.tp of 2 or more, got 1; set it, or use fsdp2")
         if self.tp > 1 and self.sharding == "HYBRID_SHARD":
-            found.append(
-                "sharding=HYBRID_SHARD with tp would be a mesh of three dimensions; leave sharding out"
-            )
+            found.append("sharding=HYBRID_SHARD with tp would be a mesh of three dimensions; leave sharding out")
         if self.sharding == "NO_SHARD":
-            found.append(
-                "sharding=NO_SHARD keeps whole weights on every rank, which is parallel=ddp; use that"
-            )
+            found.append("sharding=NO_SHARD keeps whole weights on every rank, which is parallel=ddp; use that")
         for name, defaults, owners, shown in _BELONGS:
             value = getattr(self, name)
             if value not in defaults and self.strategy not in owners:
@@ -319,16 +313,10 @@ _DOES = {
 class ClusterConfig(Config):
     """What a SLURM site wants to be asked for; a file of your own under `--config-dir DIR` in DIR/cluster/."""
 
-    partition: Word | None = Field(
-        default=None, description="SLURM partition; unset: the default of the site"
-    )
+    partition: Word | None = Field(default=None, description="SLURM partition; unset: the default of the site")
     account: Word | None = Field(default=None, description="SLURM account; unset: the default of the user")
-    qos: Word | None = Field(
-        default=None, description="SLURM quality of service; unset: the default of the site"
-    )
-    time: Time | None = Field(
-        default=None, description="limit of a job, as SLURM writes it: HH:MM:SS or D-HH:MM:SS"
-    )
+    qos: Word | None = Field(default=None, description="SLURM quality of service; unset: the default of the site")
+    time: Time | None = Field(default=None, description="limit of a job, as SLURM writes it: HH:MM:SS or D-HH:MM:SS")
     gpus: NonNegativeInt | Word | None = Field(
         default=None,
         description="GPUs per node, a number or TYPE:NUMBER; else one per rank unless device=cpu; 0 asks for none",
@@ -354,9 +342,7 @@ class ClusterConfig(Config):
     def _names(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(
-                    f"{quote(name)} is not the name of a variable; letters, digits and _, such as HF_HOME"
-                )
+                raise ValueError(f"{quote(name)} is not the name of a variable; letters, digits and _, such as HF_HOME")
             if "\n" in value or "\0" in value:
                 raise ValueError(f"{name} holds a line break, which a script's line cannot; remove it")
         return env

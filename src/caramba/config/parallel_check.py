@@ -46,9 +46,7 @@ def stack_of(spec: ModelSpec) -> tuple[int, NestedTopologyConfig] | None:
     if not isinstance(spec.topology, StackedTopologyConfig):
         return None
     found = [
-        (index, layer)
-        for index, layer in enumerate(spec.topology.layers)
-        if isinstance(layer, NestedTopologyConfig)
+        (index, layer) for index, layer in enumerate(spec.topology.layers) if isinstance(layer, NestedTopologyConfig)
     ]
     return found[0] if len(found) == 1 else None
 
@@ -74,9 +72,7 @@ def pipeline_conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator
     """Yield what a phase asks for that stages do not have."""
     name = "parallel=pipeline"
     if phase.reads_teacher:
-        what = f"phase={phase.phase}" + (
-            f" with objective={phase.objective}" if phase.objective != "ce" else ""
-        )
+        what = f"phase={phase.phase}" + (f" with objective={phase.objective}" if phase.objective != "ce" else "")
         yield f"{what} reads a teacher, which {name} does not cut into stages; {ELSE} or ddp"
         return
     if measured := phase.measured_keys:
@@ -124,9 +120,7 @@ def check_layer(layer: NodeConfig, n_ranks: int, *, split_sequence: bool) -> Non
             f"tensor parallel: there is no plan for a {layer.type}, a layer of your own; use parallel=ddp or fsdp2"
         )
     if isinstance(layer, MemoryBankLayerConfig):
-        raise ConfigError(
-            "tensor parallel: there is no plan for a MemoryBankLayer; use parallel=ddp or fsdp2"
-        )
+        raise ConfigError("tensor parallel: there is no plan for a MemoryBankLayer; use parallel=ddp or fsdp2")
     if isinstance(layer, AttentionLayerConfig):
         dims_of_rank(layer.dims(), n_ranks, layer.is_latent)
     elif isinstance(layer, SwiGLULayerConfig):
@@ -176,9 +170,7 @@ def dims_of_rank(dims: AttentionDims, n_ranks: int, is_latent: bool) -> Attentio
         if count % n_ranks:
             divisors = [n for n in range(2, count + 1) if count % n == 0]
             fix = f"one of {', '.join(map(str, divisors))}" if divisors else "one rank"
-            raise ConfigError(
-                f"tensor parallel: {n_ranks} ranks cannot share {name}={count} heads; use {fix}"
-            )
+            raise ConfigError(f"tensor parallel: {n_ranks} ranks cannot share {name}={count} heads; use {fix}")
     own = kv_heads // n_ranks if kv_heads > 1 and has_own_keys else kv_heads
 
     def share(streams: Any) -> Any:

@@ -105,9 +105,7 @@ def error_lines(
 
 def _place(path: Path, text: str, user: Path, source: SourceMap | None, origins: Mapping[Path, Path]) -> str:
     """Where a problem was written; for a rule between keys, one of those it names, a typed one first."""
-    places = [
-        format_place(retrace((*path, key), origins), source) for key in re.findall(r"\b([a-z_]+)=", text)
-    ]
+    places = [format_place(retrace((*path, key), origins), source) for key in re.findall(r"\b([a-z_]+)=", text)]
     whole = format_place(user, source)
     typed = [place for place in (*places, whole) if place.startswith(" (command line")]
     return next((place for place in (*typed, *places, whole) if place), "")

@@ -71,9 +71,7 @@ class _OwnModules(MetaPathFinder):
             return spec
         file = Path(spec.loader.path)
         # An environment in the folder holds packages of others.
-        in_folder = any(
-            file == folder / f"{top}.py" or file.is_relative_to(folder / top) for folder in self.folders
-        )
+        in_folder = any(file == folder / f"{top}.py" or file.is_relative_to(folder / top) for folder in self.folders)
         if top in self.tops or in_folder:
             spec.loader = _FromSource(spec.loader.name, spec.loader.path)
         return spec
@@ -125,9 +123,7 @@ def import_module(name: str, folder: str | None) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name == missing or name.startswith(f"{missing}."):
-            places = "is not in " + " or ".join(
-                str(place) for place in dict.fromkeys((given, start)) if place
-            )
+            places = "is not in " + " or ".join(str(place) for place in dict.fromkeys((given, start)) if place)
             raise ConfigError(
                 f"there is no module {missing}: it {places}, and not among installed packages; start the command in "
                 "the folder that holds it, install it, or correct the name"
@@ -229,9 +225,7 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
     except ModuleNotFoundError:
         spec = None
     except Exception as error:  # a package that the module is in runs when it is looked for
-        raise ConfigError(
-            f"{name}: {module} cannot be looked for: {user_traceback(error)} ({place})"
-        ) from error
+        raise ConfigError(f"{name}: {module} cannot be looked for: {user_traceback(error)} ({place})") from error
     if spec is None:
         raise ConfigError(f"{name}: there is no module {module}; correct the target ({place})")
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -240,9 +234,7 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"{name}: {shown(file)} is not Python: {user_traceback(error)} ({place})"
-        ) from error
+        raise ConfigError(f"{name}: {shown(file)} is not Python: {user_traceback(error)} ({place})") from error
     names = _names(tree.body)
     if "*" in names and wanted not in names:
         return
@@ -312,9 +304,7 @@ def _names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
             found |= {(item.asname or item.name).partition(".")[0]: node for item in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {
-                item.id: node for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)
-            }
+            found |= {item.id: node for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)}
         elif isinstance(node, ast.If | ast.Try | ast.With):
             parts = [node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
             parts += [handler.body for handler in getattr(node, "handlers", [])]
@@ -404,9 +394,7 @@ def _problem(schema: type[NodeConfig]) -> str | None:
 def _extension_problem(schema: type[ExtensionConfig]) -> str | None:
     kind = next((kind for kind in KINDS if issubclass(schema, kind)), None)
     if kind is None:
-        return (
-            f"is of no kind; subclass one of {', '.join(kind.__name__ for kind in KINDS)} of caramba.config"
-        )
+        return f"is of no kind; subclass one of {', '.join(kind.__name__ for kind in KINDS)} of caramba.config"
     if "target" not in schema.__dict__:
         if any("target" in below.__dict__ for below in _subclasses(schema)):
             return None
@@ -494,8 +482,7 @@ def read_source(name: str) -> PluginSource:
     begin = [name, *(schema.__module__ for schema in schemas), *_targets(schemas)]
     tops = {item.partition(".")[0] for item in begin} if is_installed else None
     files = {
-        where: hashlib.sha256(path.read_bytes()).hexdigest()
-        for where, path in _closure(root, begin, tops).items()
+        where: hashlib.sha256(path.read_bytes()).hexdigest() for where, path in _closure(root, begin, tops).items()
     }
     return PluginSource(name, file, files, _version(name) if is_installed else None)
 
@@ -589,9 +576,7 @@ def _dotted(name: str) -> str:
             )
         hint = name.removesuffix(".py").strip("./\\").replace("/", ".").replace("\\", ".").replace("-", "_")
         known = hint if hint and all(part.isidentifier() for part in hint.split(".")) else "my_pkg.layers"
-        raise ValueError(
-            f"{quote(name)} is not the name of a module; write it as Python imports it, such as {known}"
-        )
+        raise ValueError(f"{quote(name)} is not the name of a module; write it as Python imports it, such as {known}")
     if parts[0] == "caramba":
         raise ValueError(
             f"{quote(name)} is a part of caramba, whose types are known already; name a module of your own"
@@ -661,9 +646,7 @@ class PluginSection(Config):
         return self
 
 
-def use_plugins(
-    data: Any, *, source: SourceMap | None = None, is_typed: bool = False
-) -> list[dict[str, Any]]:
+def use_plugins(data: Any, *, source: SourceMap | None = None, is_typed: bool = False) -> list[dict[str, Any]]:
     """Import the plugins that a manifest as plain data names, and make their types those of the manifest.
 
     Types of other plugins, which an earlier manifest brought into this process, are unknown from now on. Nothing is

@@ -104,9 +104,7 @@ def _loader() -> Any:
 
     plain = {"map", "seq", "str", "int", "float", "bool", "null", "merge", "value"}
     tags = {f"tag:yaml.org,2002:{name}" for name in plain}
-    Loader.yaml_constructors = {
-        tag: made for tag, made in base.yaml_constructors.items() if tag in tags or tag is None
-    }
+    Loader.yaml_constructors = {tag: made for tag, made in base.yaml_constructors.items() if tag in tags or tag is None}
     Loader.yaml_implicit_resolvers = {
         first: [(tag, form) for tag, form in resolvers if tag in tags]
         for first, resolvers in base.yaml_implicit_resolvers.items()

@@ -67,9 +67,7 @@ def key_table() -> Iterator[tuple[str, str, str, str]]:
             note = item.description or ""
             for mark in later:
                 values = ", ".join(_plain(value) for value in mark.values)
-                note = (
-                    f"{note} ({values or 'settings other than the default'}: with {mark.comes_with})".strip()
-                )
+                note = f"{note} ({values or 'settings other than the default'}: with {mark.comes_with})".strip()
             yield model.__name__.removesuffix("Config"), name, shown, note
 
 

@@ -61,9 +61,7 @@ class TextItem(Config):
     prompt: Text = Field(description="text to continue")
 
 
-SuiteItem = Annotated[
-    IntGreedyCase | ChoiceLogprobCase | MatchItem | CodeItem | TextItem, Field(discriminator="kind")
-]
+SuiteItem = Annotated[IntGreedyCase | ChoiceLogprobCase | MatchItem | CodeItem | TextItem, Field(discriminator="kind")]
 
 
 class CodeConfig(Config):
@@ -73,27 +71,19 @@ class CodeConfig(Config):
     k: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
         default=(1,), description="numbers of programs of which one has to pass, for pass@k"
     )
-    temperature: NonNegativeFloat = Field(
-        default=0.0, description="softmax temperature; 0: the most likely token"
-    )
+    temperature: NonNegativeFloat = Field(default=0.0, description="softmax temperature; 0: the most likely token")
     seed: NonNegativeInt = Field(
         default=1337, description="seed of the first program of an item, one more for each further"
     )
-    timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(
-        default=5.0, description="seconds that a program may run"
-    )
-    memory_mb: Annotated[int, Field(ge=64)] = Field(
-        default=512, description="address space of a program, in MiB"
-    )
+    timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(default=5.0, description="seconds that a program may run")
+    memory_mb: Annotated[int, Field(ge=64)] = Field(default=512, description="address space of a program, in MiB")
 
     @model_validator(mode="after")
     def _rules(self) -> CodeConfig:
         if max(self.k) > self.samples:
             raise ValueError(f"k={max(self.k)} exceeds samples={self.samples}; raise samples, or lower k")
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples={self.samples} at temperature=0 are all equal; set temperature, such as 0.8"
-            )
+            raise ValueError(f"samples={self.samples} at temperature=0 are all equal; set temperature, such as 0.8")
         return self
 
 
@@ -178,9 +168,7 @@ def _read_bytes(file: Path, where: str) -> bytes:
     try:
         size = file.stat().st_size
         if size > MOST_BYTES:
-            raise ConfigError(
-                f"{where}: {file}: {size:,} bytes, expected at most {MOST_BYTES:,}; split the suite"
-            )
+            raise ConfigError(f"{where}: {file}: {size:,} bytes, expected at most {MOST_BYTES:,}; split the suite")
         return file.read_bytes()
     except OSError as error:
         raise ConfigError(
@@ -232,9 +220,7 @@ def _from_lines(file: Path, text: str) -> tuple[dict[str, Any], _Lines]:
         if set(item) == {"benchmark"} and not items and not header and is_mapping(item["benchmark"]):
             header = dict(item["benchmark"])
             if "data" in header:
-                raise ConfigError(
-                    f"{file}:{number}: benchmark has data; in JSONL each further line is an item"
-                )
+                raise ConfigError(f"{file}:{number}: benchmark has data; in JSONL each further line is an item")
             lines["benchmark",] = number
             continue
         lines["benchmark", "data", len(items)] = number
@@ -268,9 +254,7 @@ def _check_items(suite: SuiteConfig, lines: SourceMap, where: str, *, allow_code
         place = lines.place(("benchmark", "data", index))
         if item.id in seen:
             first = lines.place(("benchmark", "data", seen[item.id]))
-            raise ConfigError(
-                f"{where}: {place}: id {quote(item.id)} is that of {first} too; give each its own"
-            )
+            raise ConfigError(f"{where}: {place}: id {quote(item.id)} is that of {first} too; give each its own")
         seen[item.id] = index
         if isinstance(item, CodeItem) and not allow_code:
             raise ConfigError(

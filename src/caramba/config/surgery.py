@@ -97,9 +97,7 @@ def check_pair(teacher: AttentionLayerConfig, student: AttentionLayerConfig, sur
             )
     where = f"surgery.method={surgery.method}"
     if teacher.mode is AttentionMode.DECOUPLED:
-        raise ConfigError(
-            f"{where}: starts from standard, gqa or bottleneck attention, got a decoupled teacher"
-        )
+        raise ConfigError(f"{where}: starts from standard, gqa or bottleneck attention, got a decoupled teacher")
     _check_shapes(where, teacher, student)
     if surgery.method == "copy":
         _check_copy(where, teacher, student)
@@ -178,9 +176,7 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
             )
     for name in _STUDENT_PARTS:
         if getattr(student, name):
-            raise ConfigError(
-                f"{where}: the student's {name} is not what its teacher computes; set {name}: false"
-            )
+            raise ConfigError(f"{where}: the student's {name} is not what its teacher computes; set {name}: false")
     is_latent = student.layout == "latent"
     if is_latent and student.query_dim != teacher.dims().qk:
         raise ConfigError(
@@ -209,11 +205,7 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
 
 def first_tokens_apart(node: Any) -> int:
     """Return how many first tokens every decoupled layer of a topology keeps separate: statistics may skip them."""
-    counts = [
-        config.exact_first_tokens
-        for config in attention_configs(node)
-        if config.mode is AttentionMode.DECOUPLED
-    ]
+    counts = [config.exact_first_tokens for config in attention_configs(node) if config.mode is AttentionMode.DECOUPLED]
     return min(counts, default=0)
 
 
@@ -257,9 +249,7 @@ def _check_copy(where: str, teacher: AttentionLayerConfig, student: AttentionLay
         if getattr(student, name) != getattr(teacher, name):
             raise ConfigError(f"{where}: {name} differs between student and teacher; make it the teacher's")
     if (ours.qk, ours.v) != (theirs.qk, theirs.v):
-        raise ConfigError(
-            f"{where}: heads are {ours.qk} wide in the student, {theirs.qk} in the teacher; set head_dim"
-        )
+        raise ConfigError(f"{where}: heads are {ours.qk} wide in the student, {theirs.qk} in the teacher; set head_dim")
 
 
 def _check_target(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:
@@ -319,20 +309,14 @@ def least_elements(config: AttentionLayerConfig) -> int:
     return 3 if config.layout == "latent" else 4 * kv_heads
 
 
-def _check_budget(
-    surgery: SurgeryConfig, theirs: list[AttentionLayerConfig], ours: list[AttentionLayerConfig]
-) -> None:
+def _check_budget(surgery: SurgeryConfig, theirs: list[AttentionLayerConfig], ours: list[AttentionLayerConfig]) -> None:
     where = f"surgery.kv_budget_bytes={surgery.kv_budget_bytes}"
     budget = surgery.kv_budget_bytes or 0
     if surgery.method != "dba":
-        raise ConfigError(
-            f"{where}: widths are chosen by the measured error of method: dba, got {surgery.method}"
-        )
+        raise ConfigError(f"{where}: widths are chosen by the measured error of method: dba, got {surgery.method}")
     fixed = [config.mode for config in ours if config.mode is not AttentionMode.DECOUPLED]
     if fixed:
-        raise ConfigError(
-            f"{where}: widths are chosen for decoupled attention, and a layer has mode={fixed[0]}"
-        )
+        raise ConfigError(f"{where}: widths are chosen for decoupled attention, and a layer has mode={fixed[0]}")
     layout = surgery.layout
     other = next((config.layout for config in ours if layout is not None and config.layout != layout), None)
     if other is not None:
@@ -343,11 +327,7 @@ def _check_budget(
     least = BYTES_PER_ELEMENT * sum(least_elements(config) for config in ours)
     most = BYTES_PER_ELEMENT * sum(config.dims().cached for config in theirs)
     if not least <= budget <= most:
-        word = (
-            "below one rotary pair and one direction in each layer"
-            if budget < least
-            else "more than the teacher's"
-        )
+        word = "below one rotary pair and one direction in each layer" if budget < least else "more than the teacher's"
         raise ConfigError(
             f"{where} (bytes per token over all {len(ours)} layers at 16 bits) is {word}; the nearest possible is "
             f"{least if budget < least else most}"
@@ -372,9 +352,7 @@ def fewer_kv_heads(teacher: ModelSpec, elements: int) -> ModelSpec:
         ConfigError: the teacher has decoupled attention, or the nearest possible is the teacher itself.
     """
     layers = attention_configs(teacher.topology)
-    unpooled = [
-        layer.mode for layer in layers if layer.mode not in (AttentionMode.STANDARD, AttentionMode.GQA)
-    ]
+    unpooled = [layer.mode for layer in layers if layer.mode not in (AttentionMode.STANDARD, AttentionMode.GQA)]
     if unpooled:
         raise ConfigError(
             f"control copy: pools the heads of standard or gqa attention, got a teacher with mode={unpooled[0]}; leave "

@@ -62,9 +62,7 @@ def infer_node(node: NodeConfig, width: Width) -> Cost:
     except (WidthError, LayerError):
         raise
     except Exception as error:
-        raise LayerError(
-            f"{name}: what the layer declares cannot be read: {user_traceback(error)}"
-        ) from error
+        raise LayerError(f"{name}: what the layer declares cannot be read: {user_traceback(error)}") from error
     if problem is not None:
         raise LayerError(f"{name}: {problem}")
     unknown: set[tuple[Unknown, str]] = {("cache", node.type)} if node.decoding == "refused" else set()
@@ -143,9 +141,7 @@ class TopologyConfig(NodeConfig):
         """
         return self._in_order(width)
 
-    def _in_order(
-        self, width: Width, repeat: int = 1, shared: bool = False, keeps: str | None = None
-    ) -> Cost:
+    def _in_order(self, width: Width, repeat: int = 1, shared: bool = False, keeps: str | None = None) -> Cost:
         """Chain the nodes; with `keeps` (the reason) the last width has to equal the first."""
         costs: list[Cost] = []
         current = width
@@ -224,9 +220,7 @@ class NestedTopologyConfig(TopologyConfig):
 
     def infer(self, width: Width) -> Cost:
         """Chain the nodes once, count them `repeat` times; repeated, they give back the width they took."""
-        return self._in_order(
-            width, self.repeat, keeps="each repeat feeds the next" if self.repeat > 1 else None
-        )
+        return self._in_order(width, self.repeat, keeps="each repeat feeds the next" if self.repeat > 1 else None)
 
 
 class ParallelTopologyConfig(TopologyConfig):
@@ -288,9 +282,7 @@ class RecurrentTopologyConfig(TopologyConfig):
 
     def infer(self, width: Width) -> Cost:
         """Count weights once, work and caches once per step; the output is the next state: same width."""
-        return self._in_order(
-            width, self.steps, shared=True, keeps="its output is added to its input at the next step"
-        )
+        return self._in_order(width, self.steps, shared=True, keeps="its output is added to its input at the next step")
 
 
 def attention_configs(node: Any) -> list[AttentionLayerConfig]:

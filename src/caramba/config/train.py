@@ -80,9 +80,7 @@ class TeacherLogitsConfig(Config):
     """
 
     path: Annotated[str, Field(min_length=1)] = Field(description="folder of the store; made where missing")
-    top_k: Positive = Field(
-        default=64, description="likeliest entries of a token that are stored, in 16 bits"
-    )
+    top_k: Positive = Field(default=64, description="likeliest entries of a token that are stored, in 16 bits")
     tail: bool = Field(
         default=True,
         description="store the exact mass of all other entries and samples of them; false: the top_k are renormalised",
@@ -223,9 +221,7 @@ class PhaseConfig(Config):
     warmup_steps: NonNegativeInt = Field(default=0, description="steps in which lr rises from 0")
     min_lr_ratio: UnitInterval = Field(default=0.0, description="share of lr at the end")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
-    gradient_accumulation_steps: Positive = Field(
-        default=1, description="forward and backward passes of a step"
-    )
+    gradient_accumulation_steps: Positive = Field(default=1, description="forward and backward passes of a step")
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="of all gradients together; in blockwise and drift of each block's own"
     )
@@ -258,9 +254,7 @@ class PhaseConfig(Config):
     schedule: Literal["concurrent", "sequential"] = Field(
         default="concurrent", description="order in which blocks train: all together, or one after another"
     )
-    convergence: ConvergenceConfig | None = Field(
-        default=None, description="when a block freezes early; unset: never"
-    )
+    convergence: ConvergenceConfig | None = Field(default=None, description="when a block freezes early; unset: never")
     trainable: Literal["auto", "all", "maps"] = Field(
         default="auto",
         description="maps: a latent student's W_q and W_o, which surgery copies, stay as they are; auto: maps where "
@@ -269,9 +263,7 @@ class PhaseConfig(Config):
     attention_kl: NonNegativeFloat = Field(
         default=0.0, description="weight of KL(teacher || student) of attention probabilities"
     )
-    attention_queries: Positive = Field(
-        default=64, description="queries per sequence that attention_kl samples"
-    )
+    attention_queries: Positive = Field(default=64, description="queries per sequence that attention_kl samples")
     vocab_chunk: Positive = Field(default=1024, description="tokens whose logits exist at one time")
     cross_entropy: Literal["chunked", "dense"] = Field(
         default="chunked", description="dense makes the logits of a whole batch at once, as a plain loop does"
@@ -282,9 +274,7 @@ class PhaseConfig(Config):
     teacher_cache_max_gb: PositiveFloat = Field(
         default=20.0, description="largest such store, in 1e9 bytes; a larger one is refused"
     )
-    teacher_top_k: Positive = Field(
-        default=64, description="logits per token that a cached global phase keeps"
-    )
+    teacher_top_k: Positive = Field(default=64, description="logits per token that a cached global phase keeps")
     teacher_logits: TeacherLogitsConfig | None = Field(
         default=None,
         description="store of the teacher's logits that runs share; only phase=global with objective kl or mixed; "
@@ -367,12 +357,8 @@ class PhaseConfig(Config):
         description="names of built-in strategies, or a mapping from name to {optimizer, rate, betas, momentum, decay, "
         "clip}",
     )
-    orchestrator_initial_strategy: str = Field(
-        default="conservative_adamw", description="strategy at the start"
-    )
-    orchestrator_decision_interval: Positive = Field(
-        default=500, description="optimiser steps between two decisions"
-    )
+    orchestrator_initial_strategy: str = Field(default="conservative_adamw", description="strategy at the start")
+    orchestrator_decision_interval: Positive = Field(default=500, description="optimiser steps between two decisions")
     orchestrator_policy: Literal["halving", "ucb", "replay"] = Field(
         default="halving",
         description="how trials are spent: halving tries all and halves them, ucb tries one challenger; replay follows "
@@ -386,9 +372,7 @@ class PhaseConfig(Config):
         default=3,
         description="trials of a candidate on other batches, whose paired differences give the interval",
     )
-    orchestrator_budget: Share = Field(
-        default=0.2, description="tokens of trials, as a share of the phase's own"
-    )
+    orchestrator_budget: Share = Field(default=0.2, description="tokens of trials, as a share of the phase's own")
     orchestrator_min_steps_between_switches: Positive = Field(
         default=500, description="steps after a switch in which no other is tried"
     )
@@ -429,14 +413,10 @@ class PhaseConfig(Config):
         ):
             raise ValueError(conflict)
         if self.warmup_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} exceeds steps={self.steps}; use {self.steps} or fewer"
-            )
+            raise ValueError(f"warmup_steps={self.warmup_steps} exceeds steps={self.steps}; use {self.steps} or fewer")
         for key, phases in OWN_KEYS.items():
             if getattr(self, key) != type(self).model_fields[key].default and self.phase not in phases:
-                raise ValueError(
-                    f"{key} belongs to phase={' or '.join(phases)}, got phase={self.phase}; remove it"
-                )
+                raise ValueError(f"{key} belongs to phase={' or '.join(phases)}, got phase={self.phase}; remove it")
         if self.objective != "ce" and self.phase != "global":
             raise ValueError(
                 f"phase={self.phase} has a loss of its own, got objective={self.objective}; remove it, or use global"
@@ -451,9 +431,7 @@ class PhaseConfig(Config):
         if self.temperature != 1.0 and self.objective == "ce":
             raise ValueError("temperature belongs to objective=kl or mixed, got objective=ce; remove it")
         if self.kl_weight != 0.5 and self.objective != "mixed":
-            raise ValueError(
-                f"kl_weight belongs to objective=mixed, got objective={self.objective}; remove it"
-            )
+            raise ValueError(f"kl_weight belongs to objective=mixed, got objective={self.objective}; remove it")
         if self.cross_entropy == "dense" and (self.phase in BLOCK_PHASES or self.objective != "ce"):
             raise ValueError(
                 f"cross_entropy=dense is of a phase that reads the data alone, got phase={self.phase} with "
@@ -518,9 +496,7 @@ class PhaseConfig(Config):
         found = tuple(key for key in keys if getattr(self, key) == "auto")
         if self.phase in BLOCK_PHASES:  # whose step holds the graph of one block: nothing to checkpoint
             return found
-        has_choice = (
-            self.activation_checkpointing == "auto" or self.activation_checkpoint_threshold is not None
-        )
+        has_choice = self.activation_checkpointing == "auto" or self.activation_checkpoint_threshold is not None
         return (*found, "activation_checkpointing") if has_choice else found
 
     def learning_rate_at(self, d_model: int, ranks: int = 1) -> float:
@@ -583,9 +559,7 @@ def dtype_of(phase: PhaseConfig, device_type: str, supported: Collection[str]) -
     return "bfloat16", "auto: bfloat16 on a GPU that has it"
 
 
-def check_precision(
-    phase: PhaseConfig, device_type: str, device_name: str, supported: Collection[str]
-) -> None:
+def check_precision(phase: PhaseConfig, device_type: str, device_name: str, supported: Collection[str]) -> None:
     """Check that a device has the precisions that a phase asks for.
 
     Raises:
@@ -601,9 +575,7 @@ def check_precision(
             fix = "choose one of them" if key == "dtype" else f"remove {key}"
             raise ConfigError(f"train.{setting}: {device_name} supports {', '.join(supported)}; {fix}")
     if phase.float8 != "none" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
-            f"train.float8={phase.float8} needs torchao, which is not installed: pip install torchao"
-        )
+        raise ConfigError(f"train.float8={phase.float8} needs torchao, which is not installed: pip install torchao")
     for key in ("activation_offload", "optimizer_offload"):
         if device_type == "cpu" and getattr(phase, key):
             raise ConfigError(f"train.{key}: on the device cpu all is in the host's memory; remove it")

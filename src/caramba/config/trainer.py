@@ -49,12 +49,8 @@ class EarlyStoppingConfig(Config):
     `train.eval_every` steps."""
 
     monitor: Literal["val_loss"] = Field(default="val_loss", description="what is watched: the held-out loss")
-    patience: Positive = Field(
-        default=3, description="validations without an improvement after which it ends"
-    )
-    min_delta: NonNegativeFloat = Field(
-        default=0.0, description="least fall that is an improvement, in nats per token"
-    )
+    patience: Positive = Field(default=3, description="validations without an improvement after which it ends")
+    min_delta: NonNegativeFloat = Field(default=0.0, description="least fall that is an improvement, in nats per token")
     stopping_threshold: float | None = Field(
         default=None, description="held-out loss at which the phase ends at once; unset: none"
     )
@@ -78,9 +74,7 @@ class TrainerConfig(Config):
         default=None,
         description="profiler of Lightning, written to profile/PHASE/ of the run; debug=profile traces a few steps",
     )
-    detect_anomaly: bool = Field(
-        default=False, description="name the operation whose gradient is not finite; slower"
-    )
+    detect_anomaly: bool = Field(default=False, description="name the operation whose gradient is not finite; slower")
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="end a phase when its held-out loss no longer falls; unset: train all steps"
     )
@@ -90,9 +84,7 @@ class TrainerConfig(Config):
     save_last_k: NonNegativeInt = Field(
         default=0, description="last weights to keep, one at each save_every, in checkpoints/kept/"
     )
-    restore_best: bool = Field(
-        default=False, description="end the phase with the weights of the lowest held-out loss"
-    )
+    restore_best: bool = Field(default=False, description="end the phase with the weights of the lowest held-out loss")
 
     @model_validator(mode="before")
     @classmethod

@@ -103,12 +103,8 @@ class AccuracyBounds(Config):
 class EvalThresholds(AccuracyBounds):
     """Bounds over all cases, and over those of one kind."""
 
-    int_greedy: AccuracyBounds = Field(
-        default=AccuracyBounds(), description="bounds over the cases of this kind"
-    )
-    choice_logprob: AccuracyBounds = Field(
-        default=AccuracyBounds(), description="bounds over the cases of this kind"
-    )
+    int_greedy: AccuracyBounds = Field(default=AccuracyBounds(), description="bounds over the cases of this kind")
+    choice_logprob: AccuracyBounds = Field(default=AccuracyBounds(), description="bounds over the cases of this kind")
 
 
 def _tokenizer_name(value: Any) -> Any:
@@ -141,12 +137,8 @@ class EvalVerifyConfig(Config):
         default=None,
         description="most tokens that a model reads, new ones included; unset: the limit of the model",
     )
-    cases: Annotated[tuple[EvalCase, ...], Field(min_length=1)] = Field(
-        description="questions with known answers"
-    )
-    thresholds: EvalThresholds = Field(
-        default=EvalThresholds(), description="accuracy that the student has to reach"
-    )
+    cases: Annotated[tuple[EvalCase, ...], Field(min_length=1)] = Field(description="questions with known answers")
+    thresholds: EvalThresholds = Field(default=EvalThresholds(), description="accuracy that the student has to reach")
     fail_fast: bool = Field(default=False, description=FAIL_FAST)
 
     @model_validator(mode="after")
@@ -236,9 +228,7 @@ class KVCacheVerifyConfig(Config):
     """
 
     type: Literal["kvcache"] = Field(description="kind of the check")
-    kind: Annotated[CacheKind, NOBODYS_CHOICE] = Field(
-        default=KVCacheKind.FP16, description="format of the KV cache"
-    )
+    kind: Annotated[CacheKind, NOBODYS_CHOICE] = Field(default=KVCacheKind.FP16, description="format of the KV cache")
     tokens: Positive = Field(default=64, description="tokens of the prompt that fills the caches")
     max_bytes_per_token: PositiveFloat | None = Field(
         default=None, description="most cache bytes per token of the student; unset: no bound"

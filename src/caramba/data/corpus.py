@@ -326,9 +326,7 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         val_path, val_max = train_path, train_max
         others.append(held_out.size)
     is_apart = config.keeps_documents_apart and val is None
-    fingerprint, content = (
-        _sha256([own, *others]) if others else own for own in (opened.fingerprint, opened.content)
-    )
+    fingerprint, content = (_sha256([own, *others]) if others else own for own in (opened.fingerprint, opened.content))
     return Corpus(
         train=train,
         val=held_out,
@@ -364,9 +362,7 @@ def _documents(opened: TokenFolder, train_size: int) -> tuple[np.ndarray, np.nda
 LEAST_STDLIB_BYTES = 8_000_000  # of any Python's library
 
 # Words, capitals, code, digits, white space and other scripts: two tokenizers that agree here have one vocabulary.
-PROBE = (
-    "The quick brown Fox's 1234567 jumps;\n\n    def f(x):\n\treturn [x**2, 'naïve', \"東京\"]  # Привет!\n"
-)
+PROBE = "The quick brown Fox's 1234567 jumps;\n\n    def f(x):\n\treturn [x**2, 'naïve', \"東京\"]  # Привет!\n"
 
 
 def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
@@ -406,8 +402,7 @@ def _may_be_short(group: GroupConfig) -> bool:
     """Whether the standard library, at a generous 16 bytes a token, may hold less than a window of held-out text."""
     n_bytes = min(group.data.max_bytes or LEAST_STDLIB_BYTES, LEAST_STDLIB_BYTES)
     has_own_text = any(
-        isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset
-        for bench in group.benchmarks
+        isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset for bench in group.benchmarks
     )
     return has_own_text or n_bytes * group.data.val_frac < 16 * (_longest_block(group) + 1)
 
@@ -428,9 +423,7 @@ def _longest_block(group: GroupConfig) -> int:
         or isinstance(bench.config, ControlsBenchmarkConfig | MemoryGapBenchmarkConfig)
     ]
     blocks += [
-        max(bench.config.lengths)
-        for bench in group.benchmarks
-        if isinstance(bench.config, LongContextBenchmarkConfig)
+        max(bench.config.lengths) for bench in group.benchmarks if isinstance(bench.config, LongContextBenchmarkConfig)
     ]
     return max(blocks, default=1)
 
@@ -526,9 +519,7 @@ def collect_documents(root: Path, val_frac: float, max_bytes: int | None = None)
     not_utf8: list[str] = []
     seen: set[bytes] = set()
     total = duplicates = 0
-    for name in sorted(
-        _python_files(root), key=lambda name: hashlib.sha256(f"order:{name}".encode()).digest()
-    ):
+    for name in sorted(_python_files(root), key=lambda name: hashlib.sha256(f"order:{name}".encode()).digest()):
         size = (root / name).stat().st_size
         if size == 0 or (max_bytes is not None and total + size > max_bytes):
             continue

@@ -48,9 +48,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, ...]]):
 
     def __init__(self, tokens: Tokens, block_size: int) -> None:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(
-                f"tokens have shape {tokens.shape} and dtype {tokens.dtype}; expected 1-D integers"
-            )
+            raise DataError(f"tokens have shape {tokens.shape} and dtype {tokens.dtype}; expected 1-D integers")
         if block_size < 1:
             raise DataError(f"block_size={block_size}; expected at least 1")
         if tokens.size < block_size + 1:
@@ -234,9 +232,7 @@ def count_targets(window_targets: np.ndarray, seed: int, start: int, samples: in
     for epoch in range(start // n, -(-end // n)):
         low, high = max(start - epoch * n, 0), min(end - epoch * n, n)
         # A whole epoch needs no order, so a long run costs two permutations at most.
-        here = (
-            window_targets if high - low == n else window_targets[epoch_permutation(n, seed, epoch)[low:high]]
-        )
+        here = window_targets if high - low == n else window_targets[epoch_permutation(n, seed, epoch)[low:high]]
         total += int(here.sum())
     return total
 

@@ -71,9 +71,7 @@ class TokenStream:
         if isinstance(key, slice):
             start, stop, step = key.indices(self.size)
             if step != 1:
-                raise IndexError(
-                    f"a token stream has no slices of step {step}; take numpy.asarray of it first"
-                )
+                raise IndexError(f"a token stream has no slices of step {step}; take numpy.asarray of it first")
             pieces = self._pieces(start, stop)
             return pieces[0] if len(pieces) == 1 else np.concatenate([self.parts[0][:0], *pieces])
         index = int(key)
@@ -167,9 +165,7 @@ class NpyWriter:
         end = _HEADER_BYTES + keep * dtype.itemsize
         if os.fstat(self._file.fileno()).st_size < end:
             self._file.close()
-            raise DataError(
-                f"{path}: expected at least {keep} ids in this unfinished file; delete its folder"
-            )
+            raise DataError(f"{path}: expected at least {keep} ids in this unfinished file; delete its folder")
         self._file.truncate(end)
         self._file.seek(end)
 
@@ -483,9 +479,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
             out.append(lengths)
 
 
-def write_meta(
-    folder: Path, tokenizer: Tokenizer, splits: Mapping[str, Any], source: Mapping[str, Any]
-) -> None:
+def write_meta(folder: Path, tokenizer: Tokenizer, splits: Mapping[str, Any], source: Mapping[str, Any]) -> None:
     """Write meta.json; `splits` are what `SplitWriter.finish` returned, None for a split without documents."""
     meta = {
         "schema": SCHEMA,
@@ -550,18 +544,14 @@ def open_token_folder(folder: Path) -> TokenFolder:
     stated = meta["tokenizer"]
     tokenizer_path = folder / "tokenizer.json"
     if not tokenizer_path.is_file():
-        raise DataError(
-            f"{tokenizer_path}: missing; a token folder has it next to meta.json. Prepare it again"
-        )
+        raise DataError(f"{tokenizer_path}: missing; a token folder has it next to meta.json. Prepare it again")
     definition = read_definition(tokenizer_path)
     if stated["name"] == "byte":
         tokenizer: Tokenizer = ByteTokenizer()
         tokenizer.definition = definition
     else:
         marks = {"bos_id": stated.get("bos_id"), "adds_bos": bool(stated.get("adds_bos"))}
-        tokenizer = LibraryTokenizer(
-            stated["name"], definition, stated["vocab_size"], stated["eos_id"], **marks
-        )
+        tokenizer = LibraryTokenizer(stated["name"], definition, stated["vocab_size"], stated["eos_id"], **marks)
     if tokenizer.hash != stated["hash"]:
         raise DataError(
             f"{tokenizer_path}: hash {tokenizer.hash[:16]}, but the tokens of meta.json were made with"
@@ -615,9 +605,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         or not all(facts["shards"] for facts in meta["splits"].values())
     ):
         found = f"sizes {str(sizes)[:100]}, texts {str(strings)[:100]} and marks {str(marks)[:100]}"
-        raise DataError(
-            f"{path}: {found}; expected integers, texts and the facts of a token folder; prepare it again"
-        )
+        raise DataError(f"{path}: {found}; expected integers, texts and the facts of a token folder; prepare it again")
     outside = next((name for name in names if name in ("", ".", "..") or Path(name).name != name), None)
     if outside is not None:
         raise DataError(

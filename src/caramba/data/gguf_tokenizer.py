@@ -15,9 +15,7 @@ PATTERNS = {"llama-bpe": CL100K, "qwen2": QWEN}
 READS = ("gpt-2", "smollm", *PATTERNS)
 
 
-def tokenizer_metadata(
-    definition: Mapping[str, Any], vocab_size: int, eos_id: int, where: str
-) -> dict[str, Any]:
+def tokenizer_metadata(definition: Mapping[str, Any], vocab_size: int, eos_id: int, where: str) -> dict[str, Any]:
     """Return the GGUF keys of a tokenizer.json: `model`, `pre`, `tokens`, `token_type`, `merges`.
 
     The vocabulary is filled up with unused entries to the model's `vocab_size`.

@@ -110,9 +110,7 @@ def prepare(
         splits = _write_splits(part, source, request, tokenizer, state, advance)
         skipped = list(getattr(source, "not_utf8", []))
         if splits["train"] is None and splits["val"] is None and skipped:
-            raise DataError(
-                f"{', '.join(skipped[:5])}: not UTF-8 text, and there is no other; convert it to UTF-8"
-            )
+            raise DataError(f"{', '.join(skipped[:5])}: not UTF-8 text, and there is no other; convert it to UTF-8")
         if splits["train"] is None:
             raise DataError(
                 f"{output}: none of the documents falls into train at val_frac={request.val_frac}; lower --val-frac or"
@@ -163,9 +161,7 @@ def read_state(part: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
     wanted = json.loads(json.dumps(facts))
     different = [key for key in wanted if state["facts"].get(key) != wanted[key]]
     if different:
-        shown = ", ".join(
-            f"{key} was {state['facts'].get(key)!r}, is {wanted[key]!r}" for key in different[:3]
-        )
+        shown = ", ".join(f"{key} was {state['facts'].get(key)!r}, is {wanted[key]!r}" for key in different[:3])
         raise DataError(
             f"{part}: an unfinished preparation with other settings or changed files ({shown}); give the same again to"
             " resume it, or delete the folder to start again"
@@ -218,9 +214,7 @@ def _write_splits(
         return {split: writer.finish() for split, writer in writers.items()}
 
 
-def _add(
-    batch: list[str], tokenizer: Tokenizer, writers: dict[str, SplitWriter], request: PrepareOptions
-) -> bool:
+def _add(batch: list[str], tokenizer: Tokenizer, writers: dict[str, SplitWriter], request: PrepareOptions) -> bool:
     """Append a batch; return whether it reached `most_tokens`, which may leave its last documents out."""
     for ids, text in zip(tokenizer.encode_documents(batch), batch, strict=True):
         if request.most_tokens and sum(w.tokens for w in writers.values()) >= request.most_tokens:

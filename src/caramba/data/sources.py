@@ -36,9 +36,7 @@ class TextSource:
         DataError: a path does not exist, or there is no file with text.
     """
 
-    def __init__(
-        self, paths: Iterable[Path], suffixes: tuple[str, ...], separator: str | None = None
-    ) -> None:
+    def __init__(self, paths: Iterable[Path], suffixes: tuple[str, ...], separator: str | None = None) -> None:
         self.files = _list_files([Path(path) for path in paths], suffixes)
         self.separator = separator
         self.total_bytes: int | None = sum(file.stat().st_size for file in self.files)
@@ -260,9 +258,7 @@ def open_hub(repository: str, config: str | None, revision: str | None, field: s
     datasets = _datasets()
     commit = _commit(repository, revision)
     try:
-        stream = datasets.load_dataset(
-            repository, name=config, split="train", streaming=True, revision=commit
-        )
+        stream = datasets.load_dataset(repository, name=config, split="train", streaming=True, revision=commit)
     except Exception as error:  # every layer below it raises its own kind
         raise DataError(
             f"{repository} at {commit}: cannot be opened ({type(error).__name__}: {error}); {_WAYS_ON}"
@@ -318,6 +314,4 @@ def _commit(repository: str, revision: str | None) -> str:
     except Exception as error:
         if not isinstance(error, TimedOut):
             cause, said = error, f"{type(error).__name__}: {error}"
-    raise DataError(
-        f"{repository}: the hub cannot be reached ({' '.join(said.split())[:200]}); {_WAYS_ON}"
-    ) from cause
+    raise DataError(f"{repository}: the hub cannot be reached ({' '.join(said.split())[:200]}); {_WAYS_ON}") from cause

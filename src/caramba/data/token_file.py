@@ -65,9 +65,7 @@ def _file_key(path: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _scan(
-    path: Path, array_path: Path, tokens: np.memmap, key: str, progress: Progress | None
-) -> tuple[int, str]:
+def _scan(path: Path, array_path: Path, tokens: np.memmap, key: str, progress: Progress | None) -> tuple[int, str]:
     """Return the largest id and the SHA-256 of the ids, remembered until the file changes."""
     sidecar = home() / "data" / f"scan-{key}.json"
     if sidecar.is_file():
@@ -90,9 +88,7 @@ def _scan(
             left -= len(piece)
     if low < 0:
         raise DataError(f"{path}: smallest token id is {low}; token ids start at 0")
-    write_json(
-        sidecar, {"path": str(path), "tokens": tokens.size, "max_id": high, "sha256": digest.hexdigest()}
-    )
+    write_json(sidecar, {"path": str(path), "tokens": tokens.size, "max_id": high, "sha256": digest.hexdigest()})
     return high, digest.hexdigest()
 
 

@@ -119,9 +119,7 @@ def count_bytes(tokens: Any, token_bytes: np.ndarray) -> int:
         low, high = int(piece.min()), int(piece.max())
         if low < 0 or high >= len(token_bytes):
             wrong = low if low < 0 else high
-            raise DataError(
-                f"token id {wrong} has no byte count: the vocabulary has {len(token_bytes)} entries"
-            )
+            raise DataError(f"token id {wrong} has no byte count: the vocabulary has {len(token_bytes)} entries")
         total += int(token_bytes[piece].sum(dtype=np.int64))
     return total
 
@@ -130,9 +128,7 @@ def refuse_unknown(ids: list[int], tokenizer: Tokenizer) -> None:
     """Raise when an id is not one of `tokenizer`."""
     for token in ids:
         if not 0 <= token < tokenizer.vocab_size:
-            raise DataError(
-                f"token id {token} is not of {tokenizer.name}: ids are 0 to {tokenizer.vocab_size - 1}"
-            )
+            raise DataError(f"token id {token} is not of {tokenizer.name}: ids are 0 to {tokenizer.vocab_size - 1}")
 
 
 # Byte-level pre-tokenizers cut text by a pattern; these are the ones in wide use, as tokenizer.json spells them.
@@ -287,14 +283,10 @@ def _ascii(pattern: str) -> re.Pattern[str]:
     words, contractions = r" ?\p{L}+|", r"'(?:[sdmt]|ll|ve|re)|"
     if pattern == GPT2:  # no text begins both; words are what most pieces are
         pattern = words + contractions + pattern.replace(words, "").replace(contractions, "")
-    text = pattern.replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]").replace(
-        r"[^\s\p{L}\p{N}]", r"[^\sA-Za-z0-9]"
-    )
+    text = pattern.replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]").replace(r"[^\s\p{L}\p{N}]", r"[^\sA-Za-z0-9]")
     # The library's \s is Unicode white space, which leaves out the four separators 0x1c to 0x1f that re adds.
     text = text.replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
-    return re.compile(
-        text.replace(r"[^\s", r"[^ \t-\r").replace(r"\S", r"[^ \t-\r]").replace(r"\s", r"[ \t-\r]")
-    )
+    return re.compile(text.replace(r"[^\s", r"[^ \t-\r").replace(r"\S", r"[^ \t-\r]").replace(r"\s", r"[ \t-\r]"))
 
 
 _SPACE = "\u2581"  # SentencePiece writes a space as this character
@@ -317,9 +309,7 @@ def measure_token_bytes(backend: Any, vocab_size: int) -> tuple[np.ndarray | Non
     normalised text.
     """
     definition = json.loads(backend.to_str())
-    is_byte_level = '"ByteLevel"' in json.dumps(definition.get("pre_tokenizer")) + json.dumps(
-        definition.get("decoder")
-    )
+    is_byte_level = '"ByteLevel"' in json.dumps(definition.get("pre_tokenizer")) + json.dumps(definition.get("decoder"))
     added = dict(backend.get_added_tokens_decoder())
     letters = set(byte_letters())
     lengths = np.zeros(vocab_size, dtype=np.int32)

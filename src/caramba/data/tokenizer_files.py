@@ -58,9 +58,7 @@ def tiktoken_definition(path: Path) -> tuple[str, str, int]:
 
     Reference: Sennrich, Haddow, Birch 2016, arXiv 1508.07909; a rank is both the id and the order of merging.
     """
-    name = next(
-        (known for known in sorted(_ENCODINGS, key=len, reverse=True) if path.stem.startswith(known)), None
-    )
+    name = next((known for known in sorted(_ENCODINGS, key=len, reverse=True) if path.stem.startswith(known)), None)
     if name is None:
         raise DataError(
             f"{path}: a rank file does not say how text is cut into pieces; expected a file name that begins with one"
@@ -169,8 +167,7 @@ def _from_json(path: Path, name: str | None) -> Tokenizer:
         size,
         _end_mark(backend, marks.get("eos_token"), path),
         bos_id=bos_id,
-        adds_bos=bos_id is not None
-        and (bool(marks.get("add_bos_token")) or backend.encode("").ids[:1] == [bos_id]),
+        adds_bos=bos_id is not None and (bool(marks.get("add_bos_token")) or backend.encode("").ids[:1] == [bos_id]),
     )
 
 
@@ -227,9 +224,7 @@ def _id_of(backend: Any, mark: Any, path: Path) -> int | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        raise DataError(
-            f"{path}: a mark next to it is {str(text)[:100]}, expected text; copy the folder again"
-        )
+        raise DataError(f"{path}: a mark next to it is {str(text)[:100]}, expected text; copy the folder again")
     index = backend.token_to_id(text)
     if index is None:
         raise DataError(
@@ -251,10 +246,6 @@ def _end_mark(backend: Any, mark: Any, path: Path) -> int:
         return int(next(iter(present.values())))
     raise DataError(
         f"{path}: cannot tell which token ends a document: "
-        + (
-            f"the vocabulary has {', '.join(present)}"
-            if present
-            else f"it has none of {', '.join(_END_MARKS)}"
-        )
+        + (f"the vocabulary has {', '.join(present)}" if present else f"it has none of {', '.join(_END_MARKS)}")
         + '; name it in a special_tokens_map.json next to it: {"eos_token": "..."}'
     )

@@ -75,9 +75,7 @@ def replace_attention(
     """
     left = _calls(model, layers)
 
-    def forward_of(
-        name: str, layer: AttentionLayer, original: Callable[..., Tensor]
-    ) -> Callable[..., Tensor]:
+    def forward_of(name: str, layer: AttentionLayer, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
             nonlocal left
             left -= 1
@@ -180,14 +178,10 @@ class BlockShard:
         self.names = tuple(names)
         world = get_world_size() if world_size is None else world_size
         if world > len(self.names):
-            raise ConfigError(
-                f"blockwise: {world} ranks for {len(self.names)} blocks; use at most one rank per block"
-            )
+            raise ConfigError(f"blockwise: {world} ranks for {len(self.names)} blocks; use at most one rank per block")
         share, rest = divmod(len(self.names), world)
         sizes = [share + (place < rest) for place in range(world)]
-        self._owner = dict(
-            zip(self.names, (place for place, n in enumerate(sizes) for _ in range(n)), strict=True)
-        )
+        self._owner = dict(zip(self.names, (place for place, n in enumerate(sizes) for _ in range(n)), strict=True))
         mine = get_rank() if rank is None else rank
         self.is_shared = world > 1
         self.owned = tuple(name for name in self.names if self._owner[name] == mine)
@@ -275,9 +269,7 @@ class BlockwiseObjective(Objective):
     def _trained(self, layer: AttentionLayer) -> list[tuple[str, nn.Parameter]]:
         copied = COPIED if self.keeps_copied and layer.config.is_latent else ()
         return [
-            (key, value)
-            for key, value in layer.named_parameters()
-            if key.removeprefix("projection.") not in copied
+            (key, value) for key, value in layer.named_parameters() if key.removeprefix("projection.") not in copied
         ]
 
     def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
@@ -340,9 +332,7 @@ class BlockwiseObjective(Objective):
         parts = torch.stack([value for values in found.values() for value in values]).split(
             [len(values) for values in found.values()]
         )
-        means = {
-            key: part[0] if len(part) == 1 else part.mean() for key, part in zip(found, parts, strict=True)
-        }
+        means = {key: part[0] if len(part) == 1 else part.mean() for key, part in zip(found, parts, strict=True)}
         blocks = [value for key, value in means.items() if key.startswith(f"{BLOCK}/")]
         return {"loss": torch.stack(blocks).mean(), **means}
 
@@ -350,9 +340,7 @@ class BlockwiseObjective(Objective):
         self, batch: Batch, names: Sequence[str], train: Callable[[str, Tensor, Tensor, Tensor], Tensor]
     ) -> None:
         calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self.targets.visit(
-            batch, names, lambda name, x, target: calls.setdefault(name, []).append((x, target))
-        )
+        self.targets.visit(batch, names, lambda name, x, target: calls.setdefault(name, []).append((x, target)))
         students = [(name, self._layers[name][1]) for name in names]
         replace_attention(
             self.model,
@@ -368,9 +356,7 @@ class BlockwiseObjective(Objective):
         losses = {BLOCK: raw / size, RAW: raw}
         if block.rows is not None:
             counted = None if block.documents is None else block.documents >= 0
-            kl = self.divergence(
-                source, student, block.teacher_x, block.student_x, block.rows, block.apart, counted
-            )
+            kl = self.divergence(source, student, block.teacher_x, block.student_x, block.rows, block.apart, counted)
             losses |= {BLOCK: losses[BLOCK] + self.attention_weight * kl, "attention_kl": kl}
         return output, losses
 

@@ -35,8 +35,7 @@ class ResidualDistance:
 
     def __init__(self, student: Model, teacher: Model) -> None:
         self.blocks = tuple(
-            [block for block in model.modules() if isinstance(block, ResidualTopology)]
-            for model in (student, teacher)
+            [block for block in model.modules() if isinstance(block, ResidualTopology)] for model in (student, teacher)
         )
         ours, theirs = (len(blocks) for blocks in self.blocks)
         if ours != theirs or not ours:
@@ -164,9 +163,7 @@ class LanguageModelObjective(Objective):
     `dense` makes the logits of a whole batch at once, in place of `chunk` tokens at a time.
     """
 
-    def __init__(
-        self, model: Model, *, chunk: int = 1024, lora: Lora | None = None, dense: bool = False
-    ) -> None:
+    def __init__(self, model: Model, *, chunk: int = 1024, lora: Lora | None = None, dense: bool = False) -> None:
         self.model, self.chunk, self.lora, self.dense = model, chunk, lora, dense
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -292,9 +289,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
         return StoredRows(*parts, n_samples=self.entries[1])
 
     def _stored(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
-        rows = LiveTeacher(
-            self._live, self._live.hidden(tokens, documents=documents).flatten(0, 1), self.temperature
-        )
+        rows = LiveTeacher(self._live, self._live.hidden(tokens, documents=documents).flatten(0, 1), self.temperature)
         places = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
         found = [
             sparse_rows(rows(start, start + len(part)).log_p, *self.entries, part, half=self.half)
@@ -302,10 +297,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
         ]
         # Autocast of a CPU knows no float16 to join.
         with torch.autocast(tokens.device.type, enabled=False):
-            return {
-                name: torch.cat([part[name] for part in found]).unflatten(0, tokens.shape)
-                for name in found[0]
-            }
+            return {name: torch.cat([part[name] for part in found]).unflatten(0, tokens.shape) for name in found[0]}
 
 
 def _scalars(losses: VocabularyLosses) -> dict[str, Tensor]:
@@ -354,9 +346,7 @@ class PluginLossObjective(LanguageModelObjective):
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ExtensionFailedError(
-                f"train.loss ({self.name}) returned {got}; expected a scalar tensor of floats"
-            )
+            raise ExtensionFailedError(f"train.loss ({self.name}) returned {got}; expected a scalar tensor of floats")
         with torch.no_grad():
             ce = cross_entropy(logits.detach(), batch[1])
         return loss.reshape(()), ce

@@ -84,9 +84,7 @@ class BlockSchedule:
     def block_losses(self) -> dict[str, float]:
         """Return the smoothed loss of each block that has one, in the order of the blocks."""
         return {
-            name: self._sums[name] / (1.0 - SMOOTHING ** self._seen[name])
-            for name in self.names
-            if name in self._seen
+            name: self._sums[name] / (1.0 - SMOOTHING ** self._seen[name]) for name in self.names if name in self._seen
         }
 
     def summary(self) -> dict[str, dict[str, Any]]:

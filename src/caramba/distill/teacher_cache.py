@@ -56,13 +56,9 @@ class TeacherCache:
                     f"{name}: stored {_brief(found.get(name))}, this run {_brief(wanted.get(name))}"
                     for name in different
                 )
-                raise ConfigError(
-                    f"{where}={folder} was written for something else ({shown}); name another folder"
-                )
+                raise ConfigError(f"{where}={folder} was written for something else ({shown}); name another folder")
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(
-                f"{where}={folder}: holds other files and no {KEY}; name a new or an empty folder"
-            )
+            raise ConfigError(f"{where}={folder}: holds other files and no {KEY}; name a new or an empty folder")
         else:
             write_json(path, wanted)
         store = cls.__new__(cls)
@@ -112,9 +108,7 @@ class TeacherCache:
         content = path.read_bytes()
         body, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
         if zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "little") != checksum:
-            logger.warning(
-                f"{path}: {len(content)} bytes that are not whole teacher outputs; making them again"
-            )
+            logger.warning(f"{path}: {len(content)} bytes that are not whole teacher outputs; making them again")
             return None
         return safetensors.torch.load(body)
 

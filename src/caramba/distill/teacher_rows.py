@@ -72,9 +72,7 @@ def n_entries(top_k: int, samples: int, vocab_size: int, *, tail: bool = True) -
     return (vocab_size, 0) if vocab_size <= top_k + samples else (top_k, samples)
 
 
-def sparse_rows(
-    log_p: Tensor, top_k: int, samples: int, places: Tensor, *, half: bool = False
-) -> dict[str, Tensor]:
+def sparse_rows(log_p: Tensor, top_k: int, samples: int, places: Tensor, *, half: bool = False) -> dict[str, Tensor]:
     """Return what is stored of distributions: the `top_k` likeliest entries, and `samples` of the others by their mass.
 
     A mean over the stored entries, with the weights of `StoredRows`, is an unbiased estimate of that over the whole
@@ -139,9 +137,7 @@ def sparse_losses(
         log_q = (logits.to(kl.dtype) / temperature).log_softmax(-1)
         gap = log_p - log_q.gather(-1, rows.index)
         kl.copy_(torch.where(live, weight * gap, 0.0).sum(-1) * temperature**2)
-        cross_entropy_rows(
-            kept := logits.clone(), targets, ce, ignore_index=IGNORED, writes=writes and kl_weight < 1.0
-        )
+        cross_entropy_rows(kept := logits.clone(), targets, ce, ignore_index=IGNORED, writes=writes and kl_weight < 1.0)
         if writes:
             grad = log_q.exp_().scatter_add_(-1, rows.index, -weight).mul_(kl_weight * temperature).mul_(live)
             logits.copy_(grad.add_(kept.to(kl.dtype), alpha=1.0 - kl_weight) if kl_weight < 1.0 else grad)

@@ -197,9 +197,7 @@ class _FusedDistillation(torch.autograd.Function):
             kept = (targets != IGNORED).sum().clamp_min(1)
             grad_hidden = torch.empty_like(features) if wants_hidden else None
             # Sums over all tokens are in at least fp32: they grow with the batch.
-            grad_weight = (
-                torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
-            )
+            grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
             for start in range(0, len(features), rows):
                 part = slice(start, min(start + rows, len(features)))
                 logits = features[part] @ matrix.t()
@@ -262,8 +260,7 @@ class _ChunkedLosses(torch.autograd.Function):
         sums: list[Tensor] = []
         hidden_grad = torch.zeros_like(hidden) if wanted[0] else None
         grads: list[Tensor | None] = [
-            torch.zeros_like(weight) if want else None
-            for weight, want in zip(weights, wanted[1:], strict=True)
+            torch.zeros_like(weight) if want else None for weight, want in zip(weights, wanted[1:], strict=True)
         ]
         for start in range(0, len(hidden), part.chunk):
             stop = min(start + part.chunk, len(hidden))

@@ -77,9 +77,7 @@ def accuracy(
         for row in found:
             where = f"task={row['task']}" + (f",filter={row['filter']}" if row["filter"] != NO_FILTER else "")
             key = f"accuracy.{name}.{row['metric']}@{where}"
-            metrics.append(
-                Metric(key, row["value"], "", row["documents"], None, source, row["standard_error"])
-            )
+            metrics.append(Metric(key, row["value"], "", row["documents"], None, source, row["standard_error"]))
         scores = [(row["value"], row["standard_error"]) for row in _main_rows(found)]
         if scores:
             metrics.append(_mean_metric(scores, name, source))
@@ -198,9 +196,7 @@ def _scores(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "metric": metric,
                 "filter": filter_name,
                 "value": float(value),
-                "standard_error": float(error)
-                if isinstance(error, int | float) and math.isfinite(error)
-                else None,
+                "standard_error": float(error) if isinstance(error, int | float) and math.isfinite(error) else None,
                 "documents": counts.get("effective"),
                 "fewshot": results.get("n-shot", {}).get(task),
                 "version": results.get("versions", {}).get(task),

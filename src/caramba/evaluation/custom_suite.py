@@ -59,9 +59,7 @@ def _swap_letters(prompt: str, generator: random.Random) -> str:
 
 
 def _swap_case(prompt: str, generator: random.Random) -> str:
-    return re.sub(
-        r"[^\W\d_]+", lambda word: word[0].upper() if generator.random() < 1 / 3 else word[0], prompt
-    )
+    return re.sub(r"[^\W\d_]+", lambda word: word[0].upper() if generator.random() < 1 / 3 else word[0], prompt)
 
 
 def _double_spaces(prompt: str, generator: random.Random) -> str:
@@ -222,9 +220,7 @@ def _score_choices(asked: _Asked, items: Sequence[ChoiceLogprobCase], prompts: S
     for item, prompt in zip(items, prompts, strict=True):
         start = with_start(asked.tokenizer, asked.tokenizer.encode(prompt))
         pairs += [(start, encode_continuation(asked.tokenizer, prompt, choice)) for choice in item.choices]
-    found = iter(
-        score_continuations(asked.model, pairs, max_length=asked.max_length - 1, batch_size=asked.batch_size)
-    )
+    found = iter(score_continuations(asked.model, pairs, max_length=asked.max_length - 1, batch_size=asked.batch_size))
     records: list[Record] = []
     for item in items:
         scores = [next(found) for _ in item.choices]
@@ -289,9 +285,7 @@ def _run_code(asked: _Asked, item: CodeItem, warned: set[str]) -> Record:
             written += [list(row.tokens) for row in generator.generate([prompt] * len(batch), seeds=batch)]
     answers = [_cut(_decode(asked, tokens), asked.suite.stop or ()) for tokens in written]
     outcomes = [
-        run_python(
-            f"{item.prompt}{answer}\n{item.tests}\n", timeout_s=code.timeout_s, memory_mb=code.memory_mb
-        )
+        run_python(f"{item.prompt}{answer}\n{item.tests}\n", timeout_s=code.timeout_s, memory_mb=code.memory_mb)
         for answer in answers
     ]
     _warn_open(outcomes, warned)

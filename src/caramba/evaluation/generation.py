@@ -85,9 +85,7 @@ def count_wins(ours: Sequence[float], theirs: Sequence[float], margin: float) ->
     }
 
 
-def _to_records(
-    prompts: list[list[int]], truths: list[list[int]], scores: Sequence[float]
-) -> list[dict[str, Any]]:
+def _to_records(prompts: list[list[int]], truths: list[list[int]], scores: Sequence[float]) -> list[dict[str, Any]]:
     """Return one record for each prompt: the NLL of its true continuation, by which any two models are paired."""
     records: list[dict[str, Any]] = []
     for number, (prompt, truth, score) in enumerate(zip(prompts, truths, scores, strict=True)):
@@ -96,9 +94,7 @@ def _to_records(
     return records
 
 
-def _read_texts(
-    config: GenerationBenchmarkConfig, subjects: Subjects
-) -> tuple[list[list[int]], list[list[int]]]:
+def _read_texts(config: GenerationBenchmarkConfig, subjects: Subjects) -> tuple[list[list[int]], list[list[int]]]:
     """Return prompts and the tokens that follow, from windows spread over the held-out text."""
     dataset = subjects.windows(config.prompt_length + config.max_new_tokens)
     indices = spread_windows(len(dataset), config.num_prompts)

@@ -34,9 +34,7 @@ def task_manager(tasks: Sequence[str], include_path: str | None, *, where: str, 
 
     if include_path is not None:
         if not Path(include_path).is_dir():
-            raise ConfigError(
-                f"{where}: {option} {include_path} is not a folder; name one with task YAML files"
-            )
+            raise ConfigError(f"{where}: {option} {include_path} is not a folder; name one with task YAML files")
         own = TaskManager(include_path=include_path, include_defaults=False)
         if tasks and all(own.match_tasks([task]) for task in tasks):
             return own

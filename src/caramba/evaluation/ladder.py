@@ -93,9 +93,7 @@ def inference_ladder(
         }
         if SHARED in config.rungs and SHARED not in missing:
             try:
-                shared = time_on_ranks(
-                    model, shared_rung(model, config, subjects, is_int8="int8" not in missing)
-                )
+                shared = time_on_ranks(model, shared_rung(model, config, subjects, is_int8="int8" not in missing))
             except ProcessException as error:  # the rungs of one device stand
                 missing[SHARED] = f"a rank failed: {str(error).strip().splitlines()[-1]}"
                 logger.error(f"{source}: {name}: {SHARED}: {missing[SHARED]}")
@@ -112,9 +110,7 @@ def inference_ladder(
             row |= dict(zip(("ran", "weight_bytes"), facts[rung], strict=True))
             found["speed_up"] = found["tok_s"] / first
             rows.append(row | found)
-            given = (
-                f"rung={rung},prompt={config.prompt_length},gen={config.new_tokens},batch={config.batch_size}"
-            )
+            given = f"rung={rung},prompt={config.prompt_length},gen={config.new_tokens},batch={config.batch_size}"
             for key, unit in (("latency_ms", "ms"), ("tok_s", "tokens/s"), ("speed_up", "ratio")):
                 place, std = f"inference_ladder.{name}.{key}@{given}", found.get(f"{key}_std")
                 metrics.append(Metric(place, found[key], unit, found["runs"], std, source))
@@ -145,9 +141,7 @@ def missing_rungs(device: torch.device, model: Model) -> dict[str, str]:
     return found
 
 
-def shared_rung(
-    model: Model, config: InferenceLadderConfig, subjects: Subjects, *, is_int8: bool
-) -> SharedRung:
+def shared_rung(model: Model, config: InferenceLadderConfig, subjects: Subjects, *, is_int8: bool) -> SharedRung:
     """Return what two ranks run: every means of speed of the rungs before that the device has."""
     device = subjects.device
     return SharedRung(
@@ -273,9 +267,7 @@ def time_on_ranks(model: Model, rung: SharedRung, n_ranks: int = 2) -> SharedTim
                 process.kill()
                 process.join()
         found = json.loads((folder / TIMES).read_text())
-    return SharedTimes(
-        [(prefill, step) for prefill, step in found["timed"]], found["ran"], found["weight_bytes"]
-    )
+    return SharedTimes([(prefill, step) for prefill, step in found["timed"]], found["ran"], found["weight_bytes"])
 
 
 def kernels_in_use(device: torch.device) -> str:

@@ -59,9 +59,7 @@ class CarambaLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **kwargs: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        scored = score_continuations(
-            self.model, pairs, max_length=self.max_length, batch_size=self.batch_size
-        )
+        scored = score_continuations(self.model, pairs, max_length=self.max_length, batch_size=self.batch_size)
         answers = [(item.logprob, item.is_greedy) for item in scored]
         for (key, _, _), answer in zip(requests, answers, strict=True):
             if key is not None:

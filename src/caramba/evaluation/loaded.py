@@ -137,9 +137,7 @@ class LoadedModel:
             raise ConfigError("evaluate: num_fewshot is for lm-evaluation-harness; remove it, or data")
         opened = open_tasks(Path(data), list(tasks), limit=limit, where="evaluate")
         scored = [
-            score_task(
-                task, self.model, self.tokenizer, max_length=longest, batch_size=batch_size, limit=limit
-            )
+            score_task(task, self.model, self.tokenizer, max_length=longest, batch_size=batch_size, limit=limit)
             for task in opened
         ]
         return {f"{one.task}.{key}": value for one in scored for key, (value, _) in one.scores.items()}
@@ -174,9 +172,7 @@ class LoadedModel:
             assert held.tokens is not None
             dataset = TokenDataset(np.asarray(held.tokens), length)
             token_bytes = None if known is None else known.token_bytes
-        measured = windowed_nll(
-            self.model, dataset, windows=windows, batch_size=batch_size, device=self.device
-        )
+        measured = windowed_nll(self.model, dataset, windows=windows, batch_size=batch_size, device=self.device)
         text_bytes = count_predicted_bytes(dataset, windows, token_bytes)
         return {key: value for key, (value, _, _) in summarise(measured, text_bytes).items()}
 

@@ -93,9 +93,7 @@ def open_tasks(folder: str | Path, names: Sequence[str], *, limit: int | None, w
         raise ConfigError(f"{where}: {root} has no NAME.jsonl or NAME.txt file; give a folder with tasks")
     wanted: list[str] = []
     for name in names:
-        members = (
-            [part for member in GROUPS[name] for part in member.split("+")] if name in GROUPS else [name]
-        )
+        members = [part for member in GROUPS[name] for part in member.split("+")] if name in GROUPS else [name]
         wanted += sorted(files) if name == "all" else members
     for name in wanted:
         if name not in files:
@@ -132,9 +130,7 @@ def score_task(
         known = {"id": str(item.get("id", number)), "text_sha256": _digest(item), "cluster": _cluster(item)}
         records.append({**known, "logprobs": logprobs, **hits})
     scores = {
-        metric: _share([record[metric] for record in records])
-        for metric in ("acc", "acc_norm")
-        if metric in records[0]
+        metric: _share([record[metric] for record in records]) for metric in ("acc", "acc_norm") if metric in records[0]
     }
     if task.kind == "cloze":
         scores["perplexity"] = (
@@ -152,9 +148,7 @@ def group_means(results: Sequence[TaskScores]) -> dict[str, float]:
     for group, members in GROUPS.items():
         parts = [member.split("+") for member in members]
         if all(name in by_name for part in parts for name in part):
-            means[group] = statistics.fmean(
-                statistics.fmean(by_name[name] for name in part) for part in parts
-            )
+            means[group] = statistics.fmean(statistics.fmean(by_name[name] for name in part) for part in parts)
     return means
 
 
@@ -240,11 +234,7 @@ def _problem(kind: str, item: Item) -> str | None:
         options = item.get(key)
         if key not in item:
             continue
-        if (
-            not isinstance(options, list)
-            or len(options) < 2
-            or not all(isinstance(t, str) and t for t in options)
-        ):
+        if not isinstance(options, list) or len(options) < 2 or not all(isinstance(t, str) and t for t in options):
             return f"{key}={str(options)[:60]!r}; expected a list of at least two texts"
         counts.add(len(options))
     if len(counts) != 1:
@@ -283,9 +273,7 @@ def _texts_of(kind: str, item: Item) -> list[tuple[str | None, str]]:
 def _encode_pairs(items: list[list[tuple[str | None, str]]], tokenizer: Tokenizer) -> list[list[Pair]]:
     """Encode the texts of all items at once: choices share a context."""
     pairs = [pair for item in items for pair in item]
-    texts = list(
-        dict.fromkeys(text for context, rest in pairs for text in (context or "", (context or "") + rest))
-    )
+    texts = list(dict.fromkeys(text for context, rest in pairs for text in (context or "", (context or "") + rest)))
     ids = dict(zip(texts, (found[:-1].tolist() for found in tokenizer.encode_documents(texts)), strict=True))
     start = [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
 
@@ -363,9 +351,7 @@ def _score_text(
         batch = torch.stack([rows[at * width : (at + 1) * width + 1] for at in chosen]).to(device)
         hidden = model.hidden(batch[:, :-1])
         for index, row, targets in zip(chosen, hidden, batch[:, 1:], strict=True):
-            losses[index] = (
-                F.cross_entropy(model.logits(row).float(), targets, reduction="none").cpu().double()
-            )
+            losses[index] = F.cross_entropy(model.logits(row).float(), targets, reduction="none").cpu().double()
     means = losses.mean(dim=1)
     error = float(means.std() / math.sqrt(n_windows)) if n_windows > 1 else None
     perplexity = math.exp(float(losses.mean()))
@@ -381,9 +367,9 @@ def _score_text(
     items = [
         {
             "id": str(index),
-            "text_sha256": hashlib.sha256(
-                rows[index * width : (index + 1) * width + 1].numpy().tobytes()
-            ).hexdigest()[:16],
+            "text_sha256": hashlib.sha256(rows[index * width : (index + 1) * width + 1].numpy().tobytes()).hexdigest()[
+                :16
+            ],
             "cluster": str(index),
             "nll": float(value),
         }

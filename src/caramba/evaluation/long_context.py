@@ -62,25 +62,19 @@ def long_context(
         )
     longest = max(config.lengths)
     windows = subjects.windows(longest)
-    questions = {
-        length: list(_questions(config, length, windows, subjects.tokenizer)) for length in config.lengths
-    }
+    questions = {length: list(_questions(config, length, windows, subjects.tokenizer)) for length in config.lengths}
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
         limit = model.spec.embedder.max_positions
         if limit is not None and limit < longest:
-            raise ConfigError(
-                f"benchmark long_context: {name} has {limit} learned positions, got length {longest}"
-            )
+            raise ConfigError(f"benchmark long_context: {name} has {limit} learned positions, got length {longest}")
         model.eval()
         for length, asked in questions.items():
             scores = _ask(model, asked, config.batch_size, subjects.device)
             for task in ("needle", "recall"):
                 of_task = [
-                    (question, score)
-                    for question, score in zip(asked, scores, strict=True)
-                    if question.task == task
+                    (question, score) for question, score in zip(asked, scores, strict=True) if question.task == task
                 ]
                 prefix, where = f"long_context.{name}", f"length={length}"
                 metrics += _summary(prefix, task, where, [score for _, score in of_task], source)
@@ -103,18 +97,12 @@ def long_context(
         for start, end, nll, error in _by_position(model, windows, config, subjects.device):
             key = f"long_context.{name}.perplexity@from={start},to={end},length={longest}"
             perplexity = math.exp(nll)
-            metrics.append(
-                Metric(key, perplexity, "", config.windows, None, source, error and error * perplexity)
-            )
-            rows.append(
-                {"model": name, "task": "perplexity", "length": longest, "from": start, "to": end, "nll": nll}
-            )
+            metrics.append(Metric(key, perplexity, "", config.windows, None, source, error and error * perplexity))
+            rows.append({"model": name, "task": "perplexity", "length": longest, "from": start, "to": end, "nll": nll})
     return metrics, rows
 
 
-def _summary(
-    prefix: str, task: str, where: str, scores: Sequence[tuple[bool, float]], source: str
-) -> list[Metric]:
+def _summary(prefix: str, task: str, where: str, scores: Sequence[tuple[bool, float]], source: str) -> list[Metric]:
     n = len(scores)
     share, nlls = sum(found for found, _ in scores) / n, [nll for _, nll in scores]
     error = statistics.stdev(nlls) / math.sqrt(n) if n > 1 else None

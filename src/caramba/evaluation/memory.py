@@ -53,20 +53,14 @@ def measure(
     }
 
 
-def memory(
-    config: MemoryBenchmarkConfig, subjects: Subjects, source: str
-) -> tuple[list[Metric], list[dict[str, Any]]]:
+def memory(config: MemoryBenchmarkConfig, subjects: Subjects, source: str) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Count bytes per model, sequence length and cache format."""
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for length, kind in itertools.product(config.sequence_lengths, config.quantization_modes):
         for name, model in subjects.models.items():
-            values = measure(
-                model.eval(), length, config.batch_size, kind, subjects.vocab_size, subjects.device
-            )
-            rows.append(
-                {"model": name, "seq": length, "kind": kind.value, "batch": config.batch_size} | values
-            )
+            values = measure(model.eval(), length, config.batch_size, kind, subjects.vocab_size, subjects.device)
+            rows.append({"model": name, "seq": length, "kind": kind.value, "batch": config.batch_size} | values)
             metrics += [
                 Metric(
                     f"memory.{name}.{key}@seq={length},kind={kind.value}",
@@ -93,17 +87,11 @@ class AllocationMeter(TorchDispatchMode):
         self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         inputs = {id_of(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.device.type != "meta"
-                and id_of(tensor) not in inputs
-            ):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and id_of(tensor) not in inputs:
                 self._track(tensor.untyped_storage())
         return out
 

@@ -61,9 +61,7 @@ def memory_gap(
     ours = losses(student)
     of_student = _means(ours, far)
     rows += _rows("student", of_student)
-    metrics.append(
-        _metric("student.near", f"@window={window}", _means(ours, near) - _means(full, near), source)
-    )
+    metrics.append(_metric("student.near", f"@window={window}", _means(ours, near) - _means(full, near), source))
     if gain.mean() < config.min_gain:
         reason = (
             f"gain {gain.mean():.4f} nats is below min_gain={config.min_gain:g}; use longer documents or a smaller "
@@ -73,9 +71,7 @@ def memory_gap(
         return metrics, [*rows, {"model": "student", "skipped": reason}]
     closed = Share.of(of_window - of_student, gain)
     metrics.append(
-        Metric(
-            f"memory_gap.student.closed{where}", closed.value, "share", len(gain), None, source, closed.error
-        )
+        Metric(f"memory_gap.student.closed{where}", closed.value, "share", len(gain), None, source, closed.error)
     )
     return metrics, rows
 
@@ -127,9 +123,7 @@ def _window(config: MemoryGapBenchmarkConfig, student: Model | None) -> int:
     if config.local_window is not None:
         return config.local_window
     if student is None:
-        raise ConfigError(
-            f"benchmark memory_gap: got neither local_window nor a student with slots; {NEEDED}"
-        )
+        raise ConfigError(f"benchmark memory_gap: got neither local_window nor a student with slots; {NEEDED}")
     return max(layer.config.local_window or 0 for layer in memory_layers(student).values())
 
 

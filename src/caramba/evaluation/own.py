@@ -35,12 +35,9 @@ def own_benchmark(
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
-        found = _numbers(
-            config, lambda model=model: measure(model.eval(), subjects.windows, subjects.tokenizer)
-        )
+        found = _numbers(config, lambda model=model: measure(model.eval(), subjects.windows, subjects.tokenizer))
         metrics += [
-            Metric(str(MetricKey(config.type, name, key)), value, "", source=source)
-            for key, value in found.items()
+            Metric(str(MetricKey(config.type, name, key)), value, "", source=source) for key, value in found.items()
         ]
         rows.append({"model": name} | found)
     return metrics, rows

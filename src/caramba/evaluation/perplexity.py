@@ -94,9 +94,7 @@ def perplexity(
             device=subjects.device,
         )
         if not math.isfinite(measured.mean):
-            raise CarambaError(
-                f"{name}: the held-out NLL is {measured.mean}; its training diverged, lower lr"
-            )
+            raise CarambaError(f"{name}: the held-out NLL is {measured.mean}; its training diverged, lower lr")
         values = summarise(measured, text_bytes)
         n = len(measured.window_means)
         for key, (value, unit, error) in values.items():
@@ -149,9 +147,7 @@ def _or_none(value: float) -> float | None:
 
 
 @torch.inference_mode()
-def position_nll(
-    model: Model, windows: TokenDataset, n_windows: int, batch_size: int, device: torch.device
-) -> Tensor:
+def position_nll(model: Model, windows: TokenDataset, n_windows: int, batch_size: int, device: torch.device) -> Tensor:
     """Return the NLL in nats of each target of up to `n_windows` windows, NaN where a target does not count.
 
     Shape: [windows, T], float64 on the CPU. Logits exist for 1024 tokens at a time.

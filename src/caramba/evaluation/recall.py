@@ -43,9 +43,7 @@ def draw_rows(batch: int, n_pairs: int, length: int, generator: torch.Generator)
     keys = noise[0].argsort(-1)[:, :n_pairs]
     values = torch.randint(SYMBOLS, 2 * SYMBOLS, (batch, n_pairs), generator=generator)
     order = noise[1, :, :n_pairs].argsort(-1)
-    fillers = torch.randint(
-        2 * SYMBOLS, 3 * SYMBOLS, (batch, max(length - 2 * n_pairs, 0)), generator=generator
-    )
+    fillers = torch.randint(2 * SYMBOLS, 3 * SYMBOLS, (batch, max(length - 2 * n_pairs, 0)), generator=generator)
     tokens = torch.cat((torch.stack((keys, values), -1).flatten(1), fillers, keys.gather(1, order)), dim=1)
     targets = torch.full_like(tokens, IGNORED)
     targets[:, -n_pairs:] = values.gather(1, order)
@@ -85,9 +83,7 @@ def probe_spec(attention: dict[str, Any], d_model: int, n_blocks: int) -> ModelS
     )
 
 
-def train_probe(
-    spec: ModelSpec, config: RecallBenchmarkConfig, length: int, seed: int, device: torch.device
-) -> Model:
+def train_probe(spec: ModelSpec, config: RecallBenchmarkConfig, length: int, seed: int, device: torch.device) -> Model:
     """Train a new probe, see `fit_probe`."""
     model = build_model(spec, seed=seed).to(device)
     scale_weights(model)
@@ -102,18 +98,14 @@ def scale_weights(model: Model) -> None:
             parameter.mul_(INIT_SCALE)
 
 
-def fit_probe(
-    model: Model, config: RecallBenchmarkConfig, length: int, seed: int, device: torch.device
-) -> Model:
+def fit_probe(model: Model, config: RecallBenchmarkConfig, length: int, seed: int, device: torch.device) -> Model:
     """Train a probe on fresh rows, with each number of pairs in turn.
 
     Their length grows to `length` over the first 60% of the steps.
     """
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.lr, total_steps=config.steps, pct_start=0.1
-    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=config.steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(seed)
     for step in range(config.steps):
         n_pairs = config.pairs[step % len(config.pairs)]
@@ -130,9 +122,7 @@ def fit_probe(
     return model.eval()
 
 
-def held_out_rows(
-    config: RecallBenchmarkConfig, n_pairs: int, length: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def held_out_rows(config: RecallBenchmarkConfig, n_pairs: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of rows that are the same for every probe."""
     generator = torch.Generator().manual_seed(2**31)
     for _ in range(config.eval_batches):
@@ -173,9 +163,7 @@ def _hits(logits: Tensor, answers: Tensor) -> float:
     return (logits.argmax(-1) == answers).float().mean().item()
 
 
-def recall(
-    config: RecallBenchmarkConfig, subjects: Subjects, source: str
-) -> tuple[list[Metric], list[dict[str, Any]]]:
+def recall(config: RecallBenchmarkConfig, subjects: Subjects, source: str) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Train a probe of every attention, number of slots and seed, for each model with memory slots.
 
     Each is scored with every number of pairs, memory and full attention behind every one of `lengths` too.
@@ -208,10 +196,7 @@ def recall(
                 rows += [{"model": name, "seed": seed} | where | sizes | x for seed, x in enumerate(found)]
                 metrics += _metrics(found, f"recall.{name}", where, source)
         for where, found in _far_back(config, trained, subjects.device):
-            rows += [
-                {"model": name, "seed": seed, "chance": 1 / SYMBOLS} | where | x
-                for seed, x in enumerate(found)
-            ]
+            rows += [{"model": name, "seed": seed, "chance": 1 / SYMBOLS} | where | x for seed, x in enumerate(found)]
             metrics += _metrics(found, f"recall.{name}", where, source)
     return metrics, rows
 
@@ -229,9 +214,7 @@ class _Trained:
         self.kind, self.node, self.layer = kind, node, layer
         self.conditions = {} if slots is None else {"slots": slots}
         spec = probe_spec(node, layer.d_model, config.blocks)
-        self.probes = [
-            train_probe(spec, config, self.length(config), seed, device) for seed in range(config.seeds)
-        ]
+        self.probes = [train_probe(spec, config, self.length(config), seed, device) for seed in range(config.seeds)]
 
     def length(self, config: RecallBenchmarkConfig) -> int:
         """Tokens of a row before its questions."""
@@ -273,9 +256,7 @@ def _far_back(
             chosen = next(fits, None)
             if chosen is not None:
                 window = state - chosen.layer.slots
-                found = [
-                    score(model, few, n_pairs, length, device) for model in chosen.with_window(window, config)
-                ]
+                found = [score(model, few, n_pairs, length, device) for model in chosen.with_window(window, config)]
                 sizes = {"slots": chosen.layer.slots, "window": window}
                 yield (
                     {"attention": "memory", "length": length, "ratio": ratio, "pairs": n_pairs} | sizes,
@@ -283,9 +264,7 @@ def _far_back(
                 )
 
 
-def _with_sizes(
-    layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig, slots: int
-) -> MemoryBankLayerConfig:
+def _with_sizes(layer: MemoryBankLayerConfig, config: RecallBenchmarkConfig, slots: int) -> MemoryBankLayerConfig:
     """Return the layer with this many slots and the window and width that the benchmark asks for."""
     sizes: dict[str, Any] = {
         "local_window": config.local_window or layer.local_window,

@@ -184,9 +184,7 @@ def encode_cases(
             f"verify eval: context_window={window} exceeds the {max_positions} positions that the models have learned; "
             "lower it"
         )
-    return tuple(
-        _encode(case, tokenizer, window or max_positions, config.max_new_tokens) for case in config.cases
-    )
+    return tuple(_encode(case, tokenizer, window or max_positions, config.max_new_tokens) for case in config.cases)
 
 
 def ask(
@@ -261,9 +259,7 @@ def encode_continuation(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple
     return tuple(whole[len(before) :] if follows else tokenizer.encode(choice))
 
 
-def _answer(
-    item: EncodedCase, name: str, model: Model, config: EvalVerifyConfig, tokenizer: Tokenizer
-) -> Answer:
+def _answer(item: EncodedCase, name: str, model: Model, config: EvalVerifyConfig, tokenizer: Tokenizer) -> Answer:
     case = item.case
     if isinstance(case, IntGreedyCase):
         new = greedy_until(model, item.prompt, config.max_new_tokens, eos_id=tokenizer.eos_id)
@@ -287,9 +283,7 @@ def _answer(
 def _checks(config: EvalVerifyConfig, cases: Sequence[Case]) -> tuple[Check, ...]:
     checks = _accuracy(cases, config.thresholds, "")
     kinds = [kind for kind in KINDS if any(case.kind == kind for case in cases)]
-    for kind in (
-        kinds if len(kinds) > 1 or any(getattr(config.thresholds, kind).is_set for kind in kinds) else ()
-    ):
+    for kind in kinds if len(kinds) > 1 or any(getattr(config.thresholds, kind).is_set for kind in kinds) else ():
         chosen = [case for case in cases if case.kind == kind]
         checks += _accuracy(chosen, getattr(config.thresholds, kind), f"_{kind}")
     same = [len({answer.answer for answer in case.answers}) == 1 for case in cases]

@@ -83,9 +83,7 @@ def weights(
     return metrics, rows
 
 
-def _ranges(
-    model: Model, form: WeightFormat, config: WeightsBenchmarkConfig, subjects: Subjects
-) -> Ranges | None:
+def _ranges(model: Model, form: WeightFormat, config: WeightsBenchmarkConfig, subjects: Subjects) -> Ranges | None:
     if form is not WeightFormat.INT8_DYNAMIC:
         return None
     found = linear_layers(model, form, subjects.device, with_head=config.head)
@@ -116,9 +114,7 @@ def _nll(model: Model, config: WeightsBenchmarkConfig, subjects: Subjects) -> Wi
         device=subjects.device,
     )
     if not math.isfinite(measured.mean):
-        raise CarambaError(
-            f"weights: the held-out NLL is {measured.mean}; the model diverged, or overflows in fp16"
-        )
+        raise CarambaError(f"weights: the held-out NLL is {measured.mean}; the model diverged, or overflows in fp16")
     return measured
 
 

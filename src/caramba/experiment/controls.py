@@ -101,9 +101,7 @@ def _subjects(session: Session, bench_id: str, config: ControlsBenchmarkConfig) 
         found.append(Subject(name, lambda name=name: _untrained(session, name)))
         if config.distil:
             tokens = sum(phase.tokens for phase in trained)
-            found.append(
-                Subject(name + DISTILLED, lambda name=name: _distilled(session, bench_id, name), tokens)
-            )
+            found.append(Subject(name + DISTILLED, lambda name=name: _distilled(session, bench_id, name), tokens))
     return found + [Subject(f"teacher_{kind.value}", lambda: teacher, 0, kind) for kind in config.cache_kinds]
 
 
@@ -192,14 +190,10 @@ def _untrained(session: Session, name: ControlName) -> Model:
 def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
     """Take a control through the student's phases, each a stage that a resumed run does not repeat."""
     phases = [
-        (run, phase)
-        for run, phase in session.group.trained
-        if phase.trains == "student" and phase.phase != "pretrain"
+        (run, phase) for run, phase in session.group.trained if phase.trains == "student" and phase.phase != "pretrain"
     ]
     if not phases:
-        raise ConfigError(
-            "no run distils the student; add one (train=upcycle, train=blockwise), or set distil: false"
-        )
+        raise ConfigError("no run distils the student; add one (train=upcycle, train=blockwise), or set distil: false")
     shadow = dataclasses.replace(session, student=_untrained(session, name))
     for run, phase in phases:
         stage = f"{bench_id}.{name}.{run.id}"

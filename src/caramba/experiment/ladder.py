@@ -154,9 +154,7 @@ def move_by_one_ulp(model: Model, seed: int) -> None:
 def _surroundings(session: Session, steps: LadderSteps) -> Iterator[None]:
     """Attend by plain products, and run no kernel of ours, until the ladder has come to them."""
     choice = session.attention if steps.is_flash else PLAIN_ATTENTION
-    unattached: AbstractContextManager[Any] = (
-        contextlib.nullcontext() if steps.has_kernels else without_kernels()
-    )
+    unattached: AbstractContextManager[Any] = contextlib.nullcontext() if steps.has_kernels else without_kernels()
     with attention_backends(session.device, choice), unattached:
         yield
 
@@ -219,9 +217,7 @@ def find_largest(
     candidate = StepCandidate(1, compile_model=bool(steps.keys.get("compile_model")))
     known = None
     if taken is not None and len(taken.seconds) > candidate.warm_up:
-        known = Trial(
-            dataclasses.replace(candidate, batch_size=steps.batch_size), taken.seconds, taken.peak_bytes
-        )
+        known = Trial(dataclasses.replace(candidate, batch_size=steps.batch_size), taken.seconds, taken.peak_bytes)
 
     def measure(candidate: StepCandidate) -> Trial:
         n_steps = candidate.warm_up + candidate.timed
@@ -373,9 +369,7 @@ class Ladder:
         listed = [record.phase.id for record in ledger.records()]
         for other in listed[listed.index(stage) + 1 :]:
             bench, _, name = other.rpartition(".")
-            if bench == self.bench.id and (
-                name.startswith(kinds) or (not is_twin and name in self.config.rows)
-            ):
+            if bench == self.bench.id and (name.startswith(kinds) or (not is_twin and name in self.config.rows)):
                 ledger.remove(other)
 
     def _words(self, row: str) -> Row:
@@ -448,9 +442,7 @@ class Ladder:
                 if steps.batch_size % 2:
                     raise
             release_memory()
-            steps = dataclasses.replace(
-                steps, batch_size=steps.batch_size // 2, accumulation=2 * steps.accumulation
-            )
+            steps = dataclasses.replace(steps, batch_size=steps.batch_size // 2, accumulation=2 * steps.accumulation)
         config = self.config
         timed = taken.seconds[config.warmup_steps :][: config.timed_steps]
         tokens = steps.batch_size * steps.accumulation * config.block_size
@@ -485,9 +477,7 @@ class Ladder:
     def _largest(self, name: RowName, steps: LadderSteps, taken: Taken | None) -> Row:
         """Find the largest batch of a row, for its share of the seconds that are left, and how fast it is there."""
         if self.largest_left <= 0:
-            return {
-                "largest_skipped": f"largest_seconds={self.config.largest_seconds} were used up before it"
-            }
+            return {"largest_skipped": f"largest_seconds={self.config.largest_seconds} were used up before it"}
         others = [row for row in self.config.rows if row != "largest_batch"]
         seconds = self.largest_left / (len(others) - others.index(name))
         found = find_largest(
@@ -566,9 +556,7 @@ def climb_ladder(session: Session, bench: BenchmarkConfig) -> None:
     role = next((role for role in roles if role in bench.models), None)
     if role is None:
         if bench.id not in session.ledger:
-            error = (
-                f"models={list(bench.models)}, and this run has the {' and '.join(roles)} alone; name that"
-            )
+            error = f"models={list(bench.models)}, and this run has the {' and '.join(roles)} alone; name that"
             logger.error(f"{bench.id}: {error}")
             session.ledger.put_row(BenchmarkResult(bench.id, bench.config.type, error=error))
         return

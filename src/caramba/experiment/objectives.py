@@ -49,13 +49,9 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         from caramba.config.extension import build_extension
         from caramba.distill.objective import PluginLossObjective
 
-        return PluginLossObjective(
-            model, build_extension(phase.loss, phase.loss), name=phase.loss.type, lora=lora
-        )
+        return PluginLossObjective(model, build_extension(phase.loss, phase.loss), name=phase.loss.type, lora=lora)
     if phase.objective == "ce":
-        return LanguageModelObjective(
-            model, chunk=phase.vocab_chunk, lora=lora, dense=phase.cross_entropy == "dense"
-        )
+        return LanguageModelObjective(model, chunk=phase.vocab_chunk, lora=lora, dense=phase.cross_entropy == "dense")
     teacher = frozen_teacher(session, decided)
     stored = phase.teacher_logits
     return TeacherLogitsObjective(
@@ -78,9 +74,7 @@ def _lora(model: Model, config: LoraConfig) -> Lora:
     return Lora(model, rank=config.rank, alpha=config.alpha, targets=config.targets, dropout=config.dropout)
 
 
-def _blockwise(
-    session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model
-) -> BlockwiseObjective:
+def _blockwise(session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model) -> BlockwiseObjective:
     teacher = frozen_teacher(session, decided)
     pairs = pair_attention(teacher, model)
     shard = _shard(session, [name for name, _, _ in pairs])
@@ -147,9 +141,7 @@ def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: ob
     if stored is None:
         return TeacherCache(whole)
     whole |= {"tokenizer": session.tokenizer_hash, "tail": stored.tail}
-    return TeacherCache.at(
-        Path(stored.path).expanduser(), whole, f"train.phases.{phase.phase}.teacher_logits.path"
-    )
+    return TeacherCache.at(Path(stored.path).expanduser(), whole, f"train.phases.{phase.phase}.teacher_logits.path")
 
 
 def check_block_schedules(session: Session) -> None:
@@ -221,9 +213,7 @@ def check_teacher_caches(session: Session) -> None:
         refuse_over_cap(run.id, samples, _sample_bytes(session, phase, decided), phase.teacher_cache_max_gb)
 
 
-def _check_store(
-    session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan, samples: int
-) -> None:
+def _check_store(session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan, samples: int) -> None:
     """Refuse a store of another teacher, text or setting, and one that the disk has no room for."""
     store = _logits_cache(session, phase, decided)
     assert store is not None
@@ -253,9 +243,7 @@ def _sample_bytes(session: Session, phase: PhaseConfig, decided: RuntimePlan) ->
         vocab_size, half = spec.embedder.vocab_size, phase.teacher_logits is not None
         return phase.block_size * bytes_per_token(sum(_entries(phase, vocab_size)), vocab_size, half=half)
     width = getattr(torch, decided.value("dtype")).itemsize
-    return math.prod(
-        (len(attention_configs(spec.topology)), 2, phase.block_size, spec.embedder.d_model, width)
-    )
+    return math.prod((len(attention_configs(spec.topology)), 2, phase.block_size, spec.embedder.d_model, width))
 
 
 def check_builds(manifest: Manifest) -> None:

@@ -54,9 +54,7 @@ class Losses(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.began, self.began_wall = self.clock(), time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found.append(outputs["loss"].detach().clone())
         self.seconds.append(self.clock() - self.began)
 
@@ -137,9 +135,7 @@ class OptimizerTable:
                 f"which steps={steps} do not hold; raise steps, or lower eval_horizon or repeats"
             )
         keys |= {"steps": own, "warmup_steps": own // 20}
-        return PhaseConfig.model_validate(
-            {**keys, "orchestrator_budget": min(1.0, (steps - own + 0.5) / own)}
-        )
+        return PhaseConfig.model_validate({**keys, "orchestrator_budget": min(1.0, (steps - own + 0.5) / own)})
 
     def _strategies(self) -> dict[str, StrategyConfig]:
         names = ("conservative_adamw", "muon", "lion")
@@ -226,8 +222,7 @@ class OptimizerTable:
         windows = session.windows("val", self.config.block_size)
         indices = spread_windows(len(windows), self.config.val_windows)
         return [
-            mean_loss(objective, batches(windows, indices[half::2], SCORED_AT_ONCE), session.device)
-            for half in (0, 1)
+            mean_loss(objective, batches(windows, indices[half::2], SCORED_AT_ONCE), session.device) for half in (0, 1)
         ]
 
     def search(self, row: str) -> list[Row]:

@@ -58,15 +58,9 @@ def main() -> None:
         _answer(answers, request, StepCandidate(**json.loads(line)), meters)
 
 
-def _answer(
-    answers: TextIO, request: dict[str, Any], candidate: StepCandidate, meters: dict[str, MemoryMeter]
-) -> None:
+def _answer(answers: TextIO, request: dict[str, Any], candidate: StepCandidate, meters: dict[str, MemoryMeter]) -> None:
     try:
-        plain = {
-            key: value
-            for key, value in asdict(_trial(request, candidate, meters)).items()
-            if key != "candidate"
-        }
+        plain = {key: value for key, value in asdict(_trial(request, candidate, meters)).items() if key != "candidate"}
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise
@@ -107,8 +101,7 @@ def _trial(request: dict[str, Any], candidate: StepCandidate, meters: dict[str, 
             return build_objective(session, phase, decided, model.train())
 
         session.teacher, session.student = (
-            None if spec is None else build_model(spec, device="meta")
-            for spec in (specs["teacher"], specs["student"])
+            None if spec is None else build_model(spec, device="meta") for spec in (specs["teacher"], specs["student"])
         )  # shapes are all that the choice of attention asks for
         with attention_backends(device, session.attention):
             return run_trial(

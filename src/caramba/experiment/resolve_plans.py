@@ -88,9 +88,7 @@ def resolve_plans(session: Session) -> None:
         runs.append(run)
     asked = session.manifest.plan
     if asked not in ("auto", "refresh", "off") and not session.measured:
-        logger.warning(
-            f"plan={asked}: nothing is left to auto, so it decides nothing; give a key the value auto"
-        )
+        logger.warning(f"plan={asked}: nothing is left to auto, so it decides nothing; give a key the value auto")
     session.group = session.group.model_copy(update={"runs": tuple(runs)})
 
 
@@ -156,9 +154,7 @@ def _given(path: Path, run: RunConfig, phase: PhaseConfig, signature: str) -> Ru
     plans = load_plan(path)
     plan = plans.get(run.id) or (next(iter(plans.values())) if len(plans) == 1 else None)
     if plan is None:
-        raise ConfigError(
-            f"plan={path}: plans {', '.join(plans)}, and the run is {run.id!r}; give its own plan"
-        )
+        raise ConfigError(f"plan={path}: plans {', '.join(plans)}, and the run is {run.id!r}; give its own plan")
     missing = [
         key
         for key in phase.measured_keys
@@ -226,9 +222,7 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
                 left = budget.left if trials else max(budget.left, LEAST_SECONDS)
                 trial = process.measure(candidate, left - ENDING_S)
                 if not trial.refusal:
-                    trial = dataclasses.replace(
-                        trial, peak_bytes=max(0, trial.peak_bytes + ground.rank_bytes)
-                    )
+                    trial = dataclasses.replace(trial, peak_bytes=max(0, trial.peak_bytes + ground.rank_bytes))
                 if trial.refusal and not trial.is_out_of_memory:
                     budget.skip(candidate, trial.refusal)
                 logger.info(f"plan {run.id}: {_said(trial, ground)}")
@@ -282,9 +276,7 @@ def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.
         dtype=base.value("dtype"),
         compares_dtypes=_leaves_precision(phase) and base.value("dtype") == "bfloat16",
         checkpoints=phase.phase in ("pretrain", "global"),
-        compile_modes=("default", "reduce-overhead", "max-autotune")
-        if device.type == "cuda"
-        else ("default",),
+        compile_modes=("default", "reduce-overhead", "max-autotune") if device.type == "cuda" else ("default",),
     )
 
 
@@ -341,9 +333,7 @@ def reduce_batch(
     measured = session.measured[run_id]
     if plan_path(measured.signature).is_file() and (kept := cached_plan(measured.signature)) is not None:
         store_plan(dataclasses.replace(kept, decisions=kept.decisions | changed))
-    decided = dataclasses.replace(
-        decided, signature=measured.signature, decisions=decided.decisions | changed
-    )
+    decided = dataclasses.replace(decided, signature=measured.signature, decisions=decided.decisions | changed)
     save_plan(session.run_dir / "plan.json", decided)
     return phase, decided
 
@@ -409,9 +399,7 @@ def keep_global_batch(session: Session) -> None:
         before = first if run.train is None else _ranks_of_batch(plans.get(run.id), run.train, first)
         if run.train is not None and before != now:
             batch_size, times = resize_batch(run.id, run.train, before, now)
-            reason = (
-                f"the run began with {before} ranks and resumes with {now}: each step sees as many samples"
-            )
+            reason = f"the run began with {before} ranks and resumes with {now}: each step sees as many samples"
             phase, _ = _set_batch(session, run.id, run.train, (batch_size, times), reason, {})
             logger.info(f"{run.id}: {now} ranks where there were {before}: batch_size={batch_size} x {times}")
             run = run.model_copy(update={"train": phase})

@@ -63,9 +63,7 @@ def run_groups(manifest: Manifest, run_dir: Path, ranks: Ranks | None) -> tuple[
     groups = manifest.groups_to_run()
     if len(groups) == 1:
         return (run_group(manifest, groups[0], run_dir, run_dir, ranks),)
-    results = tuple(
-        run_group(manifest, group, run_dir, run_dir / "groups" / group.name, ranks) for group in groups
-    )
+    results = tuple(run_group(manifest, group, run_dir, run_dir / "groups" / group.name, ranks) for group in groups)
     status = "failed" if any(map(has_failed, results)) else "finished"
     write_json(run_dir / "result.json", {"status": status, "groups": [group.name for group in groups]})
     return results
@@ -77,9 +75,7 @@ def run_group(
     """Run one group: phases in order, then the final checks and benchmarks from the saved weights, then artifacts."""
     folder.mkdir(parents=True, exist_ok=True)
     apply_threads(folder / "plan.json")
-    logger.header(
-        manifest.name, f"group {group.name}: {', '.join(run.id for run in group.runs) or 'no training'}"
-    )
+    logger.header(manifest.name, f"group {group.name}: {', '.join(run.id for run in group.runs) or 'no training'}")
     append_event(folder, "group_started", group=group.name)
     check_builds(manifest)  # before the data is read, which may take long
     check_precisions(manifest, group, StageLedger(folder))
@@ -213,9 +209,7 @@ def write_texts(session: Session, run: RunConfig) -> None:
 
 def last_trained(group: GroupConfig) -> RunConfig | None:
     """Return the last run that trains, controls aside: what it leaves is what is verified and benchmarked."""
-    return next(
-        (run for run in reversed(group.runs) if run.train and not run.train.control and not run.exp), None
-    )
+    return next((run for run in reversed(group.runs) if run.train and not run.train.control and not run.exp), None)
 
 
 def collect(session: Session, run_dir: Path) -> RunResult:

@@ -52,9 +52,7 @@ def check_samples(session: Session) -> None:
 def _check_texts(session: Session, run: RunConfig, config: SampleConfig | ChatConfig) -> Tokenizer:
     """Refuse a model that the group has none of, and a text of the cache that cannot be read; return the tokenizer."""
     if config.role == "teacher" and session.teacher is None:
-        raise ConfigError(
-            f"run {run.id!r}: {run.mode}.role=teacher, and the model has no teacher; use role: student"
-        )
+        raise ConfigError(f"run {run.id!r}: {run.mode}.role=teacher, and the model has no teacher; use role: student")
     tokenizer = tokenizer_of(session, run)
     if config.generate.cache_quality_text is not None:
         vocab_size = session.manifest.model.embedder.vocab_size
@@ -62,9 +60,7 @@ def _check_texts(session: Session, run: RunConfig, config: SampleConfig | ChatCo
     return tokenizer
 
 
-def _generator_of(
-    session: Session, run: RunConfig, config: SampleConfig | ChatConfig, **changes: Any
-) -> Generator:
+def _generator_of(session: Session, run: RunConfig, config: SampleConfig | ChatConfig, **changes: Any) -> Generator:
     model = session.model_of(config.role).to(session.device)
     seed = run.seed if config.generate.seed is None else config.generate.seed
     held_out = EvalText.of_corpus(session.corpus)

@@ -192,9 +192,7 @@ class Session:
     _windows: dict[tuple[str, int], TokenDataset] = field(default_factory=dict)
 
     @classmethod
-    def open(
-        cls, manifest: Manifest, group: GroupConfig, run_dir: Path, ranks: Ranks | None = None
-    ) -> Session:
+    def open(cls, manifest: Manifest, group: GroupConfig, run_dir: Path, ranks: Ranks | None = None) -> Session:
         """Open the data, check that it fits the model, and load or build the models that the group starts from.
 
         Without runs, benchmarks and a teacher no data is read: the model is loaded, recorded and ready to export.
@@ -252,11 +250,7 @@ class Session:
     @property
     def makes_student(self) -> bool:
         """Whether surgery makes the student that the group trains first or measures, from the teacher it has."""
-        return (
-            self.teacher is not None
-            and self.student is None
-            and makes_student(self.manifest.model, self.group)
-        )
+        return self.teacher is not None and self.student is None and makes_student(self.manifest.model, self.group)
 
     def _check_surgery(self) -> None:
         """Refuse a student that cannot be made from its teacher before anything is measured or trained.
@@ -270,9 +264,7 @@ class Session:
         assert model.teacher is not None
         known = model.teacher.model_copy(update={"manifest": self.teacher.spec})
         check_surgery(model.model_copy(update={"teacher": known}))
-        surgery.check_models(
-            self.teacher, build_model(model, device="meta"), model.surgery or SurgeryConfig()
-        )
+        surgery.check_models(self.teacher, build_model(model, device="meta"), model.surgery or SurgeryConfig())
 
     def _check_questions(self) -> None:
         """Refuse, before anything trains, cases of verify eval that could not be asked after it, and missing texts."""
@@ -355,17 +347,13 @@ class Session:
         """
         model = self.teacher if role == "teacher" else self.student
         if model is None:
-            raise ConfigError(
-                f"model: no {role} at this point; give model.teacher a checkpoint or a manifest"
-            )
+            raise ConfigError(f"model: no {role} at this point; give model.teacher a checkpoint or a manifest")
         return model
 
     def shapes_of(self, role: str) -> dict[str, Any] | None:
         """Return the spec of the current teacher or student without where its weights come from."""
         model = self.teacher if role == "teacher" else self.student
-        return (
-            None if model is None else model.spec.model_dump(mode="json", include=set(ModelSpec.model_fields))
-        )
+        return None if model is None else model.spec.model_dump(mode="json", include=set(ModelSpec.model_fields))
 
     def weights_path(self, stage: str) -> Path:
         """Return where a stage's final weights are."""

@@ -73,9 +73,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
     assert phase.trains is not None
     if phase.trains == "student" and session.student is None:
         if phase.phase == "pretrain":  # from scratch: no teacher is involved
-            session.student = build_model(session.manifest.model, seed=session.seed_of("student")).to(
-                session.device
-            )
+            session.student = build_model(session.manifest.model, seed=session.seed_of("student")).to(session.device)
         else:
             transplant_student(session)
     if run.id in session.ledger:
@@ -236,9 +234,7 @@ def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> floa
     return _flops_of(session, phase, model.spec, None if teacher is None else teacher.spec)
 
 
-def _flops_of(
-    session: Session, phase: PhaseConfig, spec: ModelSpec, teacher: ModelSpec | None
-) -> float | None:
+def _flops_of(session: Session, phase: PhaseConfig, spec: ModelSpec, teacher: ModelSpec | None) -> float | None:
     is_copied = phase.phase in BLOCK_PHASES and keeps_copied(phase, session.manifest.model, session.group)
     running = None if teacher is None else model_cost(teacher)
     return training_flops(phase, model_cost(spec), running, keeps_copied=is_copied)

@@ -78,9 +78,7 @@ def transplant_student(session: Session) -> None:
     session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
 
 
-def _with_measured_kl(
-    session: Session, teacher: Model, student: Model, report: TransplantReport
-) -> TransplantReport:
+def _with_measured_kl(session: Session, teacher: Model, student: Model, report: TransplantReport) -> TransplantReport:
     """Measure the untrained student's KL on windows of the validation split, as long as those of calibration."""
     windows = session.windows("val", min(_longest_block(session), LONGEST_WINDOW))
     chosen = spread_windows(len(windows), KL_TOKENS // windows.block_size or 1)
@@ -105,9 +103,7 @@ def check_calibration(session: Session) -> None:
         calibration_windows(session, surgery)
 
 
-def calibration_windows(
-    session: Session, surgery: SurgeryConfig
-) -> tuple[TokenDataset, list[int], list[int]]:
+def calibration_windows(session: Session, surgery: SurgeryConfig) -> tuple[TokenDataset, list[int], list[int]]:
     """Return windows of the train split, those to calibrate on and those to hold out, disjoint.
 
     They are as long as those of the group's runs, else of its perplexity benchmarks, and at most 2048 tokens.
@@ -153,7 +149,5 @@ def _stacked(windows: Windows, indices: Sequence[int]) -> tuple[torch.Tensor, to
 
 def _error_block(session: Session) -> int:
     """Return the block size of the first phase that trains the student, on which block errors are measured."""
-    blocks = [
-        run.train.block_size for run in session.group.runs if run.train and run.train.trains == "student"
-    ]
+    blocks = [run.train.block_size for run in session.group.runs if run.train and run.train.trains == "student"]
     return blocks[0] if blocks else 128

@@ -56,9 +56,7 @@ def _check_kind(session: Session) -> None:
     if not sizes or token_bytes is None:
         return
     windows = session.windows("val", sizes[0])
-    found = windowed_nll(
-        session.model_of("teacher"), windows, windows=WINDOWS, batch_size=1, device=session.device
-    )
+    found = windowed_nll(session.model_of("teacher"), windows, windows=WINDOWS, batch_size=1, device=session.device)
     size = count_predicted_bytes(windows, WINDOWS, token_bytes)
     bits = found.total / math.log(2) / size if size else 0.0
     if bits > FOREIGN_BITS:

@@ -288,11 +288,7 @@ def _drop_registration(statement: ast.stmt) -> None:
         statement.decorator_list = [
             item
             for item in statement.decorator_list
-            if not (
-                isinstance(item, ast.Call)
-                and isinstance(item.func, ast.Name)
-                and item.func.id == REGISTRATION
-            )
+            if not (isinstance(item, ast.Call) and isinstance(item.func, ast.Name) and item.func.id == REGISTRATION)
         ]
 
 

@@ -61,9 +61,7 @@ def check_folder(opened: ModelBundle, folder: Path) -> Comparison:
     theirs = load(folder, dtype=torch.float32, trust_remote_code=any(folder.glob("*.py"))).eval()
     prompt = _prompt(opened)
     logits = float((theirs(prompt).logits - opened.model(prompt)).abs().max())
-    found = theirs.generate(
-        prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    found = theirs.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
     result = _compare(opened, "transformers", logits, prompt, found[0, prompt.shape[1] :].tolist(), None)
     return _accept(result, folder, LARGEST_ERROR)
 
@@ -131,9 +129,7 @@ def _compare(
 def _accept(result: Comparison, place: Path, most: float | None) -> Comparison:
     is_tie = result.gap is None or result.gap < _TIE
     if (most is not None and not result.logits <= most) or not is_tie:
-        raise CheckpointError(
-            f"{place}: {result.describe()}, expected the model's own; report this with the model"
-        )
+        raise CheckpointError(f"{place}: {result.describe()}, expected the model's own; report this with the model")
     return result
 
 

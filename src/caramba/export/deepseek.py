@@ -79,16 +79,12 @@ def mla_blocks(spec: ModelSpec, where: str) -> tuple[Block, ...]:
         if not attention.mla:
             raise ConfigError(f"{where}: {name} has {obstacles(attention)}; {fix}")
         if attention != first:
-            raise ConfigError(
-                f"{where}: {name} differs from the first block's, and engines have one width; {fix}"
-            )
+            raise ConfigError(f"{where}: {name} differs from the first block's, and engines have one width; {fix}")
         if block.feed_forward[1].bias:
             raise ConfigError(f"{where}: {block.feed_forward[0]} has bias: true, engines have none; {fix}")
         if block.feed_forward[1] != blocks[0].feed_forward[1]:
             raise ConfigError(f"{where}: {block.feed_forward[0]} differs from the first block's; {fix}")
-    eps = {final.eps} | {
-        norm.eps for block in blocks for _, norm in (block.attention_norm, block.feed_forward_norm)
-    }
+    eps = {final.eps} | {norm.eps for block in blocks for _, norm in (block.attention_norm, block.feed_forward_norm)}
     if len(eps) > 1:
         raise ConfigError(
             f"{where}: its norms use several eps: {sorted(eps)}, engines have one; use one in the teacher"
@@ -272,9 +268,7 @@ def gguf_deepseek(opened: ModelBundle) -> tuple[dict[str, Any], list[NamedTensor
     return keys, list(_gguf_tensors(spec, opened.weights, blocks, config["rms_norm_eps"]))
 
 
-def _gguf_tensors(
-    spec: ModelSpec, state: Weights, blocks: tuple[Block, ...], eps: float
-) -> Iterator[NamedTensor]:
+def _gguf_tensors(spec: ModelSpec, state: Weights, blocks: tuple[Block, ...], eps: float) -> Iterator[NamedTensor]:
     ff = blocks[0].feed_forward[1]
     table = (spec.embedder.vocab_size, spec.embedder.d_model)
     matrices = {"gate": (ff.d_ff, ff.d_model), "up": (ff.d_ff, ff.d_model), "down": (ff.d_model, ff.d_ff)}

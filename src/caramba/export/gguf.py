@@ -140,9 +140,7 @@ def obstacles(attention: AttentionLayerConfig) -> str:
     """Return the keys of a layer that keep it out of engines, and what each has to be before surgery."""
     found = {"layout": (attention.layout, "latent")} if attention.layout != "latent" else {}
     found |= attention.outside_mla()
-    keys = [
-        f"{name}={str(value).lower()} (set {name}: {neutral})" for name, (value, neutral) in found.items()
-    ]
+    keys = [f"{name}={str(value).lower()} (set {name}: {neutral})" for name, (value, neutral) in found.items()]
     return ", ".join([*keys, f"mla={str(attention.mla).lower()} (set mla: true)"])
 
 
@@ -180,9 +178,7 @@ def gguf_names(depth: int, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (Hugging Face name, GGUF name) of these tensors, those of one layer together."""
     modules = {theirs: f"{ours}" for ours, theirs in TOP_NAMES.items()}
     for index in range(depth):
-        modules |= {
-            f"model.layers.{index}.{theirs}": f"blk.{index}.{ours}" for ours, theirs in LAYER_NAMES.items()
-        }
+        modules |= {f"model.layers.{index}.{theirs}": f"blk.{index}.{ours}" for ours, theirs in LAYER_NAMES.items()}
     for name in names:
         module, _, kind = name.rpartition(".")
         yield name, f"{modules[module]}.{kind}"

@@ -93,9 +93,7 @@ class CarambaCache(Cache):
         for part in rows:
             limit, is_static = (self.max_tokens or UNBOUNDED_TOKENS), self.max_tokens is not None
             size = batch_size if part.index is None else len(part.index)
-            part.context = model.new_context(
-                size, limit - part.padding, KVCacheKind(KINDS[dtype]), static=is_static
-            )
+            part.context = model.new_context(size, limit - part.padding, KVCacheKind(KINDS[dtype]), static=is_static)
         self.rows = rows
 
     @property
@@ -214,9 +212,7 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
             )
         use_cache = bool(self.config.use_cache if use_cache is None else use_cache)
         # A cache holds no graph.
-        is_cached = past_key_values is not None or (
-            use_cache and not torch.is_grad_enabled() and not self.training
-        )
+        is_cached = past_key_values is not None or (use_cache and not torch.is_grad_enabled() and not self.training)
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
             rows, skip = past_key_values.rows, False
             self._check_continuation(attention_mask, input_ids, rows)
@@ -253,9 +249,7 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
         assert out is not None
         return out
 
-    def _rows(
-        self, mask: Tensor | None, positions: Tensor | None, tokens: Tensor, is_cached: bool
-    ) -> list[Rows]:
+    def _rows(self, mask: Tensor | None, positions: Tensor | None, tokens: Tensor, is_cached: bool) -> list[Rows]:
         """Part a batch by the padding on its left."""
         rows = [Rows(0)]
         steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

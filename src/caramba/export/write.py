@@ -56,14 +56,10 @@ def model_card(opened: ModelBundle, role: str, format: str, notes: tuple[str, ..
         "",
     ]
     if opened.run_dir is not None and report:
-        facts = facts_of(
-            opened.run_dir, report["labels"], report.get("environment") or {}, report.get("git_commit")
-        )
+        facts = facts_of(opened.run_dir, report["labels"], report.get("environment") or {}, report.get("git_commit"))
         lines += ["## Training", "", "| | |", "|---|---|"]
         lines += [f"| {fact.name} | {_cell(fact.text)} |" for fact in facts]
-        lines += [
-            f"| {_cell(key)} | {_cell(text)} |" for key, text in opened.labels.items() if key == "proxy"
-        ]
+        lines += [f"| {_cell(key)} | {_cell(text)} |" for key, text in opened.labels.items() if key == "proxy"]
         lines += ["", *_measured(report, role)]
     lines += ["## Use", "", *_use(format, notes)]
     return "\n".join(lines) + "\n"

@@ -101,9 +101,7 @@ def agreement(
     """
     indices = spread_windows(len(dataset), windows)
     if not indices:
-        raise DataError(
-            "held-out data: 0 windows of the asked block_size; use more data or a smaller block_size"
-        )
+        raise DataError("held-out data: 0 windows of the asked block_size; use more data or a smaller block_size")
     teacher.eval()
     model.eval()
     columns: list[Tensor] = []
@@ -118,11 +116,7 @@ def agreement(
                 f"held-out data: a cache of kind {kind.value} holds one document per row, and documents share windows "
                 "here; use data.packing=concat"
             )
-        ours = (
-            model.hidden(x, documents=documents)
-            if kind is None
-            else cached_hidden(model, x, kind, tail_tokens)
-        )
+        ours = model.hidden(x, documents=documents) if kind is None else cached_hidden(model, x, kind, tail_tokens)
         pair = teacher.hidden(x, documents=documents), ours
         scores = _scores((teacher, model), pair, y)
         columns.append(scores.sum(-1))

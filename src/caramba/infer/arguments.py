@@ -129,9 +129,7 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
     Raises:
         ConfigError: a value out of range.
     """
-    config = parse_as(
-        GenerateConfig, _given(words, KEYS) | ({"stop": tuple(words.stop)} if words.stop else {})
-    )
+    config = parse_as(GenerateConfig, _given(words, KEYS) | ({"stop": tuple(words.stop)} if words.stop else {}))
     calibration_config(words)
     speculation = _given(words, SPECULATION)
     method = parse_as(SpeculativeConfig, speculation).spec_method if speculation else None
@@ -184,9 +182,7 @@ def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> 
     """
     if mesh is None:
         refuse_ranks(words.command)
-    opened = load_model(
-        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
-    )
+    opened = load_model(words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer)
     tokenizer = need_tokenizer(opened, words.command)
     if (dtype := _dtype(words)) is not None:
         opened.model.to(dtype)

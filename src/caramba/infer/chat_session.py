@@ -125,9 +125,7 @@ class ChatSession:
         if dropped:
             logger.info(f"(the oldest {dropped} turns no longer fit the context and are forgotten)")
         try:
-            (row,) = self.generator.generate(
-                [ids], seeds=[config.first_seed + len(self.turns)], on_text=_Printer()
-            )
+            (row,) = self.generator.generate([ids], seeds=[config.first_seed + len(self.turns)], on_text=_Printer())
         except BaseException:
             self.dialogue.withdraw()
             self.generator.seen = seen
@@ -195,8 +193,7 @@ class ChatSession:
             there = getattr(found, name)
             if there != here and (name != "system" or here):
                 raise ConfigError(
-                    f"{path}: the conversation has {name}={there}, got {here}; give --system and --plain as they "
-                    "were"
+                    f"{path}: the conversation has {name}={there}, got {here}; give --system and --plain as they were"
                 )
         if not found.turns:
             raise CheckpointError(f"{path}: the conversation has no turns; save one that has an answer")

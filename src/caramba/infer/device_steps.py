@@ -71,9 +71,7 @@ class DeviceDecoder:
         self.is_captured, self.is_compiled = is_captured, is_compiled
         self.run: NextLogits = next_logits
         if is_compiled:
-            self.run = compile_logits(
-                host.model, self.step.device_lengths.shape[0], *form_of(host.model, host.ctx)
-            )
+            self.run = compile_logits(host.model, self.step.device_lengths.shape[0], *form_of(host.model, host.ctx))
             find_angles(host.model, self.step)
             for buffer in (one for cache in host.ctx.caches for one in cache.memory):
                 torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
@@ -276,9 +274,7 @@ def choose_steps(host: EagerDecoder) -> tuple[Steps, DecodeForm, str | None]:
     return DeviceDecoder(host, is_compiled="compiled" in form, is_captured="graph" in form), form, None
 
 
-def step_refusal(
-    model: Model, ctx: Context, *, is_ragged: bool = False, has_slots: bool = False
-) -> str | None:
+def step_refusal(model: Model, ctx: Context, *, is_ragged: bool = False, has_slots: bool = False) -> str | None:
     """Return why a model's steps on a context cannot run by themselves on the device, None where they can."""
     refused = refusal(ctx, is_ragged=is_ragged, has_slots=has_slots)
     if refused is not None:

@@ -80,21 +80,15 @@ class Dialogue:
         refuse_broken(text, "chat: the message")
         wrong = next((mark for mark in self._marks if mark in text), None)
         if wrong is not None:
-            raise ConfigError(
-                f"chat: the message spells {wrong!r}, a mark of the chat format; write it otherwise"
-            )
+            raise ConfigError(f"chat: the message spells {wrong!r}, a mark of the chat format; write it otherwise")
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         if self.template is None:
-            lines = [
-                f"{message['role'].capitalize()}: {message['content'].strip()}\n" for message in messages
-            ]
+            lines = [f"{message['role'].capitalize()}: {message['content'].strip()}\n" for message in messages]
             ids = self.tokenizer.encode("".join(lines) + "Assistant:")
             is_begun = self.tokenizer.adds_bos and self.tokenizer.bos_id is not None
             return [self.tokenizer.bos_id, *ids] if is_begun else ids  # pyright: ignore[reportReturnType]
-        return self._backend.encode(
-            _render(self.template, messages, self._names), add_special_tokens=False
-        ).ids
+        return self._backend.encode(_render(self.template, messages, self._names), add_special_tokens=False).ids
 
     @cached_property
     def _backend(self) -> Any:
@@ -133,9 +127,7 @@ def read_template(folder: Path) -> str | None:
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{file}: cannot be read ({error}); copy the folder again, or use --plain"
-            ) from None
+            raise ConfigError(f"{file}: cannot be read ({error}); copy the folder again, or use --plain") from None
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None

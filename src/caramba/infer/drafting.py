@@ -25,12 +25,8 @@ class LookupDrafter:
     def __init__(self, max_ngram: int, n_rows: int = 1) -> None:
         self.rows = [_RowLookup(max_ngram) for _ in range(n_rows)]
 
-    def propose(
-        self, texts: Sequence[Sequence[int]], counts: Sequence[int], seen: Tensor | None = None
-    ) -> Drafts:
-        return [
-            row.propose(text, n) if n else [] for row, text, n in zip(self.rows, texts, counts, strict=True)
-        ], None
+    def propose(self, texts: Sequence[Sequence[int]], counts: Sequence[int], seen: Tensor | None = None) -> Drafts:
+        return [row.propose(text, n) if n else [] for row, text, n in zip(self.rows, texts, counts, strict=True)], None
 
 
 class _RowLookup:

@@ -44,9 +44,7 @@ class EvalText:
             opened.check(vocab_size, 1, tokenizer)
             return cls(str(path), opened.tokens, _hash(opened.tokens))
         if tokenizer is None:
-            raise ConfigError(
-                f"{key}={text}: a text, and there is no tokenizer; name tokens, or give a tokenizer"
-            )
+            raise ConfigError(f"{key}={text}: a text, and there is no tokenizer; name tokens, or give a tokenizer")
         try:
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

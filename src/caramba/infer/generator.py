@@ -70,9 +70,7 @@ def planned(model: Model, config: CacheKeys, n_tokens: int) -> Iterator[dict[str
             if window is not None:
                 layer.score.window = window if own is None else min(own, window)
         yield {
-            "q_chunk": min(
-                (layer.score.q_chunk for layer, _, _ in scores if layer.score.q_chunk), default=None
-            ),
+            "q_chunk": min((layer.score.q_chunk for layer, _, _ in scores if layer.score.q_chunk), default=None),
             "local_window": window,
         }
     finally:

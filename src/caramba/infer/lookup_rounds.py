@@ -145,9 +145,7 @@ class LookupRounds:
         fed = self.state[:, 1 : 1 + width].clone()
         uniform = self.uniform[:, :1].expand(-1, width)
         if self.config.temperature > 0:  # by how many new tokens each row has; else no number counts
-            made = (self.ctx.device_lengths + 1 - self.n_prompt)[:, None] + torch.arange(
-                width, device=fed.device
-            )
+            made = (self.ctx.device_lengths + 1 - self.n_prompt)[:, None] + torch.arange(width, device=fed.device)
             uniform = self.uniform.gather(1, made.clamp(max=self.uniform.shape[1] - 1))
         return self._keep(self.steps.logits(fed), fed, uniform)
 
@@ -219,9 +217,7 @@ class DraftController:
         # How many are verified together hardly changes what it takes, so their number does not adapt.
         self.length = DraftLength(config.model_copy(update={"spec_k_adaptive": False}))
         self.worth = {size: FIRST_WORTH[min(size, 4) - 1] for size in range(1, config.max_ngram + 1)}
-        self._open: list[
-            tuple[int, Sequence[int], int]
-        ] = []  # run, drafts, and those that became text so far
+        self._open: list[tuple[int, Sequence[int], int]] = []  # run, drafts, and those that became text so far
 
     def expected_accepted(self, size: int, left: int) -> float:
         """Return the tokens that drafts behind a run of `size` tokens are expected to add, of at most `left`.

@@ -54,9 +54,7 @@ def windowed_nll(
     """
     indices = spread_windows(len(dataset), windows)
     if not indices:
-        raise DataError(
-            "held-out data: 0 windows of the asked block_size; use more data or a smaller block_size"
-        )
+        raise DataError("held-out data: 0 windows of the asked block_size; use more data or a smaller block_size")
     was_training = model.training
     model.eval()
     means: list[float] = []

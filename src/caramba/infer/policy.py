@@ -190,11 +190,7 @@ class CachePolicy:
     def _is_known(self, one: MeasuredFormat | None) -> bool:
         if one is None or one.quality is None:
             return False
-        return (
-            not self.config.cache_auto_benchmark
-            or one.step_s is not None
-            or bool(one.quality.failures(self.config))
-        )
+        return not self.config.cache_auto_benchmark or one.step_s is not None or bool(one.quality.failures(self.config))
 
     def _measure(
         self,
@@ -400,9 +396,7 @@ class CacheProbe:
     def _mean_kl(self, tokens: Tensor) -> float:
         model = self.policy.model
         p, q = (
-            F.log_softmax(
-                upcast(model.logits(cached_hidden(model, tokens, kind, TAIL_TOKENS)[:, TAIL_TOKENS:])), -1
-            )
+            F.log_softmax(upcast(model.logits(cached_hidden(model, tokens, kind, TAIL_TOKENS)[:, TAIL_TOKENS:])), -1)
             for kind in (self.policy.fallback, self.kind)
         )
         return float((p.exp() * (p - q)).sum(-1).cpu().double().mean())

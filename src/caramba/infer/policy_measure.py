@@ -194,9 +194,7 @@ def measure_quality(
         raise
     except CarambaError:  # agreement's word for sums that are not finite
         return Quality(problem="the NLL or the KL on held-out text is not finite")
-    scores, without = find_needles(
-        model, make_needles(tokens, length, tokenizer), kind, tail_tokens=TAIL_TOKENS
-    )
+    scores, without = find_needles(model, make_needles(tokens, length, tokenizer), kind, tail_tokens=TAIL_TOKENS)
     return Quality(
         delta_nll=near.delta_nll,
         ppl_ratio=math.exp(min(near.delta_nll, 700.0)),  # larger ones are no number of this type
@@ -360,8 +358,7 @@ def _measured(item: dict[str, Any]) -> MeasuredFormat:
             values[name] = str(value)
         elif name == "needle_depths":
             values[name] = tuple(
-                (float(depth), bool(found), math.nan if kl is None else float(kl))
-                for depth, found, kl in value
+                (float(depth), bool(found), math.nan if kl is None else float(kl)) for depth, found, kl in value
             )
         else:
             values[name] = math.nan if value is None else float(value)

@@ -36,9 +36,7 @@ def encode_prompts(
     return rows
 
 
-def refuse_prompts(
-    rows: Sequence[Sequence[int]], *, vocab_size: int, max_new_tokens: int, limit: int | None
-) -> None:
+def refuse_prompts(rows: Sequence[Sequence[int]], *, vocab_size: int, max_new_tokens: int, limit: int | None) -> None:
     """Check rows against the model.
 
     Raises:
@@ -88,9 +86,7 @@ def _encode(index: int, prompt: Prompt, tokenizer: Tokenizer | None) -> list[int
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
     if tokenizer is None:
-        raise ConfigError(
-            "generate: a prompt is text and there is no tokenizer; give token ids or a tokenizer"
-        )
+        raise ConfigError("generate: a prompt is text and there is no tokenizer; give token ids or a tokenizer")
     refuse_broken(prompt, f"generate: prompt {index}")
     ids = tokenizer.encode(prompt)
     if tokenizer.adds_bos and tokenizer.bos_id is not None:

@@ -89,9 +89,7 @@ def training_text(opened: ModelBundle, named: str | None) -> Tokens:
         return tokens
     corpus = corpus_of(opened, "--weights-text FILE")
     if isinstance(corpus, str):
-        raise ConfigError(
-            f"--weights int8_dynamic: needs a text to take ranges of activations from; {corpus}"
-        )
+        raise ConfigError(f"--weights int8_dynamic: needs a text to take ranges of activations from; {corpus}")
     return corpus.train
 
 

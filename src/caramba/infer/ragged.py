@@ -20,9 +20,7 @@ def device_of(network: Network) -> torch.device:
     return next(network.embedder.parameters()).device
 
 
-def prefill_rows(
-    network: Network, texts: Sequence[Sequence[int]], ctx: Context, chunk: int | None = None
-) -> Tensor:
+def prefill_rows(network: Network, texts: Sequence[Sequence[int]], ctx: Context, chunk: int | None = None) -> Tensor:
     """Run texts of any lengths, padded on the right, and return what the head reads after each one's last token.
 
     Attention is causal: what a row stores of its own tokens does not depend on what fills it up. `chunk` bounds the

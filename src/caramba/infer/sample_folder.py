@@ -38,9 +38,7 @@ from caramba.model import Model
 from caramba.runs.files import write_json
 from caramba.runtime import is_out_of_memory
 
-SPLIT_RULE = (
-    "val if the first 7 bytes of sha256('split:' + ids as int64), as a fraction of 2**56, are below val_frac"
-)
+SPLIT_RULE = "val if the first 7 bytes of sha256('split:' + ids as int64), as a fraction of 2**56, are below val_frac"
 LEAST_DOCUMENT = 16
 """Tokens below which a document is left out."""
 PREFIX = 64
@@ -88,9 +86,7 @@ class _Filter:
         """Yield the documents of a row, each with an end mark."""
         is_end = (row >= self.vocab_size) | np.isin(row, list(self.ends))
         for piece in np.split(row, np.flatnonzero(is_end)):
-            text = (
-                piece[1:] if len(piece) and (piece[0] in self.ends or piece[0] >= self.vocab_size) else piece
-            )
+            text = piece[1:] if len(piece) and (piece[0] in self.ends or piece[0] >= self.vocab_size) else piece
             reason = self._reason(text)
             if reason is None:
                 yield np.append(text, self.eos_id)
@@ -228,11 +224,7 @@ def _write(
                 for row in _sample_rows(generator, request, rounds):
                     for ids in cut.documents(row):
                         size = _text_bytes(ids, tokenizer, lengths)
-                        split = (
-                            "val"
-                            if is_held_out(ids.astype(np.int64).tobytes(), request.val_frac)
-                            else "train"
-                        )
+                        split = "val" if is_held_out(ids.astype(np.int64).tobytes(), request.val_frac) else "train"
                         writers[split].add(ids, size)
                 rounds += 1
                 advance(*done())

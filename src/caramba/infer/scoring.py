@@ -77,14 +77,10 @@ def score_continuations(
             hidden = model.hidden(tokens.to(device))
         counts = [len(pairs[index][1]) for index in chosen]
         places = [
-            (at, len(row) - 1 - n + i)
-            for at, (row, n) in enumerate(zip(rows, counts, strict=True))
-            for i in range(n)
+            (at, len(row) - 1 - n + i) for at, (row, n) in enumerate(zip(rows, counts, strict=True)) for i in range(n)
         ]
         targets = torch.tensor([token for index in chosen for token in pairs[index][1]], dtype=torch.int64)
-        logprobs, is_best = _of_targets(
-            model, hidden, torch.tensor(places, dtype=torch.int64).view(-1, 2), targets
-        )
+        logprobs, is_best = _of_targets(model, hidden, torch.tensor(places, dtype=torch.int64).view(-1, 2), targets)
         for index, own, best in zip(chosen, logprobs.split(counts), is_best.split(counts), strict=True):
             scores[index] = Scored(own.sum().item(), bool(best.all()), len(own))
     return [scores[index] for index in range(len(pairs))]
@@ -125,9 +121,7 @@ def greedy_until(
         return new
     with lower(model, weight.device, "decode"):
         context = model.new_context(1, len(prompt) + max_new_tokens, KINDS[weight.dtype])
-        logits = prefill(
-            model, torch.tensor([list(prompt)], dtype=torch.int64, device=weight.device), context
-        )
+        logits = prefill(model, torch.tensor([list(prompt)], dtype=torch.int64, device=weight.device), context)
         while True:
             token = int(logits.argmax(-1))
             if token == eos_id:

@@ -86,9 +86,7 @@ class SpeculativeGenerator(Generator):
         self.speculation = parse_as(SpeculativeConfig, own)
         method = self.speculation.spec_method
         if self.config.cache_plan_probe:
-            raise ConfigError(
-                "speculation: cache_plan_probe is of generation without it; leave one of the two out"
-            )
+            raise ConfigError("speculation: cache_plan_probe is of generation without it; leave one of the two out")
         if (draft is not None) != (method == "draft"):
             raise ConfigError(
                 f"speculation: spec_method={method} "
@@ -101,9 +99,7 @@ class SpeculativeGenerator(Generator):
                 f"{model.spec.embedder.vocab_size}; use a draft of the same tokenizer"
             )
         self.draft = draft
-        self.first_blocks = (
-            EarlyExit(model, self.speculation.spec_draft_layers) if method == "early_exit" else None
-        )
+        self.first_blocks = EarlyExit(model, self.speculation.spec_draft_layers) if method == "early_exit" else None
         self.stats = SpeculativeStats()
         self._kept: Kept | None = None
         self._last: list[int] = []
@@ -239,9 +235,7 @@ class SpeculativeGenerator(Generator):
             return kept.steps
         rows_ctx = DeviceContext.ragged(ctx, lengths)
         rows_ctx.last = min([rows_ctx.limit, *self._position_limits()]) - 1
-        steps = VerifyForwards(
-            self.model, rows_ctx, is_compiled="compiled" in form, is_captured="graph" in form
-        )
+        steps = VerifyForwards(self.model, rows_ctx, is_compiled="compiled" in form, is_captured="graph" in form)
         if kept is not None and kept.ctx is ctx:
             kept.steps = steps
         return steps
@@ -276,9 +270,7 @@ class SpeculativeGenerator(Generator):
         has_rows = len(rows) > 1 or form != "eager"
         lengths = [len(ids) for ids in prompts]
         steps = None if form == "eager" else self._row_steps(ctx, lengths, form)
-        rows_ctx = (
-            steps.ctx if steps is not None else DeviceContext.ragged(ctx, lengths, last) if has_rows else ctx
-        )
+        rows_ctx = steps.ctx if steps is not None else DeviceContext.ragged(ctx, lengths, last) if has_rows else ctx
         stats.decode = form
         rounds = None if steps is None or draft_ctx is not None else self._rounds(rows, steps)
         captures = captures_of(steps) + captures_of(rounds)
@@ -290,9 +282,7 @@ class SpeculativeGenerator(Generator):
         else:
             generators = [torch.Generator().manual_seed(row.seed ^ DRAFT_SEED) for row in rows]
             drafter = self._drafter(rows, ctx, draft_ctx, last, generators, has_rows)
-            verifier = Verifier(
-                self.model, rows, rows_ctx, config, self.speculation, drafter, generators, stats, steps
-            )
+            verifier = Verifier(self.model, rows, rows_ctx, config, self.speculation, drafter, generators, stats, steps)
             verifier.take_first(self.model.logits(hidden), on_text)
             with step_threads(self.model, len(rows)):
                 while not verifier.is_done:

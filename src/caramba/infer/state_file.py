@@ -18,9 +18,7 @@ FORMAT = "caramba state 1"
 Value = TypeVar("Value")
 
 
-def save_state(
-    path: Path, model: Model, ctx: Context, tokens: Sequence[int] = (), conversation: object = None
-) -> None:
+def save_state(path: Path, model: Model, ctx: Context, tokens: Sequence[int] = (), conversation: object = None) -> None:
     """Write what a context holds, and optionally the tokens that it has seen, to a safetensors file.
 
     `conversation`, a dataclass, is kept with them for `read_conversation`.
@@ -74,9 +72,7 @@ def read_conversation(path: Path, kind: type[Value]) -> tuple[Value, int]:
     metadata = _metadata(path)
     found = metadata.get("conversation")
     if found is None:
-        raise ConfigError(
-            f"{path}: a state without a conversation; give a file that /save of caramba chat wrote"
-        )
+        raise ConfigError(f"{path}: a state without a conversation; give a file that /save of caramba chat wrote")
     return _parsed(path, kind, "conversation", found), len(_tokens(path, metadata))
 
 
@@ -90,9 +86,7 @@ def _parsed(path: Path, kind: type[Value], name: str, text: str) -> Value:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, (name, *first["loc"])))
-        raise CheckpointError(
-            f"{path}: {where} cannot be read ({first['msg'][:100]}); save it again"
-        ) from None
+        raise CheckpointError(f"{path}: {where} cannot be read ({first['msg'][:100]}); save it again") from None
 
 
 def _metadata(path: Path) -> dict[str, str]:

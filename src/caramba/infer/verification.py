@@ -197,9 +197,7 @@ class Verifier:
 
     def take_first(self, logits: Tensor, on_text: OnText | None) -> None:
         """Draw the token after each prompt. Shape: logits [B, V]."""
-        tokens = next_token(
-            logits, self.config, self.seen, self.uniform[:, 0].to(self.device, wide_dtype(self.device))
-        )
+        tokens = next_token(logits, self.config, self.seen, self.uniform[:, 0].to(self.device, wide_dtype(self.device)))
         self._take([[token] for token in tokens.tolist()], logits[:, None], on_text)
 
     def round(self, on_text: OnText | None) -> None:
@@ -214,11 +212,7 @@ class Verifier:
         width = 1 + max(map(len, drafts))
         last = [text[-1] for text in self.texts]
         fed = right_pad([[a, *b] for a, b in zip(last, drafts, strict=True)], width, last, self.device)
-        logits = (
-            self.model.logits(forward_ragged(self.model, fed, self.ctx))
-            if self.steps is None
-            else self.steps(fed)
-        )
+        logits = self.model.logits(forward_ragged(self.model, fed, self.ctx)) if self.steps is None else self.steps(fed)
         seen = None if self.seen is None else seen_along(self.seen, fed)
         if q is None:
             tokens, accepted = self._equal(logits, seen, drafts)

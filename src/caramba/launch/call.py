@@ -132,9 +132,7 @@ def _run_raising(manifest_file: Path, flags: list[str]) -> int:
 def _fail(run: Run, status: int) -> NoReturn:
     if status == INTERRUPTED:
         raise KeyboardInterrupt
-    reason = run_state(run.path).error or (
-        "stopped by a signal" if status in STOPPED else f"exit status {status}"
-    )
+    reason = run_state(run.path).error or ("stopped by a signal" if status in STOPPED else f"exit status {status}")
     raise RunFailedError(f"{show_path(run.path)}: {reason}; a launch of the same overrides resumes it", run)
 
 

@@ -69,9 +69,7 @@ def _schema_at(path: str) -> type[Config] | None:
 def _schema_of(name: str, annotation: Any) -> type[Config] | None:
     if name == "train":
         return TrainGroup
-    return next(
-        (kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, Config)), None
-    )
+    return next((kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, Config)), None)
 
 
 def _values(path: str) -> Iterator[str]:

@@ -139,13 +139,7 @@ def _without_other_names(raw: dict[str, Any], given: Collection[Path]) -> dict[s
 def default_groups() -> list[str]:
     """Return the groups of the defaults list of conf/config.yaml."""
     entries = yaml.safe_load((conf_root() / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return [
-        key
-        for entry in entries
-        if isinstance(entry, dict)
-        for key in entry
-        if not key.startswith("override ")
-    ]
+    return [key for entry in entries if isinstance(entry, dict) for key in entry if not key.startswith("override ")]
 
 
 @contextlib.contextmanager
@@ -169,9 +163,7 @@ def hydra_ready() -> Iterator[None]:
             "cannot compose: a defaults list has an entry that is no text; write `- GROUP: OPTION` or `- FILE`"
         ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"cannot compose, a file is not YAML: {clip(one_line(error), LONGEST_REASON)}"
-        ) from None
+        raise ConfigError(f"cannot compose, a file is not YAML: {clip(one_line(error), LONGEST_REASON)}") from None
 
 
 def _is_of_hydra(error: AssertionError) -> bool:
@@ -186,9 +178,7 @@ def _readable(message: str, cause: str) -> str:
 
 
 def _texts(overrides: Sequence[Override], folders: Sequence[File]) -> list[str]:
-    search = (
-        [f"hydra.searchpath=[{','.join(repr(f'file://{folder}') for folder in folders)}]"] if folders else []
-    )
+    search = [f"hydra.searchpath=[{','.join(repr(f'file://{folder}') for folder in folders)}]"] if folders else []
     return [*search, *(override.text for override in overrides)]
 
 
@@ -196,11 +186,7 @@ def _compose(overrides: Sequence[Override], folders: Sequence[File]) -> tuple[Di
     with hydra_ready():
         config = hydra_compose("config", overrides=_texts(overrides, folders), return_hydra_config=True)
         chosen = config.hydra.runtime.choices
-        choices = {
-            str(key): str(chosen[key])
-            for key in chosen
-            if chosen[key] is not None and "hydra" not in str(key)
-        }
+        choices = {str(key): str(chosen[key]) for key in chosen if chosen[key] is not None and "hydra" not in str(key)}
         OmegaConf.set_struct(config, False)
         del config["hydra"]
     return config, choices
@@ -237,11 +223,7 @@ def refuse_replaced(
     Raises:
         ConfigError: a typed option with a list that a later file replaces; names both files.
     """
-    typed = {
-        options[str(override.group)][option]: override
-        for override in overrides
-        for option in override.options
-    }
+    typed = {options[str(override.group)][option]: override for override in overrides for option in override.options}
     lists: dict[Path, tuple[File, Override]] = {}
     for layer, node in origin.layers:
         is_typed = layer.file in typed

@@ -95,8 +95,7 @@ class Origin:
     def layers(self) -> list[tuple[MergedFile, Any]]:
         # By the parser that read the file, which takes texts that PyYAML's own refuses.
         return [
-            (layer, load_nodes(layer.file.read_text("utf-8"), show_file(layer.file)))
-            for layer in self._read_layers()
+            (layer, load_nodes(layer.file.read_text("utf-8"), show_file(layer.file))) for layer in self._read_layers()
         ]
 
     def place(self, path: Path) -> str:

@@ -64,9 +64,7 @@ def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen
     named = [word for word in overrides if word.lstrip("+").startswith("manifest=")]
     if named:
         if config_dirs:
-            raise ConfigError(
-                "--config-dir adds groups, and a manifest file uses none; leave one of the two out"
-            )
+            raise ConfigError("--config-dir adds groups, and a manifest file uses none; leave one of the two out")
         file = File(named[-1].split("=", 1)[1]).expanduser()
         rest = [word for word in overrides if word not in named]
         frozen = _from_file(file, rest, tuple(overrides))
@@ -141,9 +139,7 @@ def _refuse_foreign_group(tree: dict[str, Any], choices: dict[str, str]) -> None
     raise ConfigError(f"group={group} selects a group of a single-file manifest; for composed groups {way}")
 
 
-def resolve_fit(
-    manifest: Manifest, fit_config: FitConfig, overrides: Sequence[str]
-) -> tuple[Manifest, FitResult]:
+def resolve_fit(manifest: Manifest, fit_config: FitConfig, overrides: Sequence[str]) -> tuple[Manifest, FitResult]:
     """Return the manifest with its model fitted and the section gone, and the derivation.
 
     The derivation is added to the manifest's notes. Training phases take `fit.block_size` unless a block size was
@@ -256,9 +252,7 @@ def _unpack(text: str) -> str:
     return str(unpack_gguf(path))
 
 
-def _student(
-    model: dict[str, Any], teacher: dict[str, Any], name: str, source: SourceMap | None
-) -> dict[str, Any]:
+def _student(model: dict[str, Any], teacher: dict[str, Any], name: str, source: SourceMap | None) -> dict[str, Any]:
     """Return `model` with the network of its teacher, its attention decoupled, or with memory, by `model.surgery`."""
     for key in DERIVED:
         if key in model:
@@ -268,9 +262,7 @@ def _student(
             )
     surgery = dict(model["surgery"])
     if surgery.get("method") == "memory":
-        own = {"type": "MemoryBankLayer"} | {
-            key: surgery.get(key) for key in ("local_window", "memory_slots")
-        }
+        own = {"type": "MemoryBankLayer"} | {key: surgery.get(key) for key in ("local_window", "memory_slots")}
         topology = _with_attention(teacher["topology"], lambda node: node | own)
         return {**model, **teacher, "topology": topology, "name": model.get("name") or f"{name}_memory"}
     layers = [node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer"]
@@ -323,9 +315,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _nodes(child)
 
 
-def _with_attention(
-    node: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def _with_attention(node: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """Return the tree with each attention layer as `change` returns it."""
     if node["type"] == "AttentionLayer":
         return change(node)

@@ -100,9 +100,7 @@ def show_config(args: CommandLine) -> int:
         ConfigError: another part than `job`, or a search, whose points are not known before it runs.
     """
     if args.cfg != "job":
-        raise ConfigError(
-            f"--cfg {args.cfg}: only `job` is shown; Hydra's own settings are fixed (--info shows them)"
-        )
+        raise ConfigError(f"--cfg {args.cfg}: only `job` is shown; Hydra's own settings are fixed (--info shows them)")
     if not args.is_multirun:
         print(_text(args, args.overrides), end="")
         return 0

@@ -29,9 +29,7 @@ def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
     file = file.absolute()
     name = show_file(file)
     if not file.is_file():
-        raise ConfigError(
-            f"manifest={name}: no such file; give a YAML manifest, or choose groups (model=… train=…)"
-        )
+        raise ConfigError(f"manifest={name}: no such file; give a YAML manifest, or choose groups (model=… train=…)")
     refuse_unsafe_overrides(overrides)
     parsed = parse_overrides(overrides, {}, ())
     refuse_sweeps(parsed)

@@ -96,9 +96,7 @@ def refuse_unsafe_folder(folder: File) -> None:
         if relative.parts[0] == "hydra":
             raise ConfigError(f"{name}: groups of Hydra's own are set by caramba; remove the folder hydra/")
         if config_file(relative.with_suffix("").as_posix()) is not None:
-            raise ConfigError(
-                f"{name}: caramba has an option of this name, which would hide this file; rename it"
-            )
+            raise ConfigError(f"{name}: caramba has an option of this name, which would hide this file; rename it")
         text = read_text(file, name, MOST_OPTION_BYTES)
         # Line by line: over a whole text, these expressions take time quadratic in its lines.
         lines = [line.strip() for line in text.splitlines()]
@@ -128,16 +126,10 @@ def _refuse_node(node: Any, name: str, *, at_root: bool = False) -> None:
         line = key.start_mark.line + 1
         text = str(key.value)
         if EXECUTABLE.fullmatch(text):
-            raise ConfigError(
-                f"{name}:{line}: {text} would run code, and a manifest only names things; use `type:`"
-            )
+            raise ConfigError(f"{name}:{line}: {text} would run code, and a manifest only names things; use `type:`")
         if at_root and text.split(".")[0] == "hydra":
             raise ConfigError(f"{name}:{line}: keys of Hydra's own are set by caramba; remove {text}")
-        if (
-            at_root
-            and text == "defaults"
-            and re.search(r"\bhydra\b|\$\{", " ".join(_scalars(value, with_keys=True)))
-        ):
+        if at_root and text == "defaults" and re.search(r"\bhydra\b|\$\{", " ".join(_scalars(value, with_keys=True))):
             raise ConfigError(
                 f"{name}:{line}: a defaults list may neither set Hydra's own groups nor use ${{…}}; name the option"
             )
@@ -244,9 +236,7 @@ def _parse_override(typed: str, options: Mapping[str, Mapping[str, File]], defau
                 refuse_option(group, str(option), options[group])
         return Override(typed, override, group=group)
     if "@" in key or "/" in key:
-        raise ConfigError(
-            f"command line: {typed}: there is no group {group!r}; groups: {', '.join(sorted(options))}"
-        )
+        raise ConfigError(f"command line: {typed}: there is no group {group!r}; groups: {', '.join(sorted(options))}")
     key = _canonical(key)
     override = _parse(typed, f"{'~' if sign == '~' else '++'}{key}{equals}{value}")
     path = tuple(int(part) if is_index(part) else part for part in key.split("."))
@@ -326,9 +316,7 @@ def _refuse_unbounded(value: Any, key: str) -> None:
         if (depth := depth + 1) > MOST_DEPTH:
             raise too_deep(f"command line: {key}")
         if any(type(item) is int and abs(item) >= 10**MOST_DIGITS for item in level):
-            raise ConfigError(
-                f"command line: {key}: a whole number of more than {MOST_DIGITS} digits; write fewer"
-            )
+            raise ConfigError(f"command line: {key}: a whole number of more than {MOST_DIGITS} digits; write fewer")
         level = [
             inner
             for item in level
@@ -470,9 +458,7 @@ def parse_argv(argv: list[str]) -> CommandLine:
         else:
             raise ConfigError(f"command line: unknown option {word}{_hint(name, value, rest)} see --help")
     if args.package is not None and args.cfg is None:
-        raise ConfigError(
-            "command line: --package prints a part of --cfg job; write --cfg job --package train"
-        )
+        raise ConfigError("command line: --package prints a part of --cfg job; write --cfg job --package train")
     return args
 
 
@@ -488,11 +474,7 @@ def _hint(flag: str, value: str, rest: list[str]) -> str:
         return f": {HYDRA_FLAGS[flag]};"
     top = name.split(".")[0]
     known = {"manifest", "resume", *Composition.model_fields, *groups()}
-    place = (
-        name
-        if top in known
-        else place_of(name) or (SYNONYMS.get(name) if SYNONYMS.get(name) in known else None)
-    )
+    place = name if top in known else place_of(name) or (SYNONYMS.get(name) if SYNONYMS.get(name) in known else None)
     if place is not None:
         name = place
         given = value or (rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE")
@@ -516,9 +498,7 @@ def as_folder(text: str) -> File:
     """
     folder = File(text).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(
-            f"--config-dir {text}: no such folder; it should hold groups, as in {text}/model/mine.yaml"
-        )
+        raise ConfigError(f"--config-dir {text}: no such folder; it should hold groups, as in {text}/model/mine.yaml")
     return folder
 
 
@@ -537,9 +517,7 @@ def parse_command(argv: list[str], value_flags: tuple[str, ...] = ()) -> Command
             words.append(word)
     args = parse_argv(words)
     if args.native or args.is_multirun or args.cfg:
-        raise ConfigError(
-            f"command line: {', '.join(NATIVE)}, --multirun and --cfg belong to `caramba launch`"
-        )
+        raise ConfigError(f"command line: {', '.join(NATIVE)}, --multirun and --cfg belong to `caramba launch`")
     return args
 
 

@@ -151,9 +151,7 @@ def _absent_hub_ids(manifest: Manifest) -> set[str]:
     named = (model.path, model.checkpoint, model.teacher.checkpoint if model.teacher is not None else None)
     ids = {text for text in named if text is not None and HUB_ID.match(text) and not text.startswith("runs/")}
     return {
-        text
-        for text in ids
-        if not any(map(Path.exists, (Path(text), Path("runs") / text))) and not cached_folder(text)
+        text for text in ids if not any(map(Path.exists, (Path(text), Path("runs") / text))) and not cached_folder(text)
     }
 
 
@@ -198,9 +196,7 @@ def check_extras(manifest: Manifest) -> None:
                     continue  # the tasks are read with the tokenizer, before training
                 need_harness(where)
                 if folder is not None and not Path(folder).is_dir():
-                    raise ConfigError(
-                        f"{where}: include_path={folder} is not a folder; name one with task YAML files"
-                    )
+                    raise ConfigError(f"{where}: include_path={folder} is not a folder; name one with task YAML files")
 
 
 def _check_student_has_weights(manifest: Manifest) -> None:
@@ -295,9 +291,7 @@ def _run_with_weights(text: str, key: str) -> Path:
     try:
         run = resolve_run(text)
     except ConfigError as error:
-        raise CheckpointError(
-            f"{key}={error}; a Hugging Face folder or a .safetensors file will do too"
-        ) from None
+        raise CheckpointError(f"{key}={error}; a Hugging Face folder or a .safetensors file will do too") from None
     folders = [run / "checkpoints", *run.glob("groups/*/checkpoints")]
     if not any(any(folder.glob("*.safetensors")) or (folder / LOADED).is_file() for folder in folders):
         raise CheckpointError(

@@ -69,9 +69,7 @@ def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Fr
     return manifest, frozen
 
 
-def start(
-    manifest: Manifest, overrides: tuple[str, ...], args: CommandLine, inline: Inline
-) -> tuple[Path, int]:
+def start(manifest: Manifest, overrides: tuple[str, ...], args: CommandLine, inline: Inline) -> tuple[Path, int]:
     """Write the manifest into a run directory, new or resumed, and start the worker on that file."""
     run_dir, is_new = _run_directory(manifest, overrides)
     try:

@@ -35,16 +35,13 @@ class CacheRounding(nn.Module):
 
     def forward(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: self._rounded(x, *self.formats[name]) if name in self.formats else x
-            for name, x in streams.items()
+            name: self._rounded(x, *self.formats[name]) if name in self.formats else x for name, x in streams.items()
         }
 
     @staticmethod
     def _rounded(x: Tensor, kind: str, elements: int) -> Tensor:
         rows = x.detach().transpose(1, 2).flatten(2)
-        rounded = (
-            round_to_blocks(rows, kind, elements).unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
-        )
+        rounded = round_to_blocks(rows, kind, elements).unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
         # The difference is exactly zero: it adds the gradient of the identity and no rounding of its own.
         return rounded + (x - x.detach())
 

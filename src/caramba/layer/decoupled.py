@@ -40,9 +40,7 @@ class DecoupledProjection(GatedProjection):
         sem = dims.qk - geo
         self.q_sem = nn.Linear(config.d_model, heads * sem, bias=bool(config.bias))
         self.q_geo = nn.Linear(config.d_model, heads * geo, bias=bool(config.bias))
-        self.k_sem = (
-            None if config.tie_qk else nn.Linear(config.d_model, kv_heads * sem, bias=bool(config.bias))
-        )
+        self.k_sem = None if config.tie_qk else nn.Linear(config.d_model, kv_heads * sem, bias=bool(config.bias))
         self.k_geo = nn.Linear(config.d_model, kv_heads * geo, bias=bool(config.bias))
         self.v = nn.Linear(config.d_model, kv_heads * dims.v, bias=bool(config.bias))
         self.q_sem_norm, self.k_sem_norm = head_norm(config, sem), head_norm(config, sem)
@@ -52,9 +50,7 @@ class DecoupledProjection(GatedProjection):
             if config.rope_enabled
             else None
         )
-        self.rope_sem = (
-            RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
-        )
+        self.rope_sem = RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
 
     def forward(
         self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None

@@ -93,9 +93,7 @@ class StoredDocuments(Documents):
         document = torch.searchsorted(starts[1:], places, right=True)
         first = starts[document]
         positions = (places - first).clamp(max=most - 1)
-        return cls(
-            first[None], positions[None], starts.to(torch.int32), rows=rows[document], caches=iter(caches)
-        )
+        return cls(first[None], positions[None], starts.to(torch.int32), rows=rows[document], caches=iter(caches))
 
     def kept(self, streams: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Store the streams of the next attention application; return them in the cache's dtype.

@@ -96,9 +96,7 @@ class MemoryBankLayer(AttentionLayer):
             nn.init.zeros_(self.read_gate)
         if self.config.use_adaptive_compression:
             nn.init.zeros_(self.write_gate)
-            nn.init.constant_(
-                self.write_gate_bias, math.log(self.config.write_rate / (1 - self.config.write_rate))
-            )
+            nn.init.constant_(self.write_gate_bias, math.log(self.config.write_rate / (1 - self.config.write_rate)))
 
     def new_cache(
         self,
@@ -113,9 +111,7 @@ class MemoryBankLayer(AttentionLayer):
         and kind."""
         window, slots = self.config.local_window, self.config.slots
         assert window is not None
-        return MemoryLayerKVCache(
-            self.dims.streams, window, slots, batch_size=batch_size, kind=kind, device=device
-        )
+        return MemoryLayerKVCache(self.dims.streams, window, slots, batch_size=batch_size, kind=kind, device=device)
 
     def gates(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return log a and 1 - a, each [B, K, S, slots] in at least float32.

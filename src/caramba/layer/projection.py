@@ -68,9 +68,7 @@ class Projection(nn.Module):
         self.dims = config.dims()
         self.query_dim = config.query_dim
         self.scale = 1.0 / math.sqrt(config.query_dim)
-        self.temperature = (
-            nn.Parameter(torch.zeros(self.dims.n_heads)) if config.learned_temperature else None
-        )
+        self.temperature = nn.Parameter(torch.zeros(self.dims.n_heads)) if config.learned_temperature else None
 
     def reset_parameters(self) -> None:
         """Set the temperature to its neutral value."""
@@ -173,9 +171,7 @@ class GatedProjection(Projection):
         super().__init__(config)
         heads = self.dims.n_heads
         self.gate = nn.Parameter(torch.zeros(heads)) if config.decoupled_gate else None
-        self.gate_dynamic = (
-            nn.Linear(config.d_model, heads, bias=False) if config.decoupled_gate_dynamic else None
-        )
+        self.gate_dynamic = nn.Linear(config.d_model, heads, bias=False) if config.decoupled_gate_dynamic else None
 
     def reset_parameters(self) -> None:
         """Set gate and temperature to their neutral values."""
@@ -196,9 +192,7 @@ class GatedProjection(Projection):
         share = 2.0 * torch.sigmoid(logits)
         return q_sem * share, q_geo * (2.0 - share)
 
-    def _concatenate_paths(
-        self, x: Tensor, q_sem: Tensor, q_geo: Tensor, dtype: torch.dtype, *extra: Tensor
-    ) -> Tensor:
+    def _concatenate_paths(self, x: Tensor, q_sem: Tensor, q_geo: Tensor, dtype: torch.dtype, *extra: Tensor) -> Tensor:
         """Return the gated and scaled queries of both paths concatenated, [B, H, T, Dsem + Dgeo] in `dtype`.
 
         Ungated queries `extra` are appended.
@@ -207,8 +201,7 @@ class GatedProjection(Projection):
         their output, so that no transposing copy is needed.
         """
         parts = [
-            self.scale_queries(part, dtype).transpose(1, 2)
-            for part in (*self._apply_gates(x, q_sem, q_geo), *extra)
+            self.scale_queries(part, dtype).transpose(1, 2) for part in (*self._apply_gates(x, q_sem, q_geo), *extra)
         ]
         return torch.cat(parts, dim=-1).transpose(1, 2)
 
@@ -229,9 +222,7 @@ class StandardProjection(Projection):
         self.v = nn.Linear(config.d_model, dims.n_kv_heads * dims.v, bias=bool(config.bias))
         self.q_norm = head_norm(config, dims.qk)
         self.k_norm = head_norm(config, dims.qk)
-        self.rope = (
-            RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
-        )
+        self.rope = RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
 
     def forward(
         self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None

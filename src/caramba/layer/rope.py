@@ -75,9 +75,7 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
 
 
-def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
-) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
     """Apply RoPE (rotate-half convention: pair p is features p and p + D/2) and multiply by `scale`.
 
     Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2] or [B, N or 1, T, D/2]; returns [B, N, T, D] in at least
@@ -201,9 +199,7 @@ class RotaryEmbedding(nn.Module):
                 return known[1:]
         return self._compute_cos_sin(offset, n_tokens, device)
 
-    def _compute_cos_sin(
-        self, offset: int | Tensor, n_tokens: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def _compute_cos_sin(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         frequencies = self.inv_freq.to(device)
         if isinstance(offset, Tensor):
             angles = offset.to(torch.float32)[:, None, :, None] * frequencies[:, None, :]
@@ -225,9 +221,7 @@ class RotaryEmbedding(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
-    def cached_cos_sin(
-        self, offset: int, n_tokens: int, device: torch.device
-    ) -> tuple[Tensor, Tensor] | None:
+    def cached_cos_sin(self, offset: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Return the angles for `apply_rope_halves` at these positions, None if no table covers them."""
         table = self.step_table
         if table is None or not table.reaches(offset + n_tokens, device):
@@ -243,9 +237,7 @@ class RotaryEmbedding(nn.Module):
             "would need frequencies of its own; use a block_size within it, or type: yarn"
         )
 
-    def _stretch(
-        self, scaling: RopeScalingConfig, offset: int, n_tokens: int, device: torch.device
-    ) -> Tensor:
+    def _stretch(self, scaling: RopeScalingConfig, offset: int, n_tokens: int, device: torch.device) -> Tensor:
         original, end = scaling.original_max_position_embeddings, offset + n_tokens
         if offset > 0:
             raise ConfigError(
@@ -327,9 +319,7 @@ def shared_angles() -> Iterator[None]:
 
 
 @torch.no_grad()
-def share_rope_tables(
-    module: nn.Module, n_tokens: int, device: torch.device, *, for_steps: bool = False
-) -> None:
+def share_rope_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_steps: bool = False) -> None:
     """Set a shared cos/sin table of positions 0 to T - 1 on all rotary embeddings with fixed angles.
 
     A compiler would otherwise recompute both functions in every layer, for every element of every head and batch,

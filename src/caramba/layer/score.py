@@ -411,9 +411,7 @@ def _attend_lower_right(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tens
     if groups > 1 and not is_grouped:
         k, v = _repeat(k, groups), _repeat(v, groups)
     bias: Any = causal_lower_right(q.shape[2], k.shape[2])
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0, enable_gqa=is_grouped
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0, enable_gqa=is_grouped)
     return out[..., :v_width]
 
 
@@ -438,9 +436,7 @@ on an H200. By the rates of both there, flash loses as much at 32 rows of 6000 t
 
 
 @contextmanager
-def attention_backends(
-    device: torch.device, choice: AttentionChoice | None = None
-) -> Iterator[AttentionChoice]:
+def attention_backends(device: torch.device, choice: AttentionChoice | None = None) -> Iterator[AttentionChoice]:
     """Order SDPA backends for models on `device` by the table of `caramba tune`; yield the order.
 
     `choice` restricts the table to the shapes of given models; without it all its shapes count. Documents of a packed

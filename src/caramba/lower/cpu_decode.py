@@ -71,9 +71,7 @@ def decode_step(node: nn.Module) -> CpuDecodeStep | None:
     kind = plain_class(node)
     if isinstance(node, ResidualTopology) and kind is ResidualTopology:
         return _residual_step(node.layers)
-    if kind is StackedTopology or (
-        isinstance(node, NestedTopology) and kind is NestedTopology and node.runs is None
-    ):
+    if kind is StackedTopology or (isinstance(node, NestedTopology) and kind is NestedTopology and node.runs is None):
         assert isinstance(node, Topology)
         steps: list[CpuDecodeStep] = []
         for part in node.layers:
@@ -250,9 +248,7 @@ class _FusedQkv:
         self.widths = [n_rotated * dims.qk, dims.n_kv_heads * dims.v]
         self.qk_shape, self.v_shape = (-1, n_rotated, 1, dims.qk), (-1, dims.n_kv_heads, 1, dims.v)
         self.rope, self.halves_shape = projection.rope, (-1, n_rotated, 1, 2, dims.qk // 2)
-        self.scale = (
-            constant(projection.scale, fused_linear.weight.dtype) if projection.temperature is None else None
-        )
+        self.scale = constant(projection.scale, fused_linear.weight.dtype) if projection.temperature is None else None
 
     def __call__(self, rows: Tensor, position: int) -> tuple[Tensor, dict[str, Tensor]]:
         qk, v = self.product(rows).split_with_sizes(self.widths, -1)

@@ -79,12 +79,7 @@ class DecodeAttention(AttentionLayer):
         Not in a dtype or width beyond the kernels; gradients never get here, as a cache stores none.
         """
         has_dropout = self.training and self.score.dropout > 0
-        if (
-            cache.is_for_host
-            or q.shape[2] > MAX_QUERIES
-            or has_dropout
-            or not fused_decode_available(cache, q.device)
-        ):
+        if cache.is_for_host or q.shape[2] > MAX_QUERIES or has_dropout or not fused_decode_available(cache, q.device):
             return False
         widths = [tensor.width for tensor in cache.tensors.values()]
         if kernel_takes(q.dtype, widths):

@@ -51,9 +51,7 @@ def _path(
         return "mask", f"varlen_attn takes 16 bits, not {str(dtype).removeprefix('torch.')}"
     if is_compiled:
         return "mask", "compile_model: the shapes of a graph do not follow the documents of a batch"
-    masked = [
-        why for why in (_needs_mask(config, "window_size" in kernel.takes) for config in configs) if why
-    ]
+    masked = [why for why in (_needs_mask(config, "window_size" in kernel.takes) for config in configs) if why]
     if masked:
         reasons = ", ".join(dict.fromkeys(masked))
         value = "mask" if len(masked) == len(configs) else "varlen, mask"

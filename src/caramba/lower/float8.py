@@ -127,19 +127,11 @@ class Float8Product(torch.autograd.Function):
         x, x_scale, w, w_scale = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         # A gradient of one scale spans more than e4m3 does.
-        g, g_scale, g_columns, g_column_scale = float8_cast(
-            grads[0], per_tensor=ctx.per_tensor, e5m2=ctx.per_tensor
-        )
-        grad_x = (
-            float8_mm_exact(g, w, g_scale, w_scale, x_dtype, ctx.per_tensor)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        g, g_scale, g_columns, g_column_scale = float8_cast(grads[0], per_tensor=ctx.per_tensor, e5m2=ctx.per_tensor)
+        grad_x = float8_mm_exact(g, w, g_scale, w_scale, x_dtype, ctx.per_tensor) if ctx.needs_input_grad[0] else None
         grad_w = None
         if ctx.needs_input_grad[1]:
-            grad_w = float8_mm_exact(g_columns, x, g_column_scale, x_scale, x_dtype, ctx.per_tensor).to(
-                w_dtype
-            )
+            grad_w = float8_mm_exact(g_columns, x, g_column_scale, x_scale, x_dtype, ctx.per_tensor).to(w_dtype)
         return grad_x, grad_w, None
 
 

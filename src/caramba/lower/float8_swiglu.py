@@ -30,9 +30,7 @@ def fuse_float8_swiglu(model: nn.Module, *, is_compiled: bool) -> list[Replaced]
         model,
         SwiGLULayer,
         Float8SwiGLU,
-        lambda module: (
-            is_unmodified(module, SwiGLULayer) and is_fusible_swiglu((module.gate, module.up, module.down))
-        ),
+        lambda module: is_unmodified(module, SwiGLULayer) and is_fusible_swiglu((module.gate, module.up, module.down)),
     )
 
 

@@ -51,9 +51,7 @@ class FusedLinear(NamedTuple):
         """
         if isinstance(x, PreNorm):
             return True
-        return not torch.is_grad_enabled() and uses_fused_linears(
-            x.device, is_compiled=torch.compiler.is_compiling()
-        )
+        return not torch.is_grad_enabled() and uses_fused_linears(x.device, is_compiled=torch.compiler.is_compiling())
 
     def prefill(self, x: Tensor) -> Tensor | None:
         """Return the unsplit product of an eager prefill without gradients, for a kernel that reads it; else None.
@@ -249,11 +247,7 @@ def _concatenate(parts: Sequence[Tensor]) -> Tensor:
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for part in parts:
-        if (
-            not part.is_contiguous()
-            or part.untyped_storage().data_ptr() != storage
-            or part.data_ptr() != place
-        ):
+        if not part.is_contiguous() or part.untyped_storage().data_ptr() != storage or part.data_ptr() != place:
             break
         place += part.nbytes
     else:

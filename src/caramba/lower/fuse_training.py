@@ -63,8 +63,7 @@ def fuse_training(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
             kind,
             fast,
             lambda module, names=FUSIBLE[kind][0]: (
-                not isinstance(module, Float8SwiGLU)
-                and are_joinable([module.get_submodule(name) for name in names])
+                not isinstance(module, Float8SwiGLU) and are_joinable([module.get_submodule(name) for name in names])
             ),
         )
     ]

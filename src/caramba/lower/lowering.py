@@ -71,10 +71,7 @@ def replace_each(
     return [
         replace_class(module, fast)
         for module in model.modules()
-        if isinstance(module, kind)
-        and not isinstance(module, fast)
-        and not has_hooks(module)
-        and matches(module)
+        if isinstance(module, kind) and not isinstance(module, fast) and not has_hooks(module) and matches(module)
     ]
 
 
@@ -133,9 +130,7 @@ def _of(module: str, function: str) -> Callable[..., list[Replaced]]:
     """Return a function of a module of this package that is imported at the first call."""
 
     def apply(model: nn.Module, *, is_compiled: bool) -> list[Replaced]:
-        return getattr(importlib.import_module(f"caramba.lower.{module}"), function)(
-            model, is_compiled=is_compiled
-        )
+        return getattr(importlib.import_module(f"caramba.lower.{module}"), function)(model, is_compiled=is_compiled)
 
     return apply
 
@@ -145,9 +140,7 @@ PASSES = (
     Pass("fuse_training", ("train",), "", _of("fuse_training", "fuse_training"), is_for_compiled=True),
     Pass("fuse_linears", ("decode",), "", _of("fuse_linears", "fuse_linears")),
     Pass("latent_keys", ("train",), "LatentProjection", _of("absorb_latent", "fuse_latent_keys")),
-    Pass(
-        "latent_queries", ("train", "decode"), "LatentProjection", _of("absorb_latent", "fuse_latent_queries")
-    ),
+    Pass("latent_queries", ("train", "decode"), "LatentProjection", _of("absorb_latent", "fuse_latent_queries")),
     Pass("prefix_attention", ("train",), "FirstTokens", _of("prefix_attention", "fuse_prefix_attention")),
     Pass("split_keys", ("train", "prefill", "decode"), "LatentProjection", _of("split_keys", "split_keys")),
     Pass("absorb_latent", ("decode",), "LatentProjection", _of("absorb_latent", "absorb_latent")),
@@ -189,9 +182,7 @@ class LoweredModel:
         self.restore()
 
 
-def lower(
-    model: nn.Module, device: torch.device | str, mode: Mode, *, is_compiled: bool = False
-) -> LoweredModel:
+def lower(model: nn.Module, device: torch.device | str, mode: Mode, *, is_compiled: bool = False) -> LoweredModel:
     """Install the fast paths of a mode on a device; parameters and their names stay, and no weight is copied.
 
     What has hooks, a forward of its own, an adapter, or a quantised or sharded weight that a pass does not support runs

@@ -137,9 +137,7 @@ def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 INT4_CAPABILITY = (8, 0)
-MISSING = (
-    "torchao is not installed, whose products of quantised weights run here; pip install 'caramba[quantise]'"
-)
+MISSING = "torchao is not installed, whose products of quantised weights run here; pip install 'caramba[quantise]'"
 
 
 def _is_installed() -> bool:
@@ -314,9 +312,7 @@ class QuantisedTiedHead(TiedHead):
         return F.linear(input, self.weight)
 
 
-def linear_layers(
-    model: Model, form: WeightFormat, device: torch.device, *, with_head: bool = False
-) -> Candidates:
+def linear_layers(model: Model, form: WeightFormat, device: torch.device, *, with_head: bool = False) -> Candidates:
     """Return the linear layers of a model's topology: projections of attention, SwiGLU, LinearLayer; the head if asked.
 
     The per-head maps of the latent layout are no linear layers and stay as they are, as do norms and embeddings.
@@ -375,18 +371,14 @@ def quantise_weights(
         raise KernelUnavailable(reason)
     torchao = load_torchao()
     if form is WeightFormat.INT8_DYNAMIC and ranges is None:
-        raise ConfigError(
-            "weights=int8_dynamic: needs the ranges of activations; name a text to calibrate on"
-        )
+        raise ConfigError("weights=int8_dynamic: needs the ranges of activations; name a text to calibrate on")
     found = linear_layers(model, form, weight.device, with_head=with_head)
     if not found.layers:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(found.kept.items())[:3]) or "it has none"
         raise ConfigError(f"weights={form}: no linear layer of this model can be quantised ({why})")
     if form is WeightFormat.INT4:
         for name, layer in found.layers.items():
-            reason = (
-                None if type(layer) in CODED else refuse_packed_int4(weight.device, weight_of(layer).dtype)
-            )
+            reason = None if type(layer) in CODED else refuse_packed_int4(weight.device, weight_of(layer).dtype)
             if reason is not None:
                 raise KernelUnavailable(f"{reason} ({name} is a {type(layer).__name__})")
     before = model_bytes(model)
@@ -450,12 +442,8 @@ def _coded(layer: nn.Module, codes: Any) -> QuantizedLinear:
     """
     zeros = getattr(codes, "zero_point", None)
     if zeros is not None and bool(zeros.any()):
-        raise KernelUnavailable(
-            "weights=int8: this torchao makes codes with zero points; expected symmetric ones"
-        )
-    return QuantizedLinear(
-        codes.qdata, codes.scale.flatten().float(), getattr(layer, "bias", None), _reduce(layer)
-    )
+        raise KernelUnavailable("weights=int8: this torchao makes codes with zero points; expected symmetric ones")
+    return QuantizedLinear(codes.qdata, codes.scale.flatten().float(), getattr(layer, "bias", None), _reduce(layer))
 
 
 def _grouped(layer: nn.Module, weight: Tensor) -> QuantizedLinear:

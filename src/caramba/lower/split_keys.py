@@ -38,18 +38,12 @@ class SplitKeys(LatentProjection):
         self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, documents: Documents | None = None
     ) -> Tensor:
         n_keys, are_concatenated = streams["c"].shape[2], "joined" in streams
-        if q.shape[2] == 1 or not self._takes(
-            score, q, n_keys, self.dims.v, are_concatenated=are_concatenated
-        ):
+        if q.shape[2] == 1 or not self._takes(score, q, n_keys, self.dims.v, are_concatenated=are_concatenated):
             return super().attend_absorbed(q, streams, score, documents)
         c, k_geo = (streams[name].transpose(1, 2) for name in ("c", "k_geo"))
-        return self.map_values(
-            split_key_attention(torch.cat(self.cache_queries(q), dim=-1), c, k_geo, c, documents)
-        )
+        return self.map_values(split_key_attention(torch.cat(self.cache_queries(q), dim=-1), c, k_geo, c, documents))
 
-    def _takes(
-        self, score: CausalScore, q: Tensor, n_keys: int, width: int, *, are_concatenated: bool
-    ) -> bool:
+    def _takes(self, score: CausalScore, q: Tensor, n_keys: int, width: int, *, are_concatenated: bool) -> bool:
         """True if the kernel replaces `score` for queries [B, H, T, .]; semantic keys and values are `width` wide.
 
         Up to `WIDEST` cuDNN is faster if T = S. With fewer queries only flash is left, which needs concatenated keys;
@@ -65,9 +59,7 @@ class SplitKeys(LatentProjection):
         )
 
 
-def split_key_attention(
-    q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, documents: Documents | None
-) -> Tensor:
+def split_key_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
     """Attend to keys in two parts, token-major as linear layers return them.
 
     Shape: q [B, H, T, A + G], k_sem [B, S, K1, A], k_geo [B, S, K2, G], v [B, S, K3, D] -> [B, H, T, D].

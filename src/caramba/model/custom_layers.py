@@ -76,9 +76,7 @@ def new_cache(
         from caramba.cache.window import WindowLayerKVCache  # which few models need
 
         if window + WindowLayerKVCache.spare < max_tokens:
-            return WindowLayerKVCache(
-                layer.dims.streams, window, batch_size=batch_size, kind=kind, device=device
-            )
+            return WindowLayerKVCache(layer.dims.streams, window, batch_size=batch_size, kind=kind, device=device)
     return new_layer_cache(layer.dims, *args, **format)
 
 

@@ -43,8 +43,7 @@ class EarlyExit:
         n = max(1, len(starts) // 4) if n_blocks is None else n_blocks
         if not 1 <= n < len(starts):
             raise ConfigError(
-                f"early exit: spec_draft_layers={n} of a model of {len(starts)} blocks; "
-                f"expected 1 to {len(starts) - 1}"
+                f"early exit: spec_draft_layers={n} of a model of {len(starts)} blocks; expected 1 to {len(starts) - 1}"
             )
         self.model, self.n_blocks = model, n
         self.nodes = (*front, *body[: starts[n]], *tail)
@@ -68,9 +67,7 @@ class EarlyExit:
         """Return the scores of the next token. Shape: [..., M] to [..., V]."""
         return self.model.logits(hidden)
 
-    def new_context(
-        self, batch_size: int, max_tokens: int, kind: KVCacheKind, static: bool = False
-    ) -> Context:
+    def new_context(self, batch_size: int, max_tokens: int, kind: KVCacheKind, static: bool = False) -> Context:
         """Return an empty context of the blocks that are left."""
         device = self.model.embedder.token.weight.device
         return context_of(self.layers, batch_size, max_tokens, kind, device, static)

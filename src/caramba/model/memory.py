@@ -85,9 +85,7 @@ class SlotMemory:
             )
         return self._memory_stats
 
-    def resize(
-        self, slots: int, *, optimizer: torch.optim.Optimizer | None = None, is_open: bool = False
-    ) -> None:
+    def resize(self, slots: int, *, optimizer: torch.optim.Optimizer | None = None, is_open: bool = False) -> None:
         """Give every memory layer `slots` slots, and the optimizer's state of their gates the same change.
 
         Fewer: those that were read most in the last `get_memory_stats(tokens)` stay, in their order. More: new slots
@@ -107,10 +105,7 @@ class SlotMemory:
                     f"resize_memory: {name} has {layer.config.slots} slots, and what is read of them is not known; "
                     "call get_memory_stats(tokens) first"
                 )
-        kept = {
-            name: _kept_slots(layer, slots, reads.get(name, layer.slot_gate))
-            for name, layer in layers.items()
-        }
+        kept = {name: _kept_slots(layer, slots, reads.get(name, layer.slot_gate)) for name, layer in layers.items()}
         spec = _with_slots(self.model.spec, slots)
         for name, layer in layers.items():
             _resize(layer, kept[name], slots, optimizer, is_open=is_open)
@@ -125,9 +120,7 @@ def memory_layers(model: Model) -> dict[str, MemoryBankLayer]:
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MemoryBankLayer)}
     if not layers:
-        raise ConfigError(
-            "this model has no MemoryBankLayer, hence no memory slots; use one, such as tiny_memory"
-        )
+        raise ConfigError("this model has no MemoryBankLayer, hence no memory slots; use one, such as tiny_memory")
     return layers
 
 

@@ -148,9 +148,7 @@ class Model(nn.Module):
             documents of another shape or with a context.
         """
         if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ConfigError(
-                f"model: tokens have shape {tuple(tokens.shape)}, expected [B, T] with T at least 1"
-            )
+            raise ConfigError(f"model: tokens have shape {tuple(tokens.shape)}, expected [B, T] with T at least 1")
         if documents is not None:
             if ctx is not None or documents.shape != tokens.shape:
                 raise ConfigError(
@@ -276,9 +274,7 @@ def context_of(
     **format: Any,
 ) -> Context:
     """Return an empty context with a cache for each of these applications, in execution order."""
-    return Context(
-        [new_cache(layer, batch_size, max_tokens, kind, device, static, **format) for layer in layers]
-    )
+    return Context([new_cache(layer, batch_size, max_tokens, kind, device, static, **format) for layer in layers])
 
 
 def pair_attention(teacher: Model, student: Model) -> list[tuple[str, AttentionLayer, AttentionLayer]]:
@@ -325,17 +321,11 @@ def build_model(spec: ModelSpec, *, seed: int | None = None, device: torch.devic
 def init_weights(model: nn.Module) -> None:
     """Draw fresh weights in place from the global CPU generator, as `build_model` describes."""
     depth = max(1, sum(1 for _ in attention_applications(model)))
-    residual = {
-        getattr(module, name)
-        for module in model.modules()
-        for name in getattr(module, "residual_outputs", ())
-    }
+    residual = {getattr(module, name) for module in model.modules() for name in getattr(module, "residual_outputs", ())}
     # Children first: a module's own reset_parameters may then overrule what its children got.
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(
-                module.weight, std=INIT_STD / (2 * depth) ** 0.5 if module in residual else INIT_STD
-            )
+            nn.init.normal_(module.weight, std=INIT_STD / (2 * depth) ** 0.5 if module in residual else INIT_STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif callable(reset := getattr(module, "reset_parameters", None)):

@@ -103,8 +103,7 @@ def _check_frequencies(model: Model, tables: Mapping[str, StoredTensor], where: 
             for each in (rope.inv_freq[0], rope_frequencies(2 * rope.inv_freq.shape[1], rope.base))
         ]
         if not any(
-            each.shape == found.shape and torch.allclose(each.cpu(), found, rtol=1e-2, atol=1e-6)
-            for each in known
+            each.shape == found.shape and torch.allclose(each.cpu(), found, rtol=1e-2, atol=1e-6) for each in known
         ):
             raise CheckpointError(
                 f"{where}: {name} holds other frequencies than config.json gives; correct its rope_theta or "
@@ -224,9 +223,7 @@ def load_pretrained(
         refuse_not_finite(model, f"{where}={path}")
     else:
         stream_into(model, index_tensors((path,)), where=f"{where}={path}")
-    labels = parse_object(
-        metadata.get("labels", "{}"), f"{path}: labels", CheckpointError, "restore the file"
-    )
+    labels = parse_object(metadata.get("labels", "{}"), f"{path}: labels", CheckpointError, "restore the file")
     return model.eval(), {key: str(value) for key, value in labels.items()}
 
 

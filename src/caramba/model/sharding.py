@@ -119,9 +119,7 @@ def fill_sharded(model: Model, whole: Model | None, device: torch.device) -> Non
     """Allocate a sharded model on meta and copy the weights of rank 0's `whole` model; other ranks need none."""
     model.to_empty(device=device)
     state = {} if whole is None else {name: value.detach() for name, value in whole.state_dict().items()}
-    set_model_state_dict(
-        model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
 def gather_state(model: nn.Module) -> dict[str, Tensor]:

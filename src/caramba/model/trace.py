@@ -113,9 +113,7 @@ class Trace:
             if record.name == name:
                 return record.output
         traced = ", ".join(self.names)
-        raise ConfigError(
-            f"trace: no output of {name!r}; trace a module that runs, these are traced: {traced}"
-        )
+        raise ConfigError(f"trace: no output of {name!r}; trace a module that runs, these are traced: {traced}")
 
     def clear(self) -> None:
         """Forget what was recorded, to free memory between batches."""

@@ -13,9 +13,7 @@ from caramba.ops.latent_queries import HALF, check_queries, has_narrow_queries, 
 from caramba.ops.small_batch_linear import reference_per_head_linear
 
 
-def absorbed_queries(
-    q: Tensor, sem_map: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
-) -> Tensor:
+def absorbed_queries(q: Tensor, sem_map: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """Return [(scale q_h) A_h, scale RoPE(q_h G_h)] for every head h: `latent_queries`, mapped into the latent.
 
     Sums and angles are in at least fp32; scaled queries round to q's dtype before their product, as those of
@@ -52,9 +50,7 @@ def reference_absorbed_queries(
     q: Tensor, sem_map: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> Tensor:
     """Compute the op in plain PyTorch."""
-    sem, geo = reference_latent_queries(q, geo_map, cos, sin, scale).split(
-        (q.shape[-1], geo_map.shape[-1]), dim=-1
-    )
+    sem, geo = reference_latent_queries(q, geo_map, cos, sin, scale).split((q.shape[-1], geo_map.shape[-1]), dim=-1)
     return torch.cat((reference_per_head_linear(sem, sem_map), geo), dim=-1)
 
 

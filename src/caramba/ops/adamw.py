@@ -146,9 +146,7 @@ def adamw_step(
                 "bfloat16 parameters without master weights; only these use stochastic rounding"
             )
     if in_moments:
-        kinds = sorted(
-            {f"{p.dtype} with moments of {m.dtype}" for p, m in zip(parameters, exp_avgs, strict=True)}
-        )
+        kinds = sorted({f"{p.dtype} with moments of {m.dtype}" for p, m in zip(parameters, exp_avgs, strict=True)})
         narrow = [m.dtype for m in (*exp_avgs, *exp_avg_sqs) if m.dtype != torch.float32]
         if weights or seed is not None or narrow or any(p.dtype != torch.bfloat16 for p in parameters):
             raise ConfigError(
@@ -185,9 +183,7 @@ def _refusal(index: int, group: Sequence[Tensor]) -> ConfigError:
     wrong = [
         (name, x)
         for name, x in zip(NAMES, group, strict=False)
-        if x.shape != first.shape
-        or x.device != first.device
-        or not (x.is_contiguous() and x.is_floating_point())
+        if x.shape != first.shape or x.device != first.device or not (x.is_contiguous() and x.is_floating_point())
     ]
     name, x = wrong[0] if wrong else (NAMES[0], first)  # which is on another device than the tensors before
     return ConfigError(
@@ -220,9 +216,7 @@ def reference_adamw_step(
 ) -> None:
     """Compute the op in plain PyTorch, in chunks to bound memory."""
     noise = None if seed is None else chunk_noise(seed, first, [p.numel() for p in parameters])
-    for index, (p, m, v, step, grad) in enumerate(
-        zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)
-    ):
+    for index, (p, m, v, step, grad) in enumerate(zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)):
         dtype = torch.promote_types(p.dtype, torch.float32)
         is_taken = torch.ones_like(step, dtype=torch.bool) if found_inf is None else found_inf == 0
         is_taken = is_taken.reshape(())

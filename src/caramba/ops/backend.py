@@ -396,9 +396,7 @@ def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Ten
         raise ConfigError(
             f"{op}: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating dtype and one axis at least"
         )
-    if residual is not None and (
-        residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
-    ):
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
         raise ConfigError(f"{op}: residual is {describe(residual)}, expected {describe(x)}, as x")
     width = x.shape[-1]
     for name, vector in affine.items():
@@ -406,6 +404,4 @@ def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Ten
             continue
         fits = vector.dim() == 1 and vector.shape[0] == width and vector.is_floating_point()
         if not fits or vector.device != x.device:
-            raise ConfigError(
-                f"{op}: {name} is {describe(vector)}, expected floating ({width},) on {x.device}"
-            )
+            raise ConfigError(f"{op}: {name} is {describe(vector)}, expected floating ({width},) on {x.device}")

@@ -64,9 +64,7 @@ def check_dba_append(
 ) -> None:
     """Refuse what the op does not take, by shapes and dtypes alone."""
     if not streams or not buffers:
-        raise refusal(
-            "dba_append", "streams, buffers", f"{len(streams)} and {len(buffers)}", "one at least of each"
-        )
+        raise refusal("dba_append", "streams, buffers", f"{len(streams)} and {len(buffers)}", "one at least of each")
     batch, heads, n_tokens = streams[0].shape[:3] if streams[0].dim() == 4 else ("B", "K", "T")
     device, capacity = streams[0].device, buffers[0].shape[2] if buffers[0].dim() == 4 else "S"
     _check_parts("dba_append", "streams", streams, (batch, heads, n_tokens, "D"), device)
@@ -77,14 +75,10 @@ def check_dba_append(
     _check_tables(streams, cos, sin, rotated)
 
 
-def _check_parts(
-    op: str, name: str, parts: list[Tensor], shape: Sequence[int | str], device: torch.device
-) -> None:
+def _check_parts(op: str, name: str, parts: list[Tensor], shape: Sequence[int | str], device: torch.device) -> None:
     """Refuse streams or buffers of another shape, of which letters stand for any size."""
     for x in parts:
-        fits = x.dim() == 4 and all(
-            isinstance(n, str) or size == n for size, n in zip(x.shape, shape, strict=True)
-        )
+        fits = x.dim() == 4 and all(isinstance(n, str) or size == n for size, n in zip(x.shape, shape, strict=True))
         if not fits or not x.is_floating_point() or x.device != device:
             wanted = f"floating [{', '.join(map(str, shape))}] on {device}"
             raise refusal(op, name, describe(x), wanted)
@@ -104,9 +98,7 @@ def _filled(op: str, streams: list[Tensor], buffers: list[Tensor]) -> list[tuple
 
 def _check_tables(streams: list[Tensor], cos: Tensor | None, sin: Tensor | None, rotated: int) -> None:
     if not -1 <= rotated < len(streams) or (cos is None) != (rotated == -1) or (cos is None) != (sin is None):
-        raise refusal(
-            "dba_append", "rotated", rotated, f"-1 without cos and sin, with them 0 to {len(streams) - 1}"
-        )
+        raise refusal("dba_append", "rotated", rotated, f"-1 without cos and sin, with them 0 to {len(streams) - 1}")
     if cos is None or sin is None:
         return
     (batch, heads, n_tokens, width), table = streams[rotated].shape, cos.shape
@@ -245,9 +237,7 @@ def check_store_tokens(streams: list[Tensor], buffers: list[Tensor], rows: Tenso
 
 
 @caramba_op("store_tokens", fake=check_store_tokens, mutates=("buffers",))
-def reference_store_tokens(
-    streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor
-) -> None:
+def reference_store_tokens(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> None:
     """Compute the op in plain PyTorch, without a wait for the device."""
     found = _filled("store_tokens", streams, buffers)
     n_rows, capacity = buffers[0].shape[0], buffers[0].shape[2]
@@ -256,9 +246,7 @@ def reference_store_tokens(
     is_inside = (rows >= 0) & (rows < n_rows) & (places >= 0) & (places < capacity)
     # In the place of a token that goes nowhere the first that goes somewhere is written once more. Without any, what
     # is there is written back.
-    token = torch.where(
-        is_inside, torch.arange(len(rows), device=rows.device), is_inside.to(torch.int64).argmax()
-    )
+    token = torch.where(is_inside, torch.arange(len(rows), device=rows.device), is_inside.to(torch.int64).argmax())
     row, place = rows[token].clamp(0, n_rows - 1), places[token].clamp(0, capacity - 1)
     is_any = is_inside[token][:, None, None]
     for x, (buffer, column) in zip(streams, found, strict=True):

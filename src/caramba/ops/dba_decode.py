@@ -46,9 +46,7 @@ def check_dba_decode(*given: Any) -> tuple[int, int]:
         wanted = f"[{batch}, {heads}, {n_queries}, Dgeo] in q_sem's {q_sem.dtype} on {q_sem.device}"
         raise _refuse("q_geo", describe(q_geo), wanted)
     if not 1 <= n_queries <= MAX_QUERIES:
-        raise _refuse(
-            "q_sem", f"{n_queries} queries per sequence", f"1 to {MAX_QUERIES}; attend in prefill's form"
-        )
+        raise _refuse("q_sem", f"{n_queries} queries per sequence", f"1 to {MAX_QUERIES}; attend in prefill's form")
     streams = [("k_sem", k_sem, q_sem.shape[-1]), ("k_geo", k_geo, q_geo.shape[-1])]
     if v:
         streams.append(("v", v, _of_rank(v[-1], "v", 4)[-1]))
@@ -65,9 +63,7 @@ def check_dba_decode(*given: Any) -> tuple[int, int]:
     if tuple(seqlens.shape) != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q_sem.device:
         raise _refuse("seqlens", describe(seqlens), f"int32 [{batch}] on {q_sem.device}")
     if batch > 1 and seqlens.stride(0) != 1:
-        raise _refuse(
-            "seqlens", f"stride {seqlens.stride(0)}", "contiguous lengths; pass seqlens.contiguous()"
-        )
+        raise _refuse("seqlens", f"stride {seqlens.stride(0)}", "contiguous lengths; pass seqlens.contiguous()")
     packed = any(kind in STORED for kind in kinds)
     if packed != (n_packed is not None):
         raise _refuse("n_packed", "none" if packed else "one", "one exactly where a stream is quantised")
@@ -79,9 +75,7 @@ def check_dba_decode(*given: Any) -> tuple[int, int]:
         raise _refuse("n_packed", describe(n_packed), f"int32 [1] or [{batch}] on {q_sem.device}")
     rows = [(kv_heads, width) for _, _, width in streams]
     like = (q_sem.dtype, q_sem.device)
-    if null and (
-        [tuple(row.shape) for row in null] != rows or any((row.dtype, row.device) != like for row in null)
-    ):
+    if null and ([tuple(row.shape) for row in null] != rows or any((row.dtype, row.device) != like for row in null)):
         wanted = f"rows {rows} in {q_sem.dtype} on {q_sem.device}"
         raise _refuse("null", ", ".join(describe(row) for row in null), wanted)
     if min(window, max_seqlen, n_splits) < 0 or n_splits > MAX_SPLITS:
@@ -154,9 +148,7 @@ def _check_stream(
     codes, scales, tail = parts
     lanes = (stored.block.n_blocks(kv_heads * width), codes.shape[2])
     if tuple(codes.shape[1:]) != (*lanes, stored.code_width) or codes.dtype != stored.code_dtype:
-        raise _refuse(
-            f"{name}.values", describe(codes), f"{stored.code_dtype} {[batch, *lanes, stored.code_width]}"
-        )
+        raise _refuse(f"{name}.values", describe(codes), f"{stored.code_dtype} {[batch, *lanes, stored.code_width]}")
     if tuple(scales.shape[1:]) != (*lanes, 1) or scales.dtype != stored.scale_dtype:
         raise _refuse(f"{name}.scales", describe(scales), f"{stored.scale_dtype} {[batch, *lanes, 1]}")
     if tail.dtype != torch.bfloat16:
@@ -214,11 +206,7 @@ def reference_dba_decode(
 
 def _softmax_read(scores: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return softmax(scores) values and log sum exp(scores), zeros and -inf where every score is -inf."""
-    sums = (
-        torch.logsumexp(scores, dim=-1)
-        if scores.shape[-1]
-        else scores.new_full(scores.shape[:-1], -torch.inf)
-    )
+    sums = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
     safe = torch.where(sums == -torch.inf, torch.zeros_like(sums), sums)
     out = torch.einsum("bkgts,bksd->bkgtd", torch.exp(scores - safe[..., None]), values)
     return out.flatten(1, 2).to(dtype), sums.flatten(1, 2).float()

@@ -14,9 +14,7 @@ HALF = (torch.float16, torch.bfloat16)
 NARROWEST, WIDEST_SEM, WIDEST_GEO, WIDEST_VALUE = 16, 128, 256, 128
 
 
-def decoupled_attention(
-    q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None = None
-) -> Tensor:
+def decoupled_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None = None) -> Tensor:
     """Return softmax(q_sem k_sem^T + q_geo k_geo^T) v, causal, with sums in at least fp32, rounded once.
 
     Scores are sums of two products, so the parts of a key are never concatenated, and each part has its own number of
@@ -44,9 +42,7 @@ def has_two_part_keys(dtype: torch.dtype, sem: int, geo: int, value: int) -> boo
     """Whether kernels of the op take it: in 16 bits, at widths A, G and D of a head that are their tiles': powers of
     two."""
     widths = ((sem, WIDEST_SEM), (geo, WIDEST_GEO), (value, WIDEST_VALUE))
-    return dtype in HALF and all(
-        NARROWEST <= width <= widest and width & (width - 1) == 0 for width, widest in widths
-    )
+    return dtype in HALF and all(NARROWEST <= width <= widest and width & (width - 1) == 0 for width, widest in widths)
 
 
 def check_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None) -> None:
@@ -57,9 +53,7 @@ def check_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: T
     """
     op = "decoupled_attention"
     if q.dim() != 4 or not q.is_floating_point():
-        raise ConfigError(
-            f"{op}: q is {q.dtype} of shape {tuple(q.shape)}, expected floating [B, T, H, A + G]"
-        )
+        raise ConfigError(f"{op}: q is {q.dtype} of shape {tuple(q.shape)}, expected floating [B, T, H, A + G]")
     batch, n_queries, heads, width = q.shape
     keys = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
     n_keys = k_sem.shape[1] if k_sem.dim() == 4 else n_queries
@@ -78,9 +72,7 @@ def check_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: T
             f"{op}: keys of {k_sem.shape[3]} + {k_geo.shape[3]} features for queries of {width}, expected as many"
         )
     if n_queries > n_keys:
-        raise ConfigError(
-            f"{op}: {n_queries} queries are the last of {n_keys} positions, expected no more of them"
-        )
+        raise ConfigError(f"{op}: {n_queries} queries are the last of {n_keys} positions, expected no more of them")
     if first is None:
         return
     if first.dtype != torch.int64 or first.shape != (batch, n_queries) or first.device != q.device:

@@ -38,11 +38,7 @@ def distillation_rows(
     Reference: Hinton et al., 2015, arXiv:1503.02531.
     """
     _check(logits, teacher, targets, kl, ce)
-    run = (
-        reference_distillation_rows
-        if logits.dtype == torch.float64
-        else torch.ops.caramba.distillation_rows.default
-    )
+    run = reference_distillation_rows if logits.dtype == torch.float64 else torch.ops.caramba.distillation_rows.default
     run(logits, teacher, targets, kl, ce, ignore_index, temperature, kl_weight, writes)
 
 
@@ -82,11 +78,7 @@ def reference_distillation_rows(
 
 def _check(logits: Tensor, teacher: Tensor, targets: Tensor, kl: Tensor, ce: Tensor) -> None:
     rows = logits.shape[:1]
-    if (
-        logits.dim() != 2
-        or teacher.shape != logits.shape
-        or not rows == targets.shape == kl.shape == ce.shape
-    ):
+    if logits.dim() != 2 or teacher.shape != logits.shape or not rows == targets.shape == kl.shape == ce.shape:
         raise ConfigError(
             f"distillation_rows: got logits {tuple(logits.shape)}, teacher {tuple(teacher.shape)}, targets "
             f"{tuple(targets.shape)}, kl {tuple(kl.shape)}, ce {tuple(ce.shape)}; expected [R, V] twice and [R]"

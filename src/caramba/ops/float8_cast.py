@@ -10,9 +10,7 @@ LEAST_AMAX = 1e-12  # of what a scale is made for, as in torchao
 TILE = 16  # of both sides of a float8 product, which the hardware's are made of
 
 
-def float8_cast(
-    x: Tensor, *, per_tensor: bool = False, e5m2: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def float8_cast(x: Tensor, *, per_tensor: bool = False, e5m2: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x and its transpose in float8, each with what undoes its scale: x[m, n] is about
 
         rows[m, n] row_scale[m] = columns[n, m] column_scale[n]
@@ -42,9 +40,7 @@ def format_of(e5m2: bool) -> torch.dtype:
     return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
 
 
-@caramba_op(
-    "float8_cast", fake=lambda x, per_tensor, e5m2: empty_cast(x, x.shape[0], x.shape[1], per_tensor, e5m2)
-)
+@caramba_op("float8_cast", fake=lambda x, per_tensor, e5m2: empty_cast(x, x.shape[0], x.shape[1], per_tensor, e5m2))
 def reference_float8_cast(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
     wide, dtype = x.float(), format_of(e5m2)
@@ -80,9 +76,7 @@ def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.clamp(-most, most).to(dtype)
 
 
-def empty_cast(
-    like: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_cast(like: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what the cast of a matrix [M, N] is written to."""
     dtype = format_of(e5m2)
     n_rows, n_columns = (1, 1) if per_tensor else (m, n)
@@ -156,9 +150,7 @@ def _check(packed: Tensor) -> None:
 
 @caramba_op(
     "float8_swiglu",
-    fake=lambda packed, per_tensor: empty_cast(
-        packed, packed.shape[0], packed.shape[1] // 2, per_tensor, False
-    ),
+    fake=lambda packed, per_tensor: empty_cast(packed, packed.shape[0], packed.shape[1] // 2, per_tensor, False),
 )
 def reference_float8_swiglu(packed: Tensor, per_tensor: bool) -> Cast:
     """Compute the op in plain PyTorch."""

@@ -204,9 +204,7 @@ def _checked(x: Tensor, kind: str) -> StoredFormat:
     return stored
 
 
-def dequantize(
-    codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the numbers that codes stand for: s * code, s * (code - 8), or s * level[code], rounded to `dtype` once.
 
     Shape: codes [..., N, code_width] and scales [..., N] to [..., width], with N = ceil(width / block); what pads

@@ -8,9 +8,7 @@ from torch import Tensor
 from caramba.ops.backend import call_op, caramba_op, check_rows, direct, empty_upcast, upcast
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Centre and scale rows: y = (x - mean) / sqrt(var + eps) * weight + bias, in at least fp32, rounded once.
 
     var is the mean of (x - mean)^2, taken after the mean and not as a difference of squares.
@@ -153,20 +151,13 @@ def reference_layer_norm_backward(
 
 def fake_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors as `layer_norm_backward` returns them, uninitialised."""
-    vectors = [
-        empty_upcast(x, (0,)) if vector is None else vector.new_empty(vector.shape)
-        for vector in (weight, bias)
-    ]
+    vectors = [empty_upcast(x, (0,)) if vector is None else vector.new_empty(vector.shape) for vector in (weight, bias)]
     return x.new_empty(x.shape), vectors[0], vectors[1]
 
 
-def _gradients(
-    ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _gradients(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x, mean, rstd, weight, bias = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(x)
-    grad_x, grad_weight, grad_bias = call_op(
-        "layer_norm_backward", grad, grad_sum, x, mean, rstd, weight, bias
-    )
+    grad_x, grad_weight, grad_bias = call_op("layer_norm_backward", grad, grad_sum, x, mean, rstd, weight, bias)
     return grad_x, None if weight is None else grad_weight, None if bias is None else grad_bias

@@ -39,9 +39,7 @@ def cross_entropy_rows(
     _check_cross_entropy_rows(logits, targets, losses)
     if logits.dtype == torch.float64:
         return reference_cross_entropy_rows(logits, targets, losses, ignore_index, scale, z_loss, writes)
-    return torch.ops.caramba.cross_entropy_rows.default(
-        logits, targets, losses, ignore_index, scale, z_loss, writes
-    )
+    return torch.ops.caramba.cross_entropy_rows.default(logits, targets, losses, ignore_index, scale, z_loss, writes)
 
 
 @caramba_op(

@@ -288,9 +288,7 @@ def _read_chunks(
     weights = weights.to(dtype)
     products = (q @ k.mT).unflatten(3, groups).masked_fill(hidden, 0).flatten(3, 4)
     scores = kept * (q @ keys.mT).unflatten(3, groups)
-    scores = torch.addcmul(scores, up, upcast(products @ weights).unflatten(3, groups)).masked_fill(
-        is_empty, NOTHING
-    )
+    scores = torch.addcmul(scores, up, upcast(products @ weights).unflatten(3, groups)).masked_fill(is_empty, NOTHING)
     p = scores.softmax(-1)
     by_token = ((p * up).to(dtype).flatten(3, 4) @ weights.mT).unflatten(3, groups)
     by_token = by_token.masked_fill(hidden, 0).flatten(3, 4)

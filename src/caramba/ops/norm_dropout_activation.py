@@ -47,19 +47,14 @@ def norm_dropout_activation(
         )
     if not 0.0 <= p <= 1.0:
         raise ConfigError(f"norm_dropout_activation: p={p}, expected a probability from 0 to 1")
-    if seed is not None and (
-        isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63
-    ):
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ConfigError(f"norm_dropout_activation: seed={seed!r}, expected an integer of 64 bits")
     p = resolve_probability(p) if training else 0.0
     if p == 0.0:
         p, seed = 0.0, 0
     elif seed is None:
         seed = int(torch.randint(2**62, (1,)))
-    run = (
-        direct("norm_dropout_activation", x, weight, bias)
-        or torch.ops.caramba.norm_dropout_activation.default
-    )
+    run = direct("norm_dropout_activation", x, weight, bias) or torch.ops.caramba.norm_dropout_activation.default
     return run(x, weight, bias, eps, p, seed, activation)[0]
 
 

@@ -103,9 +103,7 @@ def _check(
             f"{tuple(prefix_out.shape)}; expected [B, H, T, Dqk], [B, K, S, Dqk], [B, K, S, D] and [B, H, T, D]"
         )
     if prefix_lse.shape != (*q.shape[:3], 1):
-        raise ConfigError(
-            f"prefix_attention: got prefix_lse {tuple(prefix_lse.shape)}, expected {(*q.shape[:3], 1)}"
-        )
+        raise ConfigError(f"prefix_attention: got prefix_lse {tuple(prefix_lse.shape)}, expected {(*q.shape[:3], 1)}")
     wide = torch.promote_types(q.dtype, torch.float32)
     dtypes = (k.dtype, v.dtype, prefix_out.dtype, prefix_lse.dtype)
     expected_dtypes = [(q.dtype, q.dtype, dtype, wide) for dtype in (q.dtype, wide)]
@@ -122,9 +120,7 @@ def _check(
         )
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, prefix_out: Tensor, prefix_lse: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, prefix_out: Tensor, prefix_lse: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     # Memory order [B, T, H, D]: what the linear layer that reads the heads takes without a copy.
     batch, heads, length, width = prefix_out.shape
     return q.new_empty((batch, length, heads, width)).transpose(1, 2), prefix_lse.new_empty(prefix_lse.shape)
@@ -195,9 +191,7 @@ def reference_prefix_attention_backward(
     return grad_q, grad_k, grad_v
 
 
-def _parts(
-    q: Tensor, k: Tensor, window: int | None, first: Tensor | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _parts(q: Tensor, k: Tensor, window: int | None, first: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield queries, the keys that one of them sees, and their scores, minus infinity where a query sees no key.
 
     Shape: [B, K, G * t, s] for t queries of G heads and s keys.

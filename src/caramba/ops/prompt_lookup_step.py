@@ -60,9 +60,7 @@ def prompt_lookup_step(
                 f"{ids.device}"
             )
     if most < 0 or max_ngram < 1:
-        raise ConfigError(
-            f"prompt_lookup_step: got most={most} and max_ngram={max_ngram}, expected >= 0 and >= 1"
-        )
+        raise ConfigError(f"prompt_lookup_step: got most={most} and max_ngram={max_ngram}, expected >= 0 and >= 1")
     run = direct("prompt_lookup_step", ids) or torch.ops.caramba.prompt_lookup_step.default
     return run(ids, lengths, state, sampled, live, most, max_ngram, extra)
 

@@ -23,9 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     return run(x, weight, eps)[0]
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normalised.
 
     Shape: x and residual [..., D] of one dtype, weight [D] or none, to two contiguous [..., D].

@@ -35,24 +35,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float = 1.0, dtype: torch.d
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     shape, table = x.shape, cos.shape
     if x.dim() != 4 or shape[-1] % 2 or not x.is_floating_point():
-        raise ConfigError(
-            f"rope: x is {x.dtype} of shape {tuple(shape)}, expected floating [B, N, T, D] with even D"
-        )
-    if (
-        not tables_fit(table, *shape)
-        or sin.shape != table
-        or cos.dtype != sin.dtype
-        or not cos.is_floating_point()
-    ):
+        raise ConfigError(f"rope: x is {x.dtype} of shape {tuple(shape)}, expected floating [B, N, T, D] with even D")
+    if not tables_fit(table, *shape) or sin.shape != table or cos.dtype != sin.dtype or not cos.is_floating_point():
         raise ConfigError(
             f"rope: cos is {cos.dtype} {tuple(table)} and sin {sin.dtype} {tuple(sin.shape)} for x {tuple(shape)}; "
             f"expected both floating [G, {shape[2]}, {shape[3] // 2}], or the same with {shape[0]} in front, G a "
             f"divisor of {shape[1]}"
         )
     if cos.device != x.device or sin.device != x.device:
-        raise ConfigError(
-            f"rope: cos is on {cos.device}, sin on {sin.device}, x on {x.device}; expected one device"
-        )
+        raise ConfigError(f"rope: cos is on {cos.device}, sin on {sin.device}, x on {x.device}; expected one device")
     if cos.requires_grad or sin.requires_grad:
         raise ConfigError("rope: cos and sin require gradients, which this op does not give; detach them")
 
@@ -93,9 +84,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     backward=_backward,
     is_linear=True,
 )
-def reference_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype: torch.dtype
-) -> Tensor:
+def reference_rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype: torch.dtype) -> Tensor:
     """Compute the op in plain PyTorch."""
     repeats = x.shape[1] // cos.shape[-3]
     wide = upcast(x)
@@ -121,9 +110,7 @@ def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.caramba.cos_sin.default(angles)
 
 
-@caramba_op(
-    "cos_sin", fake=lambda angles: (torch.empty_like(angles), torch.empty_like(angles)), takes_kernel=False
-)
+@caramba_op("cos_sin", fake=lambda angles: (torch.empty_like(angles), torch.empty_like(angles)), takes_kernel=False)
 def reference_cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
     return angles.cos(), angles.sin()
@@ -224,8 +211,7 @@ def _fake_rope_qkv(
     batch, tokens, width = joined.shape
     head_dim = width // (n_heads + 2 * n_kv_heads)
     return tuple(
-        joined.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
-        for heads in (n_heads, n_kv_heads, n_kv_heads)
+        joined.new_empty(batch, tokens, heads, head_dim).transpose(1, 2) for heads in (n_heads, n_kv_heads, n_kv_heads)
     )
 
 
@@ -261,9 +247,7 @@ def reference_rope_qkv(
     joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
-    parts = joined.unflatten(-1, (n_heads + 2 * n_kv_heads, -1)).split(
-        [n_heads, n_kv_heads, n_kv_heads], dim=2
-    )
+    parts = joined.unflatten(-1, (n_heads + 2 * n_kv_heads, -1)).split([n_heads, n_kv_heads, n_kv_heads], dim=2)
     q, k, v = (x.new_empty(x.shape) for x in parts)
     q.copy_(_turned(parts[0], cos, sin, scale))
     k.copy_(_turned(parts[1], cos, sin, 1.0))

@@ -71,9 +71,7 @@ def reference_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tu
     return chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 
 
-def store_sample(
-    token: Tensor, logprob: Tensor, step: Tensor, tokens: Tensor, logprobs: Tensor, fed: Tensor
-) -> None:
+def store_sample(token: Tensor, logprob: Tensor, step: Tensor, tokens: Tensor, logprobs: Tensor, fed: Tensor) -> None:
     """Write the tokens of all rows and their log-probabilities into column `step`, which is counted on, and into `fed`.
 
     Columns end at N: from there on the last one is written again.

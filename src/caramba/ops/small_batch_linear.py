@@ -121,9 +121,7 @@ def _check(
     if grouped is not None:
         n_groups = grouped.shape[1]
         if n_groups == 0 or width % (FIELDS * n_groups):
-            raise _refuse(
-                "scale", describe(grouped), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly"
-            )
+            raise _refuse("scale", describe(grouped), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly")
         of_scale = (n_out, n_groups, 2)
     expected = {
         "weight": (weight, tuple(weight.shape), of_weight),
@@ -186,9 +184,7 @@ def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
         ConfigError: shapes, dtypes or devices that do not fit, or gradients that are wanted.
     """
     if x.dim() != 4 or not x.is_floating_point():
-        raise ConfigError(
-            f"per_head_linear: x is {x.dtype} of shape {tuple(x.shape)}, expected floating [B, T, H, R]"
-        )
+        raise ConfigError(f"per_head_linear: x is {x.dtype} of shape {tuple(x.shape)}, expected floating [B, T, H, R]")
     fits = weight.dim() == 3 and weight.shape[:2] == x.shape[2:] and weight.is_floating_point()
     if not fits or weight.device != x.device:
         raise ConfigError(

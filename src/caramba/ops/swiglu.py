@@ -78,9 +78,7 @@ def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return wide * up * share * (1 + gate * (1 - share)), wide * gate * share
 
 
-@caramba_op(
-    "swiglu_backward", fake=lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape))
-)
+@caramba_op("swiglu_backward", fake=lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 def reference_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Compute (dgate, dup) in plain PyTorch."""
     grad_gate, grad_up = _gradients(grad, gate, up)

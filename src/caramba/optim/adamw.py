@@ -112,9 +112,7 @@ class AdamW(torch.optim.AdamW):
         self._step_weights(weights, in_moments=True)
 
     @torch.no_grad()
-    def _step_weights(
-        self, weights: Masters, seed: Tensor | None = None, *, in_moments: bool = False
-    ) -> None:
+    def _step_weights(self, weights: Masters, seed: Tensor | None = None, *, in_moments: bool = False) -> None:
         clip, self.clip = self.clip, None
         first = 0
         for group in self.param_groups:
@@ -182,9 +180,7 @@ class AdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(like, dtype=p.dtype, memory_format=torch.preserve_format)
         return state
 
-    def _step_as_torch(
-        self, group: dict[str, Any], stepped: list[Any], grads: list[Any], clip: Tensor | None
-    ) -> None:
+    def _step_as_torch(self, group: dict[str, Any], stepped: list[Any], grads: list[Any], clip: Tensor | None) -> None:
         states = [self._state_of(p, p) for p in stepped]
         if clip is not None:
             torch._foreach_mul_([local(grad) for grad in grads], clip)  # pyright: ignore[reportPrivateImportUsage]

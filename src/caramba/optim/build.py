@@ -111,9 +111,7 @@ def learning_rate(phase: PhaseConfig, step: int, steps: int | None = None) -> fl
         if step <= begin:
             return phase.lr
     progress = min(1.0, (step - begin) / max(1, last - begin))
-    return phase.lr * (
-        phase.min_lr_ratio + (1.0 - phase.min_lr_ratio) * _remaining(phase.scheduler, progress)
-    )
+    return phase.lr * (phase.min_lr_ratio + (1.0 - phase.min_lr_ratio) * _remaining(phase.scheduler, progress))
 
 
 def _remaining(scheduler: str, progress: float) -> float:

@@ -52,9 +52,7 @@ class Lion(torch.optim.Optimizer):
                 )
         return loss
 
-    def _by_device(
-        self, parameters: Iterable[nn.Parameter]
-    ) -> dict[torch.device, list[tuple[Tensor, Tensor, Tensor]]]:
+    def _by_device(self, parameters: Iterable[nn.Parameter]) -> dict[torch.device, list[tuple[Tensor, Tensor, Tensor]]]:
         """Return (parameter, momentum, gradient) of those that have a gradient."""
         found: dict[torch.device, list[tuple[Tensor, Tensor, Tensor]]] = {}
         for parameter in parameters:
@@ -63,7 +61,5 @@ class Lion(torch.optim.Optimizer):
             state = self.state[parameter]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(parameter)
-            found.setdefault(parameter.device, []).append(
-                (parameter, state["momentum"], parameter.grad.contiguous())
-            )
+            found.setdefault(parameter.device, []).append((parameter, state["momentum"], parameter.grad.contiguous()))
         return found

@@ -48,9 +48,7 @@ def forecast_anderson(snapshots: Sequence[Tensor], ahead: float) -> Tensor:
     ones = torch.ones(len(gram), dtype=torch.float64)
     solved = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=torch.float64), ones)
     shares = (solved / solved.sum()).to(snapshots[0])
-    return sum(
-        (s * share for s, share in zip(snapshots[1:], shares, strict=True)), torch.zeros_like(snapshots[0])
-    )
+    return sum((s * share for s, share in zip(snapshots[1:], shares, strict=True)), torch.zeros_like(snapshots[0]))
 
 
 FORECASTS: Mapping[str, Callable[[Sequence[Tensor], float], Tensor]] = {

@@ -106,9 +106,7 @@ BETA1 = 0.9
 def shadow_(kind: str, states: Sequence[dict[str, Any]], grads: Sequence[Tensor], beta2: float) -> None:
     """Keep next to an optimiser the averages that it lacks, weight by weight, for another to take over."""
     pairs = list(zip(states, grads, strict=True))
-    lacking = [
-        (one, grad) for one, grad in pairs if kind not in WITH_SECOND_MOMENT or "momentum_buffer" in one
-    ]
+    lacking = [(one, grad) for one, grad in pairs if kind not in WITH_SECOND_MOMENT or "momentum_buffer" in one]
     for state, grad in lacking:
         if "exp_avg_sq" not in state:
             state["exp_avg_sq"] = torch.zeros_like(grad)
@@ -365,9 +363,7 @@ class Portfolio(torch.optim.Optimizer):
         return found
 
     def _copy_state(self) -> tuple[Any, ...]:
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
-        ]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return _copy_states(self.state), groups
 
     def _put_state(self, kept: tuple[Any, ...]) -> None:

@@ -104,9 +104,7 @@ class SWATS(torch.optim.Optimizer):
     def _estimate(self, dots: list[tuple[Any, Tensor, Tensor]]) -> None:
         tensors = [p for p, _, _ in dots]
         first = dots[0][1]
-        sums = [
-            complete_squares(torch.stack([row[at].to(first) for row in dots]), tensors).sum() for at in (1, 2)
-        ]
+        sums = [complete_squares(torch.stack([row[at].to(first) for row in dots]), tensors).sum() for at in (1, 2)]
         squares, along = (float(x) for x in torch.stack(sums))
         if along == 0.0 or not math.isfinite(squares / along):
             return

@@ -52,9 +52,7 @@ class BudgetLedger:
         """
         most = self.limits.max_iterations
         if self.spent.iterations >= most:
-            raise BudgetExceeded(
-                f"the draft took max_iterations={most} requests and is not finished{self._advice}"
-            )
+            raise BudgetExceeded(f"the draft took max_iterations={most} requests and is not finished{self._advice}")
         self.spent.iterations += 1
 
     def reserve(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Spent:

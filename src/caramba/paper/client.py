@@ -107,9 +107,7 @@ class LanguageModel:
             )
         return None
 
-    def ask(
-        self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]
-    ) -> ModelReply:
+    def ask(self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]) -> ModelReply:
         """Return the model's reply; `record` gets every attempt before it is sent and after it failed.
 
         Raises:
@@ -133,9 +131,7 @@ class LanguageModel:
         for _ in range(MOST_REASKED + 1):
             reply = attempt(conversation, [])
             try:
-                return _reply(
-                    read_calls(reply.text, tools), reply.finish, reply.prompt_tokens, reply.reply_tokens
-                )
+                return _reply(read_calls(reply.text, tools), reply.finish, reply.prompt_tokens, reply.reply_tokens)
             except ValueError as error:
                 asked = f"{error}; answer with one JSON object as described, and nothing else"
                 conversation += [

@@ -49,13 +49,10 @@ def need_latex(where: str) -> None:
     missing = [name for name in ("pdflatex", "bibtex", "kpsewhich") if shutil.which(name) is None]
     if missing:
         raise ConfigError(
-            f"{where}: {', '.join(missing)} not found, and no version is kept that does not compile; "
-            f"install {PACKAGES}"
+            f"{where}: {', '.join(missing)} not found, and no version is kept that does not compile; install {PACKAGES}"
         )
     files = [*(f"{name}.sty" for name in STYLES), "plainnat.bst"]
-    done = subprocess.run(
-        ["kpsewhich", *files], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-    )
+    done = subprocess.run(["kpsewhich", *files], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     found = {Path(line).name for line in done.stdout.splitlines()}
     lacking = [name for name in files if name not in found]
     if lacking:

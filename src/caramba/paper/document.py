@@ -43,9 +43,7 @@ _SECTION = re.compile(
 )
 
 
-def build_paper(
-    config: PaperConfig, evidence: Evidence, sections: Mapping[str, str], *, has_citations: bool
-) -> str:
+def build_paper(config: PaperConfig, evidence: Evidence, sections: Mapping[str, str], *, has_citations: bool) -> str:
     """Return paper.tex. Sections that are not written yet are left out; a note names the run below the title."""
     note = rf"Drafted from run \texttt{{{escape(evidence.run_id)}}} of \texttt{{{escape(evidence.name)}}}."
     if evidence.proxy:
@@ -158,9 +156,7 @@ def results_tex(sections: Sequence[Scanned], evidence: Evidence) -> str:
             has_spread = command == "result" and one.spread is not None
             spread = f", {kind} {one.spread!r} of n={one.n}" if has_spread else ""
             source = f"{key} = {one.value!r} {one.unit}{spread}, from {one.source}"
-            define(
-                command, key, one.tex if command == "result" else one.value_tex, source, is_proxy=one.is_proxy
-            )
+            define(command, key, one.tex if command == "result" else one.value_tex, source, is_proxy=one.is_proxy)
     for operation, first, second in list_names("derived", sections):
         value, one, other = (
             evidence.derive(operation, first, second),

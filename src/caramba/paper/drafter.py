@@ -103,9 +103,7 @@ class PaperDrafter:
 class _Session:
     """One draft in progress, its folder locked."""
 
-    def __init__(
-        self, drafter: PaperDrafter, evidence: Evidence, folder: PaperFolder, model: LanguageModel
-    ) -> None:
+    def __init__(self, drafter: PaperDrafter, evidence: Evidence, folder: PaperFolder, model: LanguageModel) -> None:
         self.config, self.evidence, self.folder, self.model = drafter.config, evidence, folder, model
         self.draft, self.gate = load_draft(folder.draft_file), Gate(self.config, evidence)
         literature = Literature(self.config.citations, sleep=drafter.sleep)
@@ -119,9 +117,7 @@ class _Session:
         # A draft that was stopped before it had a reply is nothing yet: it begins again.
         if not update and (head or draft.sections or has_replies or draft.spent.tokens):
             there = f"version {head['version']}" if head else "an unfinished draft"
-            raise ConfigError(
-                f"{root}: holds {there} of a paper; --update resumes it, --output-dir DIR begins another"
-            )
+            raise ConfigError(f"{root}: holds {there} of a paper; --update resumes it, --output-dir DIR begins another")
         this = (evidence.run_id, group)
         known = (draft.run_id, draft.group) if draft.run_id else (head.get("run_id"), head.get("group"))
         if known[0] and known != this:

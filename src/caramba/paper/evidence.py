@@ -103,9 +103,7 @@ class Evidence:
         need_name(operation, OPERATIONS, "operation", f"they are {', '.join(OPERATIONS)}")
         one, other = self.result(first), self.result(second)
         if one.unit != other.unit:
-            raise CarambaError(
-                f"{first} is in {one.unit or 'no unit'} and {second} in {other.unit or 'no unit'}"
-            )
+            raise CarambaError(f"{first} is in {one.unit or 'no unit'} and {second} in {other.unit or 'no unit'}")
         if operation == "difference":
             return one.value - other.value
         if other.value == 0:

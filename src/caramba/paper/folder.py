@@ -68,9 +68,7 @@ class PaperFolder:
         try:
             target = (self.root / path).resolve()
         except (OSError, ValueError, RuntimeError) as error:  # links in a circle, text that names no file
-            raise ConfigError(
-                f"{path[:80]!r} cannot be read ({type(error).__name__}); name another file"
-            ) from None
+            raise ConfigError(f"{path[:80]!r} cannot be read ({type(error).__name__}); name another file") from None
         if not target.is_relative_to(self.root.resolve()):
             raise ConfigError(f"{path!r} leads out of the paper's folder; name a file in it, such as {PAPER}")
         return target

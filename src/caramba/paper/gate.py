@@ -83,9 +83,7 @@ def _check_use(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> Non
             for key in map(str.strip, keys):
                 need_name(key, cited, "citation", "add_citation makes a key")
             if others and not cited[first].states(others[0]):
-                raise CarambaError(
-                    f"{others[0]!r} does not stand in the abstract of {first}; quote a number that does"
-                )
+                raise CarambaError(f"{others[0]!r} does not stand in the abstract of {first}; quote a number that does")
         case _:
             pass
 
@@ -184,17 +182,11 @@ def unknown_digits(sections: Mapping[str, str], evidence: Evidence, cited: Cited
         scanned = check_section(section, body, evidence, cited, numbers_are_free=True)
         names, before = section_names(scanned, evidence, cited), ""
         shown: list[str] = []
-        for word in " ".join(
-            page.extract_text() for page in pypdf.PdfReader(io.BytesIO(compiled.pdf)).pages
-        ).split():
+        for word in " ".join(page.extract_text() for page in pypdf.PdfReader(io.BytesIO(compiled.pdf)).pages).split():
             plain = re.sub(r"(?<=\w)=(?=\w)", "_", word).strip(".,:;?!*()[]'\"")
             if any(letter.isnumeric() for letter in plain) and not names.knows(plain, before):
                 shown.append(plain)
             before = plain
-        if Counter(letter for word in shown for letter in word if letter.isnumeric()) - Counter(
-            scanned.digits
-        ):
-            wrong.append(
-                f"{section}: the compiled page shows digits that no name or macro vouches for: {shown}"
-            )
+        if Counter(letter for word in shown for letter in word if letter.isnumeric()) - Counter(scanned.digits):
+            wrong.append(f"{section}: the compiled page shows digits that no name or macro vouches for: {shown}")
     return wrong

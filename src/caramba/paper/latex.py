@@ -242,9 +242,7 @@ def _parser() -> tuple[Any, Any]:
         "section",
         macros=[spec.MacroSpec(name, form) for name, form in forms.items()],
         environments=[
-            spec.EnvironmentSpec(
-                name, "{" if name == "tabular" else "", is_math_mode=name not in PROSE_ENVIRONMENTS
-            )
+            spec.EnvironmentSpec(name, "{" if name == "tabular" else "", is_math_mode=name not in PROSE_ENVIRONMENTS)
             for name in (*PROSE_ENVIRONMENTS, *MATH_ENVIRONMENTS, *_INNER_ENVIRONMENTS)
         ],
     )

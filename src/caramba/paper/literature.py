@@ -70,18 +70,14 @@ class Record:
             "title": f"{{{_plain(self.title)}}}",
             "author": " and ".join(_person(name) for name in self.authors),
             "year": self.year,
-            "howpublished": _plain(
-                self.venue or ("arXiv:" + self.id[6:] if self.id.startswith("arxiv:") else "")
-            ),
+            "howpublished": _plain(self.venue or ("arXiv:" + self.id[6:] if self.id.startswith("arxiv:") else "")),
             "note": f"DOI {_plain(self.doi)}" if self.doi else "",
         }
         lines = [f"  {name} = {{{value}}}" for name, value in fields.items() if value]
         return f"% {self.id}\n@misc{{{key},\n" + ",\n".join(lines) + "\n}\n"
 
 
-def describe(
-    identity: str, title: str, authors: Iterable[str], year: str, *, entry: str = "", **others: str
-) -> Record:
+def describe(identity: str, title: str, authors: Iterable[str], year: str, *, entry: str = "", **others: str) -> Record:
     """Return a record of what others wrote, each text on one line and no longer than allowed."""
     people = tuple(clean(name, 200) for name in itertools.islice(authors, MOST_AUTHORS) if name.strip())
     most = {"abstract": MOST_ABSTRACT}
@@ -199,9 +195,7 @@ class Literature:
         fields = "title,abstract,year,venue,authors,externalIds,url"
         asked = {"query": query, "limit": str(most), "fields": fields}
         key = os.environ.get(SEMANTIC_SCHOLAR_KEY)
-        content = self._get(
-            "semantic_scholar", SEMANTIC_SCHOLAR_URL, asked, {"x-api-key": key} if key else {}
-        )
+        content = self._get("semantic_scholar", SEMANTIC_SCHOLAR_URL, asked, {"x-api-key": key} if key else {})
         try:
             papers = read_json(content).get("data") or []
             return [record for paper in papers if (record := _of_paper(paper)) and record.title][:most]

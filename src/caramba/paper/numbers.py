@@ -95,9 +95,7 @@ GLUED = (
     "a value that a command prints and another number stand side by side and read as one; put an operator or words "
     "between them"
 )
-BASELESS = (
-    "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no base"
-)
+BASELESS = "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no base"
 _NUMBER = re.compile(f"[0-9]+|{VALUE}|{_NUMBERED_CELL}")
 _HAS_LETTER = re.compile(rf"[^\W\d]|{LETTER}")
 # An operator, or a comma or bar that follows a letter, separates two numbers.

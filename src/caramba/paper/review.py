@@ -95,9 +95,7 @@ def _of_sections(sections: Mapping[str, str], evidence: Evidence) -> Iterator[Re
             has_claim = bool(_LESS.search(sentence) or _MORE.search(sentence) or _BETTER.search(sentence))
             if _OTHERS.search(sentence) and "\\cite" not in sentence:
                 words = " ".join(sentence.split())[:80]
-                yield Reviewed(
-                    "missing_citation", name, words, f"{words!r} names other work and cites none", True
-                )
+                yield Reviewed("missing_citation", name, words, f"{words!r} names other work and cites none", True)
             if (compared := _NEEDS_CLAIM.search(sentence)) and "\\claim{" not in sentence:
                 text = f"{compared[0]!r} has no \\claim{{KEY}}{{KEY}}{{less|more|equal}} in its sentence"
                 yield Reviewed("unclaimed_comparison", name, compared[0].lower(), text, True)

@@ -125,15 +125,11 @@ class ReviewToolbox:
                 return {"findings": [{"id": item.id, **asdict(item)} for item in found]}
             case CheckCitationCoverage():
                 titles = " ".join(self.titles.values()).lower()
-                covered = {
-                    topic: all(word in titles for word in topic.lower().split()) for topic in asked.topics
-                }
+                covered = {topic: all(word in titles for word in topic.lower().split()) for topic in asked.topics}
                 return {"n_citations": len(self.titles), "covered": covered}
             case ReadPaperSection():
                 if asked.section not in self.sections:
-                    raise AgentError(
-                        f"{asked.section}: not in the paper, which has {', '.join(self.sections)}"
-                    )
+                    raise AgentError(f"{asked.section}: not in the paper, which has {', '.join(self.sections)}")
                 return {"body": self.sections[asked.section]}
             case GetExperimentResultsSummary():
                 keys = [key for key in self.evidence.results if key.startswith(asked.prefix)]
@@ -170,9 +166,7 @@ class ReviewToolbox:
                     "every finding cites one"
                 )
         if asked.action == "new_experiment" and not self.proposals:
-            raise AgentError(
-                "new_experiment without a proposal; call propose_experiment, or take another action"
-            )
+            raise AgentError("new_experiment without a proposal; call propose_experiment, or take another action")
         self.submitted = asked
         return {"accepted": True}
 

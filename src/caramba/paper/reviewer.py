@@ -107,9 +107,7 @@ class PaperReviewer:
             if not reply.calls:
                 silent += 1
                 if silent > MOST_SILENT:
-                    raise ModelUnusable(
-                        f"{self.config.model}: {silent} replies call no tool; take another model"
-                    )
+                    raise ModelUnusable(f"{self.config.model}: {silent} replies call no tool; take another model")
                 messages.append({"role": "user", "content": "End the review by calling submit_review."})
             for call in reply.calls:
                 answer = tools.call(call.name, call.arguments)

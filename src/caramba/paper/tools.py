@@ -44,9 +44,7 @@ def tool_schemas(tools: Mapping[str, type[Config]]) -> list[dict[str, Any]]:
             for name, tool in tools.items()]  # fmt: skip
 
 
-def call_tool(
-    name: str, text: str, tools: Mapping[str, type[Config]], answer: Callable[[Any], dict[str, Any]]
-) -> str:
+def call_tool(name: str, text: str, tools: Mapping[str, type[Config]], answer: Callable[[Any], dict[str, Any]]) -> str:
     """Carry out a call with the arguments that a model wrote, and return its result as JSON.
 
     A call that cannot be carried out is answered with the reason, as an error.
@@ -134,9 +132,7 @@ class ReadTexFile(Tool):
             return {"sections": sections, "missing": box.missing()}
         file = box.folder.resolve_inside(self.path)
         if file.suffix not in (".tex", ".bib") or not file.is_file():
-            raise AgentError(
-                f"{self.path!r} is no .tex or .bib file of the paper; read_tex_file without path shows it"
-            )
+            raise AgentError(f"{self.path!r} is no .tex or .bib file of the paper; read_tex_file without path shows it")
         return {"path": self.path, "content": file.read_text(encoding="utf-8", errors="replace")[:MOST_READ]}
 
 
@@ -310,9 +306,7 @@ TOOLS: dict[str, type[Tool]] = by_name(
 def _listed(kind: str, known: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     found = [item for item in known.items() if item[0].startswith(prefix)]
     left = len(found) - MOST_LISTED
-    return {kind: dict(found[:MOST_LISTED])} | (
-        {"left_out": f"{left} more; give a longer prefix"} if left > 0 else {}
-    )
+    return {kind: dict(found[:MOST_LISTED])} | ({"left_out": f"{left} more; give a longer prefix"} if left > 0 else {})
 
 
 _KINDS = {

@@ -71,9 +71,7 @@ def clean(text: str, most: int) -> str:
     return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
-def condense(
-    abstracts: Mapping[str, str], ask: Callable[[list[dict[str, Any]]], str]
-) -> dict[str, dict[str, Any]]:
+def condense(abstracts: Mapping[str, str], ask: Callable[[list[dict[str, Any]]], str]) -> dict[str, dict[str, Any]]:
     """Return by id the fields of the abstracts, and the numbers that are in them as they are written.
 
     `ask` sends a conversation without tools and returns the answer; what it leaves out or misshapes has no fields.

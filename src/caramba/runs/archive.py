@@ -76,14 +76,10 @@ def archive_runs(runs: Sequence[Path]) -> list[Archived]:
     root = roots[0]
     known = list_archive(root)
     batch = max((item.batch for item in known), default=0) + 1
-    moved = [
-        Archived(root, f"{run.parent.name}/{run.name}", batch, time.time()) for run in dict.fromkeys(runs)
-    ]
+    moved = [Archived(root, f"{run.parent.name}/{run.name}", batch, time.time()) for run in dict.fromkeys(runs)]
     for item in moved:
         if item.place.exists():
-            raise ConfigError(
-                f"rm: {item.place} is in the archive already; rename the run, or --purge that one"
-            )
+            raise ConfigError(f"rm: {item.place} is in the archive already; rename the run, or --purge that one")
     with ExitStack() as held:
         for item in moved:
             held.enter_context(lock(item.origin))
@@ -107,9 +103,7 @@ def restore_runs(items: Sequence[Archived]) -> None:
     """
     for item in items:
         if item.origin.exists():
-            raise ConfigError(
-                f"rm: {item.origin}: cannot come back from the archive, it exists; move it away first"
-            )
+            raise ConfigError(f"rm: {item.origin}: cannot come back from the archive, it exists; move it away first")
     for item in items:
         item.origin.parent.mkdir(parents=True, exist_ok=True)
         os.rename(item.place, item.origin)
@@ -136,9 +130,7 @@ def select_archived(root: Path, names: Sequence[str]) -> list[Archived]:
     found: list[Archived] = []
     for text in names:
         end = "/".join(Path(text).parts[-2:])
-        matches = [
-            item for name, item in known.items() if name == end or name.endswith(f"/{Path(text).name}")
-        ]
+        matches = [item for name, item in known.items() if name == end or name.endswith(f"/{Path(text).name}")]
         if not matches:
             hint = nearest(end, known) or f"; in the archive: {', '.join(list(known)[:5]) or 'no run'}"
             raise ConfigError(f"rm: {text}: not in the archive of {root}{hint}")

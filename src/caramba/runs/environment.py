@@ -107,9 +107,7 @@ def environment_changes(run_dir: Path) -> Iterator[str]:
     for name in PACKAGES:
         if packages.get(name) != new["packages"].get(name):
             yield f"{name} {packages.get(name)} -> {new['packages'].get(name)}"
-    then, now = (
-        [f"{gpu['name']}, driver {gpu['driver']}" for gpu in item.get("gpus") or ()] for item in (old, new)
-    )
+    then, now = ([f"{gpu['name']}, driver {gpu['driver']}" for gpu in item.get("gpus") or ()] for item in (old, new))
     if then != now:
         yield f"GPUs {then or 'none'} -> {now or 'none'}"
     patch = run_dir / GIT_PATCH
@@ -176,6 +174,4 @@ def _gpus() -> list[dict[str, str]]:
     fields = ("name", "driver_version", "memory.total")
     text = output_of(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
     rows = [line.split(", ") for line in (text or b"").decode().splitlines() if line.strip()]
-    return [
-        dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == len(fields)
-    ]
+    return [dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == len(fields)]

@@ -31,9 +31,7 @@ def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
     with open(run_dir / EVENTS, "ab+") as file:
         if file.seek(0, 2):
             file.seek(-1, 2)
-            if (
-                file.read(1) != b"\n"
-            ):  # A killed writer cut its line short, and this one would be lost with it.
+            if file.read(1) != b"\n":  # A killed writer cut its line short, and this one would be lost with it.
                 line = f"\n{line}"
         file.write(line.encode())
 

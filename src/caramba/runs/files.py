@@ -273,9 +273,7 @@ def has_record(root: Path) -> bool:
     return os.path.lexists(root / RECORD)
 
 
-def read_record(
-    root: Path, error: type[CarambaError] = CheckpointError
-) -> Mapping[str, list[dict[str, Any]]]:
+def read_record(root: Path, error: type[CarambaError] = CheckpointError) -> Mapping[str, list[dict[str, Any]]]:
     """Return the accepted versions (bytes, sha256) of each file by its name within `root`; empty without a record.
 
     Raises:
@@ -323,9 +321,7 @@ def _check(root: Path, name: str, error: type[CarambaError]) -> None:
     sizes = sorted({version["bytes"] for version in versions})
     if size not in sizes:
         kind = "truncated" if size < sizes[0] else "corrupt"
-        raise error(
-            f"{file}: the file is {kind}: {size} bytes, expected {sizes[-1]}; restore it or write it again"
-        )
+        raise error(f"{file}: the file is {kind}: {size} bytes, expected {sizes[-1]}; restore it or write it again")
     digest = _cached_sha256(file)
     if digest not in [version["sha256"] for version in versions]:
         raise error(
@@ -508,9 +504,7 @@ def lock(run_dir: Path, what: str = "run") -> Iterator[None]:
     try:
         if not _taken(descriptor):
             holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
-            raise ConfigError(
-                f"{run_dir}: process {holder} is running this {what}; wait for it, or stop it first"
-            )
+            raise ConfigError(f"{run_dir}: process {holder} is running this {what}; wait for it, or stop it first")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         _held.add(descriptor)

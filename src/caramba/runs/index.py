@@ -61,9 +61,7 @@ def read_states(folder: Path, runs: Sequence[Path]) -> list[RunState]:
     return [RunState(**(json.loads(text) | {"run": run})) for run, text in zip(runs, texts, strict=True)]
 
 
-def read_indexed(
-    folder: Path, kind: str, runs: Sequence[Path], read: Callable[[Path], tuple[str, bool]]
-) -> list[str]:
+def read_indexed(folder: Path, kind: str, runs: Sequence[Path], read: Callable[[Path], tuple[str, bool]]) -> list[str]:
     """Return a text for each run: that of the index, or what `read` returns where the run's files have changed.
 
     Args:

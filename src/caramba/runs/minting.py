@@ -160,9 +160,7 @@ def resolve_run(text: str, root: Path = Path("runs")) -> Path:
     if text == "latest":
         found = list_runs(root)
         if not found:
-            raise ConfigError(
-                f"latest: there are no runs under {root.absolute()}; start one with `caramba launch`"
-            )
+            raise ConfigError(f"latest: there are no runs under {root.absolute()}; start one with `caramba launch`")
         return found[-1]
     path = Path(text).expanduser()
     for candidate in (path, root / text):

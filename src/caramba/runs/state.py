@@ -126,12 +126,9 @@ def list_failed_benchmarks(run: Path) -> tuple[str, ...]:
         parts = [result]
         if "groups" in result:  # none of its groups was ended by a verification, or it would not be there
             parts = [
-                json.loads((run / "groups" / name / RESULT).read_text(encoding="utf-8"))
-                for name in result["groups"]
+                json.loads((run / "groups" / name / RESULT).read_text(encoding="utf-8")) for name in result["groups"]
             ]
-        failed = [
-            str(bench["id"]) for part in parts for bench in part["benchmarks"] if bench["error"] is not None
-        ]
+        failed = [str(bench["id"]) for part in parts for bench in part["benchmarks"] if bench["error"] is not None]
         verdicts = [verdict for part in parts for verdict in part["verdicts"] if verdict["fail_fast"]]
         checks = [Check(**check) for verdict in verdicts for check in verdict["checks"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -340,9 +337,7 @@ def refuse_queued(run_dir: Path, what: str = "run") -> None:
     if number is None or number == current_job():
         return
     # A sweep has the number of its array, and its tasks are listed as NUMBER_TASK or, waiting, NUMBER_[0-9].
-    found = [
-        job for job in queue().values() if job.number.partition("_")[0] == number or job.number == number
-    ]
+    found = [job for job in queue().values() if job.number.partition("_")[0] == number or job.number == number]
     alive = next((job for job in found if job.is_alive), None)
     if alive is not None:
         raise ConfigError(

@@ -179,9 +179,7 @@ def read_sweep(folder: Path) -> Sweep:
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
         if plain["schema"] != SCHEMA:
-            raise ConfigError(
-                f"{file}: schema {plain['schema']}, expected {SCHEMA}; read it with its own caramba"
-            )
+            raise ConfigError(f"{file}: schema {plain['schema']}, expected {SCHEMA}; read it with its own caramba")
         points = [Point(**point) for point in plain["points"]]
         return Sweep(file.parent, plain["experiment"], plain["overrides"], points, plain["settings"])
     except OSError as error:
@@ -229,6 +227,4 @@ def resolve_sweep(text: str, root: Path = Path("runs")) -> Path:
             return found[-1]
     known = [f"{folder.parents[1].name}/{FOLDER}/{folder.name}" for folder in list_sweeps(root)]
     hint = nearest(text.removeprefix(f"{root}/").rstrip("/"), known)
-    raise ConfigError(
-        f"{text}: no sweep there (a sweep is a directory with {INDEX}){hint or '; start one with -m'}"
-    )
+    raise ConfigError(f"{text}: no sweep there (a sweep is a directory with {INDEX}){hint or '; start one with -m'}")

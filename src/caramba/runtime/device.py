@@ -142,9 +142,7 @@ def metal_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"fallback": fallback, "chip": None, "macos": platform.mac_ver()[0] or None}
     if not torch.backends.mps.is_available():
         return facts
-    chip = subprocess.run(
-        ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-    )
+    chip = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
     return facts | {
         "chip": chip.stdout.strip() or platform.machine(),
         "recommended_bytes": torch.mps.recommended_max_memory(),
@@ -295,9 +293,7 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._level: int | None = None
-        self._peak_key, self._level_key = (
-            ("VmHWM", "VmRSS") if address_limit() is None else ("VmPeak", "VmSize")
-        )
+        self._peak_key, self._level_key = ("VmHWM", "VmRSS") if address_limit() is None else ("VmPeak", "VmSize")
 
     def start(self) -> None:
         """Forget the peaks so far."""

@@ -269,9 +269,7 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
     ranks = Ranks(rank, world, PrefixStore(f"orders/{meeting}", store))
     try:
         yield ranks
-    except (
-        BaseException
-    ):  # others may hang in a step that failed here: the end of this process is what ends it
+    except BaseException:  # others may hang in a step that failed here: the end of this process is what ends it
         with contextlib.suppress(dist.DistNetworkError):  # a store that has ended with its launcher
             ranks.part()
         raise
@@ -300,9 +298,7 @@ def _own_device(device: torch.device) -> torch.device:
     place = int(os.environ.get("LOCAL_RANK", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     if device.type == "mps" and here > 1:
-        raise ConfigError(
-            f"parallel: {here} ranks, and device=mps is one device; use device=cpu, or one rank"
-        )
+        raise ConfigError(f"parallel: {here} ranks, and device=mps is one device; use device=cpu, or one rank")
     if device.type == "cuda":
         found = torch.cuda.device_count()
         if place >= found:

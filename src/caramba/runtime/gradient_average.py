@@ -57,9 +57,7 @@ class EmbeddingGradRows:
         if not self.is_kept:
             return
         if not self.kept:
-            raise CarambaError(
-                "an embedding had no gradient in a step, and its mean cannot be taken: freeze it"
-            )
+            raise CarambaError("an embedding had no gradient in a step, and its mean cannot be taken: freeze it")
         weight = self.table.weight
         ids = torch.cat([ids for ids, _ in self.kept])
         rows = torch.cat([rows for _, rows in self.kept]).to(narrow or weight.dtype)
@@ -101,9 +99,7 @@ class _KeptRows(torch.autograd.Function):
     """Looks rows up; backward keeps (ids [N], gradients [N, M]) in a list."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, kept: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         ctx.ids, ctx.kept = ids, kept
         return nn.functional.embedding(ids, weight)
 
@@ -238,8 +234,7 @@ class GradientAverage:
         self._begun = 0
         self._is_expected = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._take)
-            for parameter in (every if in_backward else [])
+            parameter.register_post_accumulate_grad_hook(self._take) for parameter in (every if in_backward else [])
         ]
 
     def expect(self, tokens: int) -> None:

@@ -202,10 +202,7 @@ def write_plans(path: Path, plans: Mapping[str, RuntimePlan]) -> None:
     """Write plan.json, which `load_plan` reads."""
     write_json(
         path,
-        {
-            name: {key: value for key, value in asdict(item).items() if key != "phase"}
-            for name, item in plans.items()
-        },
+        {name: {key: value for key, value in asdict(item).items() if key != "phase"} for name, item in plans.items()},
     )
 
 

@@ -161,9 +161,7 @@ def attention_rows(entry: dict[str, Any]) -> list[BackendTimings]:
         if any(type(width) is not int or width < 1 for width in (family.d_qk, family.d_v)) or any(
             not isinstance(flag, bool) for flag in flags
         ):
-            raise ValueError(
-                f"attention has a family {values}, expected widths of 1 or more, and true or false"
-            )
+            raise ValueError(f"attention has a family {values}, expected widths of 1 or more, and true or false")
         rows.append(BackendTimings(family, ms, refused))
     return rows
 
@@ -186,9 +184,7 @@ def choose_attention(device: torch.device, families: Iterable[Family] = ()) -> A
             return replace(choice, measured_ms=_milliseconds(nearest))
     if prefers_cudnn(device):
         return AttentionChoice(BACKENDS, True, f"{name} is in no table; from Hopper on cuDNN leads")
-    return AttentionChoice(
-        None, False, f"{name} is in no table: torch picks by shape (caramba tune measures)"
-    )
+    return AttentionChoice(None, False, f"{name} is in no table: torch picks by shape (caramba tune measures)")
 
 
 def decode_choices(device: torch.device) -> dict[str, dict[str, Any]]:

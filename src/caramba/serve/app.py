@@ -56,9 +56,7 @@ def document(model: str, *, max_tokens: int, vocab_size: int, has_key: bool) -> 
             "/v1/chat/completions": _post("Answer a conversation", schema.ChatRequest, chat, chunk, refused),
             "/v1/models": _get("The model that is served", schema.ModelList, refused),
             "/v1/models/{model}": _get("The model of this name", schema.ModelCard, (*refused, 404), "model"),
-            "/health": _get(
-                "Whether requests are taken", schema.Health, () if has_key else refused, busy=True
-            ),
+            "/health": _get("Whether requests are taken", schema.Health, () if has_key else refused, busy=True),
             "/metrics": _get("Counters for Prometheus", "text/plain", refused),
             "/openapi.json": _get("This document", "application/json", refused),
         },
@@ -192,9 +190,7 @@ def _json(value: BaseModel, status: int = 200) -> Response:
     return Response(value.model_dump_json(), status, media_type="application/json")
 
 
-def _reply(
-    service: Service, wanted: SamplingRequest, running: ActiveRequest, shape: Shape, with_tokens: bool
-) -> Reply:
+def _reply(service: Service, wanted: SamplingRequest, running: ActiveRequest, shape: Shape, with_tokens: bool) -> Reply:
     timeout_s = service.limits.timeout_s
     if not wanted.stream:
         return Reply(running, shape, timeout_s)

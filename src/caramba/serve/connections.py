@@ -119,9 +119,7 @@ class Framing:
             raise Malformed("Transfer-Encoding in a request of HTTP/1.0")
         if len(codings) > 1 or any(value.lower() != b"chunked" for value in codings):
             raise Malformed("Transfer-Encoding is repeated or not chunked")
-        tokens = {
-            part.strip().lower() for value in values.get(b"connection", []) for part in value.split(b",")
-        }
+        tokens = {part.strip().lower() for value in values.get(b"connection", []) for part in value.split(b",")}
         self._is_last = self._is_old or b"close" in tokens
         self._is_chunked = bool(codings)
         self._n_left = int(lengths[0]) if lengths else 0
@@ -138,9 +136,7 @@ class Framing:
         self._n_chunks += 1
         self._n_chunk_bytes += self._n_left
         if self._n_chunks > FREE_CHUNKS and self._n_chunk_bytes < FEWEST_PER_CHUNK * self._n_chunks:
-            raise Malformed(
-                f"more than {FREE_CHUNKS} chunks of fewer than {FEWEST_PER_CHUNK} bytes on average"
-            )
+            raise Malformed(f"more than {FREE_CHUNKS} chunks of fewer than {FEWEST_PER_CHUNK} bytes on average")
         self._read = self._chunk_end if self._n_left else self._trailer
 
     def _refuse_long(self, n_bytes: int) -> None:
@@ -189,9 +185,7 @@ def _parse_field(line: bytes) -> tuple[bytes, bytes]:
 
 HEAD_SECONDS = 30.0  # for the head of a request to come whole, from the connection or from its first byte on
 SPARE = 32  # connections above the bound that get this answer; those above them are cut off at once
-LINGER_SECONDS = (
-    1.0  # for a client to read that; what it sends is read and dropped, as a reset would overtake it
-)
+LINGER_SECONDS = 1.0  # for a client to read that; what it sends is read and dropped, as a reset would overtake it
 PROBE_SECONDS, PEER_CHECK_SECONDS = 2.0, 0.25
 """From the end of the client's half until it is probed, and from then between two looks at the socket."""
 BACKLOG = 256  # connections that are accepted in one go, before the first of them is looked at
@@ -253,9 +247,7 @@ class TimedProtocol(H11Protocol):
             return
         if self.metrics is not None:
             self.metrics.requests.labels("other", "400").inc()
-        response = framing_refusal(
-            self.framing.reason or "it ended early, or its head is not HTTP/1.1"
-        ).response()
+        response = framing_refusal(self.framing.reason or "it ended early, or its head is not HTTP/1.1").response()
         headers = [*response.raw_headers, (b"connection", b"close")]
         for event in (
             h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),

@@ -92,9 +92,7 @@ def too_many_connections() -> ApiError:
 
 def framing_refusal(reason: str) -> ApiError:
     """Return the answer to bytes that are not one unambiguous request of HTTP/1.1."""
-    return ApiError(
-        400, f"the request is malformed: {reason}; the connection is closed", code="malformed_request"
-    )
+    return ApiError(400, f"the request is malformed: {reason}; the connection is closed", code="malformed_request")
 
 
 def stopping() -> ApiError:

@@ -21,12 +21,8 @@ class Metrics:
         self.refused_connections = Counter(
             "caramba_refused_connections", "Connections above the bound", registry=self.registry
         )
-        self.requests = Counter(
-            "caramba_requests", "Answers sent", ("path", "status"), registry=self.registry
-        )
-        self.prompt_tokens = Counter(
-            "caramba_prompt_tokens", "Tokens of accepted prompts", registry=self.registry
-        )
+        self.requests = Counter("caramba_requests", "Answers sent", ("path", "status"), registry=self.registry)
+        self.prompt_tokens = Counter("caramba_prompt_tokens", "Tokens of accepted prompts", registry=self.registry)
         self.new_tokens = Counter("caramba_generated_tokens", "Tokens generated", registry=self.registry)
         self.finished = Counter(
             "caramba_finished", "Requests that left the engine", ("reason",), registry=self.registry

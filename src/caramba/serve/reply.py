@@ -144,6 +144,4 @@ class EventStream(Reply):
 
 
 def _too_long(timeout_s: float) -> ApiError:
-    return ApiError(
-        504, f"the answer took longer than the {timeout_s:g} s that this server allows", code="timeout"
-    )
+    return ApiError(504, f"the answer took longer than the {timeout_s:g} s that this server allows", code="timeout")

@@ -47,17 +47,13 @@ def _one_prompt(value: object) -> object:
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _ONE = {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}
-Prompt = Annotated[
-    str | tuple[int, ...], PlainValidator(_one_prompt), WithJsonSchema({"anyOf": [_TEXT, _IDS, _ONE]})
-]
+Prompt = Annotated[str | tuple[int, ...], PlainValidator(_one_prompt), WithJsonSchema({"anyOf": [_TEXT, _IDS, _ONE]})]
 
 
 class StreamOptions(Config):
     """What a stream holds in addition to its text."""
 
-    include_usage: bool = Field(
-        default=False, description="send a last chunk without choices, with the usage"
-    )
+    include_usage: bool = Field(default=False, description="send a last chunk without choices, with the usage")
     include_obfuscation: Literal[False] = Field(default=False, description="false alone: not supported")
 
 
@@ -74,9 +70,7 @@ class TextFormat(Config):
 class SamplingRequest(Config):
     """Keys that both endpoints share. Without a seed every request draws its own."""
 
-    model: Text | None = Field(
-        default=None, description="the model that is served, also where it is left out"
-    )
+    model: Text | None = Field(default=None, description="the model that is served, also where it is left out")
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Positive | None = None
@@ -88,12 +82,8 @@ class SamplingRequest(Config):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, description="for the caller's own records; not used")
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = Field(
-        default=0.0, description="0 alone: not supported"
-    )
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = Field(
-        default=0.0, description="0 alone: not supported"
-    )
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = Field(default=0.0, description="0 alone: not supported")
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = Field(default=0.0, description="0 alone: not supported")
     logit_bias: NoKeys = Field(default=NoKeys(), description="empty alone: not supported")
 
     @property
@@ -192,9 +182,7 @@ class ChatRequest(SamplingRequest):
     functions: Annotated[tuple[NoKeys, ...], Field(max_length=0)] = Field(
         default=(), description="empty alone: not supported"
     )
-    function_call: Literal["none", "auto"] = Field(
-        default="none", description="there are no functions to call"
-    )
+    function_call: Literal["none", "auto"] = Field(default="none", description="there are no functions to call")
     response_format: TextFormat = Field(
         default=TextFormat(type="text"), description="text alone: others are not supported"
     )
@@ -426,9 +414,7 @@ def refuse_many_values(data: object) -> None:
             inner = node
         n_values += len(inner)
         if n_values > MOST_VALUES:
-            raise ApiError(
-                400, f"the body holds more than {MOST_VALUES} values; send fewer keys, messages or items"
-            )
+            raise ApiError(400, f"the body holds more than {MOST_VALUES} values; send fewer keys, messages or items")
         waiting += [item for item in inner if isinstance(item, dict | list)]
 
 

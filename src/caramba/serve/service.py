@@ -98,9 +98,7 @@ class Service:
         """
         self._refuse_model(request)
         if None not in (request.max_tokens, request.max_completion_tokens):
-            raise ApiError(
-                400, "max_tokens and max_completion_tokens are one key; give one", param="max_tokens"
-            )
+            raise ApiError(400, "max_tokens and max_completion_tokens are one key; give one", param="max_tokens")
         if request.top_logprobs and not request.logprobs:
             raise ApiError(
                 400,
@@ -153,9 +151,7 @@ class Service:
     ) -> ActiveRequest:
         limits = self.limits
         if n_new > limits.max_tokens:
-            raise ApiError(
-                400, f"{param} is {n_new}, this server gives at most {limits.max_tokens}", param=param
-            )
+            raise ApiError(400, f"{param} is {n_new}, this server gives at most {limits.max_tokens}", param=param)
         if len(ids) + n_new > self.context:
             raise ApiError(
                 400,

@@ -50,14 +50,10 @@ class TextShape:
         )
 
     def _choice(self, piece: Piece) -> schema.TextChoice:
-        return schema.TextChoice(
-            text=piece.text, logprobs=self.logprobs(piece.sampled), finish_reason=piece.finish
-        )
+        return schema.TextChoice(text=piece.text, logprobs=self.logprobs(piece.sampled), finish_reason=piece.finish)
 
     def _completion(self, choices: list[schema.TextChoice], usage: Usage | None = None) -> BaseModel:
-        return schema.Completion(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
-        )
+        return schema.Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
 
 class ChatShape:
@@ -88,12 +84,8 @@ class ChatShape:
 
     def whole(self, text: str, finish: Finish, usage: Usage) -> BaseModel:
         """Return the turn."""
-        choice = schema.ChatChoice(
-            message=schema.AssistantMessage(content=text.lstrip()), finish_reason=finish
-        )
-        return schema.ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=[choice], usage=usage
-        )
+        choice = schema.ChatChoice(message=schema.AssistantMessage(content=text.lstrip()), finish_reason=finish)
+        return schema.ChatCompletion(id=self.id, created=self.created, model=self.model, choices=[choice], usage=usage)
 
     def logprobs(self, sampled: Sequence[SampledToken]) -> schema.ChatLogprobs | None:
         """Return an entry for each token."""
@@ -115,9 +107,7 @@ class ChatShape:
         )
 
     def _chunk(self, choices: list[schema.DeltaChoice], usage: Usage | None) -> BaseModel:
-        return schema.ChatChunk(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
-        )
+        return schema.ChatChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
 
 Shape = TextShape | ChatShape

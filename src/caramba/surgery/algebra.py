@@ -90,9 +90,7 @@ def symmetric_roots(gram: Tensor, damping: float = DAMPING) -> tuple[Tensor, Ten
     floor = values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny) * damping
     values = torch.maximum(values, floor)
     transposed = vectors.transpose(-1, -2)
-    return (vectors * values.sqrt()[..., None, :]) @ transposed, (
-        vectors * values.rsqrt()[..., None, :]
-    ) @ transposed
+    return (vectors * values.sqrt()[..., None, :]) @ transposed, (vectors * values.rsqrt()[..., None, :]) @ transposed
 
 
 def leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -183,9 +181,7 @@ def select_geometry(
         read = read * served[chosen, torch.arange(count, device=chosen.device)].T
     split = torch.einsum("pgj,pj,phj->pgh", basis.conj(), kept.to(basis.dtype), basis)
     split = split * (scale[:, :, None] / scale[:, None, :])
-    rest = (torch.eye(n_kv_heads, dtype=split.dtype, device=split.device) - split) * rotation.conj()[
-        :, None, :
-    ]
+    rest = (torch.eye(n_kv_heads, dtype=split.dtype, device=split.device) - split) * rotation.conj()[:, None, :]
     total = cost.sum().clamp_min(1e-300)
     return Geometry(
         _component_map(into, chosen, pairs).flatten(0, 1),

@@ -60,9 +60,7 @@ def _gain(before: Choice, after: Choice) -> float:
     return (before.damage - after.damage) / (after.elements - before.elements)
 
 
-def allocate(
-    curves: Sequence[Sequence[Choice]], elements: int, *, unit_bytes: int = BYTES_PER_ELEMENT
-) -> list[Choice]:
+def allocate(curves: Sequence[Sequence[Choice]], elements: int, *, unit_bytes: int = BYTES_PER_ELEMENT) -> list[Choice]:
     """Choose one point of each layer's curve so that all together cache at most `elements`, with the least damage.
 
     `unit_bytes` is the size of an element in a message: curves over bytes have 1.
@@ -103,15 +101,12 @@ def fit_widths(teacher: Model, spec: ModelSpec, calibration: Calibration, budget
     """
     layers = teacher.attention_layers()
     if len(layers) != len(list(attention_applications(teacher))):
-        raise ConfigError(
-            "surgery.kv_budget_bytes: a layer runs more than once, and its caches share one width"
-        )
+        raise ConfigError("surgery.kv_budget_bytes: a layer runs more than once, and its caches share one width")
     elements = budget_bytes // BYTES_PER_ELEMENT
     configs = attention_configs(spec.topology)
     most = max(REACH * elements // len(layers), 16)
     curves = [
-        _curve(layer, config, *calibration.of(layer), most)
-        for (_, layer), config in zip(layers, configs, strict=True)
+        _curve(layer, config, *calibration.of(layer), most) for (_, layer), config in zip(layers, configs, strict=True)
     ]
     chosen = [dict(choice.widths) for choice in allocate(curves, elements)]
     return spec.model_copy(update={"topology": unroll(spec.topology, iter(chosen))})
@@ -138,9 +133,7 @@ def _latent_curve(
     choices = []
     for geo in (step for step in STEPS if step % 2 == 0 and step <= min(keys, most)):
         widest = min(joint, most)
-        maps = latent_maps(
-            layer, statistics, split_keys(layer, statistics, geo), statistics.queries, widest, 1.0
-        )
+        maps = latent_maps(layer, statistics, split_keys(layer, statistics, geo), statistics.queries, widest, 1.0)
         for rank in (step for step in STEPS if step <= widest and step + geo <= most and is_sane(step, geo)):
             damage = held.relative(latent_output(held, maps.truncate(rank), first_tokens)) ** 2
             choices.append(Choice(rank + geo, damage, (("sem_dim", rank), ("geo_dim", geo))))

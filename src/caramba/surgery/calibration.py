@@ -85,8 +85,7 @@ def choose_windows(n_windows: int, block_size: int, tokens: int | None) -> tuple
     more = spread_windows(len(unused), max(0, HELD_OUT_TOKENS // block_size - held))
     return (
         [window for index, window in enumerate(spread) if index not in chosen],
-        [window for index, window in enumerate(spread) if index in chosen]
-        + [unused[place] for place in more],
+        [window for index, window in enumerate(spread) if index in chosen] + [unused[place] for place in more],
     )
 
 

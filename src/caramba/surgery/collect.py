@@ -79,9 +79,7 @@ def weight_statistics(layer: AttentionLayer) -> LayerStatistics:
 
 def bias_of(linear: nn.Linear) -> Tensor:
     """Return a layer's bias in float64, zeros where it has none."""
-    return (
-        linear.weight.new_zeros(len(linear.weight)).double() if linear.bias is None else linear.bias.double()
-    )
+    return linear.weight.new_zeros(len(linear.weight)).double() if linear.bias is None else linear.bias.double()
 
 
 def pack(statistics: Sequence[LayerStatistics]) -> dict[str, Tensor]:
@@ -183,9 +181,7 @@ class _Accumulator:
         q, k, v = project_without_rope(self.layer, x)
         counted = self._counted(x, documents)
         joint = (
-            torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1)
-            .flatten(0, 1)[counted]
-            .double()
+            torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1).flatten(0, 1)[counted].double()
         )
         self.moment += joint.T @ joint
         self.sum += joint.sum(0)
@@ -237,9 +233,7 @@ class _Accumulator:
         return LayerStatistics(self.moment / n, self.sum / n, self.queries / n, rotation)
 
 
-def in_groups(
-    layers: Sequence[tuple[str, AttentionLayer]], most_bytes: int
-) -> list[list[tuple[str, AttentionLayer]]]:
+def in_groups(layers: Sequence[tuple[str, AttentionLayer]], most_bytes: int) -> list[list[tuple[str, AttentionLayer]]]:
     """Return the layers in runs whose accumulators take at most `most_bytes` together, or that are one layer."""
     groups: list[list[tuple[str, AttentionLayer]]] = []
     taken = 0
@@ -260,9 +254,7 @@ def batch_size(windows: Tensor) -> int:
     return max(1, BATCH_TOKENS // windows.shape[1])
 
 
-def batches(
-    windows: Tensor, documents: Tensor | None, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+def batches(windows: Tensor, documents: Tensor | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Split token windows and their document ids, each [N, T], into batches on `device`."""
     size = batch_size(windows)
     for start in range(0, len(windows), size):

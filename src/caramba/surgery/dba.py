@@ -31,9 +31,7 @@ def convert(
         assert config.sem_dim is not None
         # Statistics of weights alone know no attention: rotations are then judged by their energy.
         frequencies = grid_frequencies(student)
-        geometry = split_keys(
-            teacher, statistics, config.geo_dim, turns=held_out is not None, frequencies=frequencies
-        )
+        geometry = split_keys(teacher, statistics, config.geo_dim, turns=held_out is not None, frequencies=frequencies)
         n_first = config.exact_first_tokens
         norm_eps = config.latent_norm_eps if config.mla else None
         maps = search_beta(
@@ -73,9 +71,7 @@ def convert(
         error = None if held_out is None else held_out.relative(per_head_output(held_out, maps))
         kept, beta, pairs = sum(maps.energy) / 2, None, maps.pairs
     load_layer(student, state)
-    return describe(
-        config, teacher.config, energy_kept=kept, error=error, beta=beta, frequencies=len(pairs.unique())
-    )
+    return describe(config, teacher.config, energy_kept=kept, error=error, beta=beta, frequencies=len(pairs.unique()))
 
 
 def split_keys(
@@ -95,9 +91,7 @@ def split_keys(
         rope = standard_projection(teacher).rope
         assert rope is not None
         grid = Grid(frequencies[0].double(), rope.inv_freq[0].double())
-    return select_geometry(
-        statistics, statistics.queries, geo_dim, teacher.dims.n_kv_heads, turns=turns, grid=grid
-    )
+    return select_geometry(statistics, statistics.queries, geo_dim, teacher.dims.n_kv_heads, turns=turns, grid=grid)
 
 
 def grid_frequencies(student: AttentionLayer) -> Tensor | None:
@@ -174,9 +168,7 @@ def load_layer(layer: AttentionLayer, state: dict[str, Tensor]) -> None:
         own[name].copy_(tensor.reshape(own[name].shape))
 
 
-def describe(
-    config: AttentionLayerConfig, teacher: AttentionLayerConfig, **found: object
-) -> TransplantedLayer:
+def describe(config: AttentionLayerConfig, teacher: AttentionLayerConfig, **found: object) -> TransplantedLayer:
     """Return the report of one layer, still without its name."""
     streams = {name: heads * width for name, heads, width in config.dims().streams}
     return TransplantedLayer(

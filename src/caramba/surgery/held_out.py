@@ -182,9 +182,7 @@ def latent_output(
     return _project(layer, out + mean.repeat_interleave(group, 0)[:, None])
 
 
-def _read_first(
-    held: EvalWindows, maps: LatentMaps, mean: Tensor, first_tokens: int
-) -> tuple[Tensor, Tensor]:
+def _read_first(held: EvalWindows, maps: LatentMaps, mean: Tensor, first_tokens: int) -> tuple[Tensor, Tensor]:
     """Return what the first tokens' own keys and values give, less the values' mean, and their log-sum-exp."""
     rope = standard_projection(held.layer).rope
     assert rope is not None

@@ -62,9 +62,7 @@ class LatentMaps:
 
     def truncate(self, rank: int) -> "LatentMaps":
         """Return the maps of a narrower latent: its directions are the leading ones of this."""
-        return replace(
-            self, latent=self.latent[:, :rank], query=self.query[..., :rank], value=self.value[:, :rank]
-        )
+        return replace(self, latent=self.latent[:, :rank], query=self.query[..., :rank], value=self.value[:, :rank])
 
 
 def norm_weight(eps: float) -> float:
@@ -203,9 +201,7 @@ def latent_state(
 def _output_bias(layer: AttentionLayer, value_mean: Tensor) -> Tensor:
     """Return the output's bias with what the values' mean [K Dv] adds to every token."""
     dims = layer.dims
-    mean = value_mean.unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(
-        dims.n_heads // dims.n_kv_heads, 0
-    )
+    mean = value_mean.unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(dims.n_heads // dims.n_kv_heads, 0)
     return bias_of(layer.out) + layer.out.weight.double() @ mean.flatten()
 
 

@@ -56,12 +56,7 @@ def per_head_maps(
     sem, geo, rank = widths
     n = kv_heads * width
     rotation = statistics.rotation
-    energy = (
-        head_blocks(statistics.moment[:n, :n], kv_heads)
-        .diagonal(dim1=1, dim2=2)
-        .unflatten(-1, (2, -1))
-        .sum(1)
-    )
+    energy = head_blocks(statistics.moment[:n, :n], kv_heads).diagonal(dim1=1, dim2=2).unflatten(-1, (2, -1)).sum(1)
     cost = query_energy(queries, kv_heads) * energy * (1 - rotation.abs() ** 2).clamp_min(0)
     chosen = cost.argsort(dim=-1, descending=True, stable=True)[:, : geo // 2].sort(-1).values
     left = torch.ones_like(cost).scatter(1, chosen, 0.0)

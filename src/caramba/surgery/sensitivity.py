@@ -50,9 +50,7 @@ class HeldOutKL:
         """Measure on the held-out windows of a calibration, or on the first of them."""
         tokens, ids = calibration.tokens, calibration.documents
         if tokens is None:
-            raise ConfigError(
-                "surgery.kv_budget_formats: the calibration has no held-out tokens; calibrate again"
-            )
+            raise ConfigError("surgery.kv_budget_formats: the calibration has no held-out tokens; calibrate again")
         return cls(teacher, tokens[:first], None if ids is None else ids[:first])
 
     @torch.no_grad()
@@ -108,9 +106,7 @@ def fit_budget(
     """
     configs = attention_configs(spec.topology)
     if any(config.layout != "latent" for config in configs):
-        raise ConfigError(
-            "surgery.kv_budget_formats: measures layout: latent alone; use it, or leave the key out"
-        )
+        raise ConfigError("surgery.kv_budget_formats: measures layout: latent alone; use it, or leave the key out")
     kinds, curves = kinds_of(formats), curves_of(teacher, spec, calibration, formats)
     chosen: dict[str, list[Choice]] = {}
     refusals: list[str] = []
@@ -128,10 +124,7 @@ def fit_budget(
     best = min(sums, key=lambda name: sums[name])
 
     kind = kinds[best]
-    found = [
-        {**dict(choice.widths), "cache_format": None if kind is None else str(kind)}
-        for choice in chosen[best]
-    ]
+    found = [{**dict(choice.widths), "cache_format": None if kind is None else str(kind)} for choice in chosen[best]]
     others = ", ".join(f"{name} {value:.4g}" for name, value in sums.items())
     size = sum(choice.elements for choice in chosen[best])
     logger.info(
@@ -166,9 +159,7 @@ def curves_of(teacher: Model, spec: ModelSpec, calibration: Calibration, formats
         write_json(
             path,
             {
-                name: [
-                    [(choice.elements, choice.damage, choice.widths) for choice in curve] for curve in layers
-                ]
+                name: [[(choice.elements, choice.damage, choice.widths) for choice in curve] for curve in layers]
                 for name, layers in curves.items()
             },
         )
@@ -176,15 +167,11 @@ def curves_of(teacher: Model, spec: ModelSpec, calibration: Calibration, formats
 
 
 @torch.no_grad()
-def _measure_curves(
-    teacher: Model, spec: ModelSpec, calibration: Calibration, formats: Sequence[str]
-) -> Curves:
+def _measure_curves(teacher: Model, spec: ModelSpec, calibration: Calibration, formats: Sequence[str]) -> Curves:
     measure = HeldOutKL.on(teacher, calibration, len(calibration.held_out[0].output))
     layers, kinds = teacher.attention_layers(), kinds_of(formats)
     curves: Curves = {name: [] for name in formats}
-    for number, ((_, layer), config) in enumerate(
-        zip(layers, attention_configs(spec.topology), strict=True), start=1
-    ):
+    for number, ((_, layer), config) in enumerate(zip(layers, attention_configs(spec.topology), strict=True), start=1):
         found = _curves(layer, *calibration.of(layer), measure, kinds, config.exact_first_tokens)
         for name, curve in found.items():
             curves[name].append(curve)

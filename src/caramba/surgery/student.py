@@ -62,9 +62,7 @@ def _calibrate(
 ) -> Calibration:
     if tokens is None or tokens.dim() != 2 or tokens.dtype != torch.int64:
         got = "none" if tokens is None else f"{tokens.dtype} {tuple(tokens.shape)}"
-        raise ConfigError(
-            f"transplant: method={surgery.method} measures the teacher on tokens [N, T] int64; got {got}"
-        )
+        raise ConfigError(f"transplant: method={surgery.method} measures the teacher on tokens [N, T] int64; got {got}")
     first = first_tokens_apart(config.topology)
     refuse_short_windows(tokens.shape[1], first)
     measured, held = choose_windows(len(tokens), tokens.shape[1], surgery.calibration_tokens)

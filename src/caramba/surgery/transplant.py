@@ -170,9 +170,7 @@ def transplant(
     chosen = surgery.model_copy(update={"kv_budget_bytes": None, "kv_budget_formats": ()})
     converted = _converted(teacher, student, chosen)
     if converted and surgery.method in CALIBRATED and calibration is None:
-        raise ConfigError(
-            f"surgery.method={surgery.method}: needs the teacher's calibration, and none was made"
-        )
+        raise ConfigError(f"surgery.method={surgery.method}: needs the teacher's calibration, and none was made")
     copied, initialised = _copy_shared(teacher, student, set(converted))
     sources = {id(source) for source, _ in converted.values()}
     taken = {name + "." for name, layer in teacher.attention_layers() if id(layer) in sources}
@@ -186,9 +184,7 @@ def transplant(
         copied=tuple(copied),
         initialised=tuple(initialised),
         unmapped_teacher=tuple(
-            key
-            for key in teacher.state_dict()
-            if key not in copied and not (is_taken and key.startswith(tuple(taken)))
+            key for key in teacher.state_dict() if key not in copied and not (is_taken and key.startswith(tuple(taken)))
         ),
         energy_kept=tuple(layer.energy_kept for layer in layers if layer.energy_kept is not None),
         layers=tuple(layers),

@@ -80,9 +80,7 @@ def train_loader(
             "use more data or a smaller block_size"
         )
     assert isinstance(phase.batch_size, int)
-    sampler = WindowSampler(
-        len(dataset), phase.batch_size, seed=seed, start=start, rank=share[0], world_size=share[1]
-    )
+    sampler = WindowSampler(len(dataset), phase.batch_size, seed=seed, start=start, rank=share[0], world_size=share[1])
     windows = IndexedWindows(dataset) if phase.stores_teacher else dataset
     assert isinstance(phase.num_workers, int)
     return TimedLoader(
@@ -115,16 +113,12 @@ def windows_at(dataset: TokenDataset | Subset[Batch], *, seed: int, start: int, 
     return [sampler.window(start + place) for place in range(samples)]
 
 
-def workers_needed(
-    dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, micro_step_s: float
-) -> Decision:
+def workers_needed(dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, micro_step_s: float) -> Decision:
     """Decide how many processes read data, so that a micro-step of `micro_step_s` seconds waits under 2% for its batch.
 
     Without processes reading is part of the step; with w of them a batch is read in 1/w of its time, concurrently.
     """
-    loader = iter(
-        train_loader(dataset, phase.model_copy(update={"num_workers": 0}), seed=0, start=0, pin=False)
-    )
+    loader = iter(train_loader(dataset, phase.model_copy(update={"num_workers": 0}), seed=0, start=0, pin=False))
     next(loader)
     seconds = []
     for _ in range(READ_BATCHES):
@@ -178,6 +172,4 @@ def mean_targets(
 def validation_loader(dataset: TokenDataset, phase: PhaseConfig) -> DataLoader:
     """Return a loader of up to 64 held-out windows, spread over the split, the same at every validation."""
     assert isinstance(phase.batch_size, int)
-    return DataLoader(
-        Subset(dataset, spread_windows(len(dataset), VALIDATION_WINDOWS)), batch_size=phase.batch_size
-    )
+    return DataLoader(Subset(dataset, spread_windows(len(dataset), VALIDATION_WINDOWS)), batch_size=phase.batch_size)

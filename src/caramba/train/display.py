@@ -138,6 +138,4 @@ def _shares(row: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _rates(row: Mapping[str, float]) -> list[str]:
-    return [
-        f"{value:,} {name}" if name == "tok/s" else f"{name} {value}" for name, value in _shares(row).items()
-    ]
+    return [f"{value:,} {name}" if name == "tok/s" else f"{name} {value}" for name, value in _shares(row).items()]

@@ -55,9 +55,7 @@ def _call(function: Callable[..., Any], where: str, *arguments: Any, **options: 
     except CarambaError:
         raise
     except Exception as error:
-        raise ExtensionFailedError(
-            f"{where} failed: {user_traceback(error)}; correct it, or remove it"
-        ) from error
+        raise ExtensionFailedError(f"{where} failed: {user_traceback(error)}; correct it, or remove it") from error
 
 
 def _call_hook(

@@ -97,9 +97,7 @@ class CarambaModule(pl.LightningModule):
         self._sums: dict[str, Tensor] = {}  # of the micro-batches of the current step
         self.train_loss = RunningLoss()
         self.held_out: float | None = None  # loss of the last validation
-        self.val_loss = MeanMetric(
-            nan_strategy=math.nan
-        )  # stays to be seen; "disable" would drop the weights
+        self.val_loss = MeanMetric(nan_strategy=math.nan)  # stays to be seen; "disable" would drop the weights
 
     def configure_model(self) -> None:
         # Before any strategy looks at what takes gradients, and called again by some of Lightning's hooks.
@@ -156,9 +154,7 @@ class CarambaModule(pl.LightningModule):
             self.micro_steps = 0
             losses, self._sums = self._sums, {}
             if self.phase.gradient_accumulation_steps > 1:
-                losses = {
-                    key: value / self.phase.gradient_accumulation_steps for key, value in losses.items()
-                }
+                losses = {key: value / self.phase.gradient_accumulation_steps for key, value in losses.items()}
             # Before anything else goes between ranks: one that has left weights out has begun fewer exchanges by now.
             if self.averaging is not None:
                 self.averaging.finish()
@@ -209,9 +205,7 @@ class CarambaModule(pl.LightningModule):
             losses = {key: value * weight for key, value in losses.items()}
         if self.phase.gradient_accumulation_steps > 1:
             sums = self._sums
-            losses = {
-                key: sums[key] + value if key in sums else value.clone() for key, value in losses.items()
-            }
+            losses = {key: sums[key] + value if key in sums else value.clone() for key, value in losses.items()}
         self._sums = losses
 
     def _learning_rate(self, step: int, steps: int) -> float:
@@ -266,9 +260,7 @@ class CarambaModule(pl.LightningModule):
         if self.adagc is not None:
             return self.adagc(groups)
         if self.phase.gradient_clip_algorithm == "value" and limit is not None:
-            return clip_values(
-                groups, limit, has_stages=self.has_stages, copies=self.objective.replicated_params()
-            )
+            return clip_values(groups, limit, has_stages=self.has_stages, copies=self.objective.replicated_params())
         step = clipping_step(optimizer)
         return clip_gradients(
             groups,

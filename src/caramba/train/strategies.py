@@ -94,13 +94,9 @@ def strategy_for(parallel: ParallelConfig, phase: PhaseConfig) -> str:
     return STAGED if parallel.strategy == "pipeline" else AVERAGED
 
 
-def strategy_arguments(
-    parallel: ParallelConfig, way: str, device: torch.device
-) -> tuple[dict[str, Any], list[Any]]:
+def strategy_arguments(parallel: ParallelConfig, way: str, device: torch.device) -> tuple[dict[str, Any], list[Any]]:
     """Return the Trainer's devices, nodes and strategy, and the plugin that tells it who is who."""
-    rank_zero_only.rank = (
-        get_rank()
-    )  # which writes logs; Lightning has read SLURM_PROCID, of whatever step it is
+    rank_zero_only.rank = get_rank()  # which writes logs; Lightning has read SLURM_PROCID, of whatever step it is
     if way == SINGLE:
         return {"devices": 1, "strategy": InPlaceStrategy(device)}, [JoinedRanks()]
     here = get_local_world_size()
@@ -110,9 +106,7 @@ def strategy_arguments(
 
 def _strategy(parallel: ParallelConfig, way: str) -> Any:
     if way == SHARDED:
-        return ShardedStrategy(
-            data_parallel_size=get_world_size() // parallel.tp, tensor_parallel_size=parallel.tp
-        )
+        return ShardedStrategy(data_parallel_size=get_world_size() // parallel.tp, tensor_parallel_size=parallel.tp)
     return AveragedStrategy() if way == AVERAGED else BareStrategy()
 
 
@@ -206,13 +200,9 @@ class ShardedStrategy(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         model, optimizer = self._trained()
-        loop = {
-            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
-        }
+        loop = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         labels = {
             "format": "caramba-1",
             "spec": spec_of(model.spec).model_dump_json(),
@@ -225,9 +215,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         place = latest_sharded_state(Path(checkpoint_path))
         if place is None:
-            raise CheckpointError(
-                f"{checkpoint_path}: holds no whole state; remove it to begin the phase again"
-            )
+            raise CheckpointError(f"{checkpoint_path}: holds no whole state; remove it to begin the phase again")
         return load_sharded_state(place, *self._trained())
 
     def _trained(self) -> tuple[Any, torch.optim.Optimizer]:

@@ -157,9 +157,7 @@ def fit(
     targets_of = None
     if not isinstance(objective, BlockwiseObjective):  # whose losses are relative, block by block
         batches = phase.gradient_accumulation_steps * share[1]
-        targets_of = mean_targets(
-            targets, seed=data.seed, start=data.start, samples=per_step, batches=batches
-        )
+        targets_of = mean_targets(targets, seed=data.seed, start=data.start, samples=per_step, batches=batches)
     module = CarambaModule(
         objective,
         phase,
@@ -208,9 +206,7 @@ def fit(
     def save_last() -> None:
         for one in kept:
             if is_main_process() and (step := one.restore(module)) is not None:
-                logger.info(
-                    f"{plan.phase}: final weights are those of step {step:,}, the lowest held-out loss"
-                )
+                logger.info(f"{plan.phase}: final weights are those of step {step:,}, the lowest held-out loss")
         save_final()
 
     trainer = pl.Trainer(
@@ -289,9 +285,7 @@ def fit(
         failure = _out_of_memory(error, phase, module)
     finally:
         objective.checkpoint("none")
-    if (
-        failure is not None
-    ):  # raised here, where nothing holds the frames of the step and their tensors any more
+    if failure is not None:  # raised here, where nothing holds the frames of the step and their tensors any more
         raise failure
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
@@ -318,9 +312,7 @@ def _kept_weights(
     return [KeptWeights(config, phase.save_every, run_dir / "checkpoints" / "kept", name, save)]
 
 
-def _slot_statistics(
-    objective: Objective, phase: PhaseConfig, way: str, run_dir: Path, name: str
-) -> list[Callback]:
+def _slot_statistics(objective: Objective, phase: PhaseConfig, way: str, run_dir: Path, name: str) -> list[Callback]:
     """Return the statistics of a model with memory slots; weights that ranks share have none."""
     window = memory_window(objective.model.spec.topology)
     if window is None or way == SHARDED or phase.block_size <= window:
@@ -458,9 +450,7 @@ def _build_loggers(
 class WholeCheckpointIO(CheckpointIO):
     """Saves through a temporary file, fsync and rename; loads with weights_only."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         save_training_state(Path(path), checkpoint)
 
     def load_checkpoint(

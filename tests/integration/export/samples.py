@@ -70,13 +70,9 @@ REMOTE = {
         *block(LATENT),
         *block({**LATENT, "sem_dim": 6, "null_attn": True, "decoupled_gate": True, "bias": True}),
     ),
-    "cache format": spec(
-        *block({**LATENT, "cache_format": "mixed"}), *block({**GQA, "cache_format": "q8_0"})
-    ),
+    "cache format": spec(*block({**LATENT, "cache_format": "mixed"}), *block({**GQA, "cache_format": "q8_0"})),
     "first tokens": spec(*block(FIRST), *block({**FIRST, "sem_dim": 6, "bias": True})),
-    "gates": transformer(
-        {**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False
-    ),
+    "gates": transformer({**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False),
     "every topology": spec(
         {"type": "CyclicTopology", "n_cycles": 2, "layers": block(DBA)},
         {"type": "RecurrentTopology", "steps": 2, "layers": block({**GQA, "learned_temperature": True})},
@@ -119,9 +115,7 @@ def make_run(
     text = ["the cat sat on the mat. " * 40, "a dog ran in the park. " * 40]
     tokens = root / "tokens"
     if not tokens.exists():
-        write_token_folder(
-            tokens, {"train": text, "val": ["the cat ran. " * 40]}, tokenizer, {"name": "cats"}
-        )
+        write_token_folder(tokens, {"train": text, "val": ["the cat ran. " * 40]}, tokenizer, {"name": "cats"})
     run = root / "runs" / "sample" / f"one-{role}"
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     train = {"phase": "pretrain", "steps": 1, "batch_size": 1, "block_size": block_size}

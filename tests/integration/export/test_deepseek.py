@@ -86,9 +86,7 @@ def test_check_reports_what_the_engine_computes(tmp_path: Path, capsys: pytest.C
 def test_llama_cpp_computes_the_same_text_from_a_cache_as_small(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip(
-        "llama_cpp", reason="llama-cpp-python is not built here: pip install llama-cpp-python"
-    )
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not built here: pip install llama-cpp-python")
     run = run_of(tmp_path, name)
     assert main(["export", str(run), "--check", "--format", "gguf", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
@@ -137,8 +135,7 @@ def test_weights_are_read_one_at_a_time(tmp_path: Path) -> None:
         assert torch.equal(described.weights[name], wanted)
     for dtype in (None, torch.bfloat16):
         found, wanted = (
-            deepseek_tensors(item.model.spec, item.weights, "transformers", dtype)
-            for item in (described, opened)
+            deepseek_tensors(item.model.spec, item.weights, "transformers", dtype) for item in (described, opened)
         )
         assert list(found) == list(wanted)
         for name, tensor in wanted.items():
@@ -153,9 +150,7 @@ def test_a_damaged_weight_is_refused_by_its_name(tmp_path: Path) -> None:
     metadata = read_metadata(file)
     save_tensors(file, tensors, metadata)
     described = load_model(str(run), device="meta")
-    with pytest.raises(
-        CheckpointError, match=r"embedder\.token\.weight holds 8,224 values that are not finite"
-    ):
+    with pytest.raises(CheckpointError, match=r"embedder\.token\.weight holds 8,224 values that are not finite"):
         export_model(described, tmp_path / "out", format="deepseek", role="student")
     save_tensors(file, {"embedder.token.weight": tensors["embedder.token.weight"]}, metadata)
     with pytest.raises(CheckpointError, match="missing "):
@@ -165,10 +160,7 @@ def test_a_damaged_weight_is_refused_by_its_name(tmp_path: Path) -> None:
 def test_gguf_has_the_keys_and_shapes_of_deepseek2(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     run = run_of(tmp_path, "wide latent")
-    assert (
-        main(["export", str(run), "--format", "gguf", "--weights", "q8_0", "--out", str(tmp_path / "out")])
-        == 0
-    )
+    assert main(["export", str(run), "--format", "gguf", "--weights", "q8_0", "--out", str(tmp_path / "out")]) == 0
     (file,) = (tmp_path / "out").glob("*.gguf")
     reader = gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -32,9 +32,7 @@ def test_a_folder_that_was_exported_is_opened_with_its_tokenizer(tmp_path):
         torch.testing.assert_close(opened.model(tokens()), model(tokens()))
     again = tmp_path / "again"
     assert main(["export", str(folder), "--out", str(again)]) == 0
-    assert (
-        load_tensors(again / "model.safetensors").keys() == load_tensors(folder / "model.safetensors").keys()
-    )
+    assert load_tensors(again / "model.safetensors").keys() == load_tensors(folder / "model.safetensors").keys()
     assert main(["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "own")]) == 0
     bare = load_model(str(tmp_path / "own"), tokenizer="byte")
     assert bare.tokenizer.vocab_size == 257

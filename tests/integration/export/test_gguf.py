@@ -221,9 +221,7 @@ def test_a_qwen3_file_is_read(tmp_path: Path, name: str) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for key, tensor in theirs.state_dict().items():
-        writer.add_tensor(
-            names.get_name(key, try_suffixes=(".weight", ".bias")), tensor.numpy().astype(np.float32)
-        )
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight", ".bias")), tensor.numpy().astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -236,11 +234,7 @@ def test_a_qwen3_file_is_read(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_llama_cpp_computes_the_same_text(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip(
-        "llama_cpp", reason="llama-cpp-python is not built here: pip install llama-cpp-python"
-    )
+def test_llama_cpp_computes_the_same_text(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not built here: pip install llama-cpp-python")
     file_of(tmp_path, SHAPES[name], "--check", tied=name != "mha")
     assert "check in llama.cpp: logits differ by at most 0.0" in capsys.readouterr().out

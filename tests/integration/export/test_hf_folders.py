@@ -155,9 +155,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What one process without caramba makes of the folders of all of them."""
     place = tmp_path_factory.mktemp("alone")
     folders = {}
-    for index, (name, model) in enumerate(
-        REMOTE.items()
-    ):  # transformers knows modules by their folder's name
+    for index, (name, model) in enumerate(REMOTE.items()):  # transformers knows modules by their folder's name
         part = place / str(index)
         part.mkdir()
         folders[name] = exported(part, make_run(part, loud(model)), name=f"out{index}")
@@ -198,9 +196,7 @@ def test_any_other_topology_runs_without_caramba(alone, name):
     if name == "latent":
         assert per_token == 2 * 4 * ((12 + 4) + (6 + 4))  # two sequences of fp32: c and k_geo of both layers
     if name == "first tokens":
-        assert (
-            first == 2 * 2 * 3 * 2 * (8 + 8) * 4
-        )  # two sequences, two layers, three tokens of two heads' k and v
+        assert first == 2 * 2 * 3 * 2 * (8 + 8) * 4  # two sequences, two layers, three tokens of two heads' k and v
     assert result["allocated"] == 46 * per_token + first
     assert result["text"].tolist() == list(b"the <eos> cat")
     assert set(result["angles"]) <= {torch.float32}
@@ -232,9 +228,7 @@ def test_half_precision_folders_hold_what_they_say(tmp_path, name, word, dtype):
     with torch.no_grad():
         whole = theirs.float()(tokens(), use_cache=False).logits
         torch.testing.assert_close(whole, model(tokens()), atol=TOLERANCE, rtol=0)
-        torch.testing.assert_close(
-            load_pretrained(folder)[0](tokens()), model(tokens()), atol=TOLERANCE, rtol=0
-        )
+        torch.testing.assert_close(load_pretrained(folder)[0](tokens()), model(tokens()), atol=TOLERANCE, rtol=0)
     half = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     new = half.generate(tokens(), max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert new.shape == (2, 43)

@@ -62,14 +62,10 @@ def test_a_generation_goes_on_from_the_cache_of_an_earlier_one(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     batch, mask = padded([tokens()[0, :6], tokens()[1, :11]])
-    first = theirs.generate(
-        batch, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, **options
-    )
+    first = theirs.generate(batch, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, **options)
     mask = torch.cat((mask, mask.new_ones(2, 5)), dim=1)
     past = first.past_key_values
-    after = theirs.generate(
-        first.sequences, attention_mask=mask, past_key_values=past, max_new_tokens=30, **options
-    )
+    after = theirs.generate(first.sequences, attention_mask=mask, past_key_values=past, max_new_tokens=30, **options)
     for row, prompt in zip(after, (tokens()[0, :6], tokens()[1, :11]), strict=True):
         assert torch.equal(row[-35:], greedy(model, prompt[None], 35)[0, -35:])
     per_token = model.new_context(1, 1, static=True).bytes_per_token
@@ -113,8 +109,6 @@ def test_a_model_in_float64_is_told_that_caches_hold_less(tmp_path):
     folder = exported(tmp_path, make_run(tmp_path, loud(REMOTE["dba"])))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval().double()
     with torch.no_grad():
-        with pytest.raises(
-            ValueError, match=r"the model is in torch.float64, a cache holds .*use_cache=False"
-        ):
+        with pytest.raises(ValueError, match=r"the model is in torch.float64, a cache holds .*use_cache=False"):
             theirs(tokens())
         assert theirs(tokens(), use_cache=False).logits.dtype == torch.float64

@@ -140,9 +140,7 @@ class EmulatedFunction:
         all_threads = _three(threads)
         size = _three(group_size) if group_size is not None else (min(all_threads[0], WIDEST_GROUP), 1, 1)
         if max(all_threads) > 2**32 - 1 or math.prod(size) > WIDEST_GROUP:
-            raise RuntimeError(
-                f"{self.name}: {all_threads} threads by {size}, expected groups of 1024 at most"
-            )
+            raise RuntimeError(f"{self.name}: {all_threads} threads by {size}, expected groups of 1024 at most")
         error = ctypes.create_string_buffer(1000)
         three = ctypes.c_uint * 3
         seed = ctypes.c_ulong(self.emulator.seed)

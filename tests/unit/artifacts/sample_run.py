@@ -35,13 +35,9 @@ def perplexity_benchmark() -> BenchmarkResult:
             Metric(f"perplexity.{model}.nll", nll, "nats/token", 256, None, "ppl", 0.021),
             Metric(f"perplexity.{model}.perplexity", value, "", 256, None, "ppl", 0.021 * value),
             Metric(f"perplexity.{model}.unique_tokens", 65536.0, "tokens", 256, None, "ppl"),
-            Metric(
-                f"perplexity.{model}.bits_per_byte", nll / 0.6931 * 0.71, "bits/byte", 256, None, "ppl", 0.021
-            ),
+            Metric(f"perplexity.{model}.bits_per_byte", nll / 0.6931 * 0.71, "bits/byte", 256, None, "ppl", 0.021),
         ]
-        rows.append(
-            {"repeat": 0, "model": model, "nll": nll, "perplexity": value, "windows": 256, "text_bytes": None}
-        )
+        rows.append({"repeat": 0, "model": model, "nll": nll, "perplexity": value, "windows": 256, "text_bytes": None})
     return BenchmarkResult("ppl", "perplexity", tuple(metrics), tuple(rows), seconds=41.0)
 
 
@@ -104,9 +100,7 @@ def memory_benchmark() -> BenchmarkResult:
                         "mem",
                     ),
                 ]
-                rows.append(
-                    {"repeat": 0, "model": model, "seq": seq, "kind": kind, "cache_bytes": seq * per_token}
-                )
+                rows.append({"repeat": 0, "model": model, "seq": seq, "kind": kind, "cache_bytes": seq * per_token})
     return BenchmarkResult("mem", "memory", tuple(metrics), tuple(rows), seconds=3.0)
 
 
@@ -139,9 +133,7 @@ def make_result() -> RunResult:
             "checkpoints/pretrain_0.safetensors",
             2.41,
         ),
-        PhaseResult(
-            "global_0", "global", "student", 100, 409_600, 31.0, "checkpoints/global_0.safetensors", 2.35
-        ),
+        PhaseResult("global_0", "global", "student", 100, 409_600, 31.0, "checkpoints/global_0.safetensors", 2.35),
     )
     return RunResult(
         name="tiny_dba_50%_&_more",

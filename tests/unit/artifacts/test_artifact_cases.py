@@ -50,9 +50,7 @@ def accuracy_benchmark() -> BenchmarkResult:
     for model, value in (("teacher", 0.5), ("student", 0.25)):
         metrics.append(Metric(f"accuracy.{model}.acc@task=cats_choice", value, "", 8, 0.125, "acc"))
         metrics.append(Metric(f"accuracy.{model}.mean@tasks=1", value, "", 1, 0.125, "acc"))
-    rows = (
-        {"model": "teacher", "task": "cats_choice", "metric": "acc", "value": 0.5, "standard_error": None},
-    )
+    rows = ({"model": "teacher", "task": "cats_choice", "metric": "acc", "value": 0.5, "standard_error": None},)
     return BenchmarkResult("acc", "accuracy", tuple(metrics), rows)
 
 
@@ -122,9 +120,6 @@ def test_the_files_are_there_when_there_is_something_to_write(result: RunResult,
     )
     write(failed, tmp_path)
     omitted = {
-        item["name"]: item["reason"]
-        for item in json.loads((tmp_path / "artifacts/report.json").read_text())["omitted"]
+        item["name"]: item["reason"] for item in json.loads((tmp_path / "artifacts/report.json").read_text())["omitted"]
     }
-    assert (
-        omitted["accuracy.csv"] == omitted["summary.png: accuracy"] == "accuracy benchmark failed: acc: E: x"
-    )
+    assert omitted["accuracy.csv"] == omitted["summary.png: accuracy"] == "accuracy benchmark failed: acc: E: x"

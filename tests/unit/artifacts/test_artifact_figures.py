@@ -63,9 +63,7 @@ def test_summary_bars_are_the_metrics(result: RunResult, figures: list[Any]) -> 
     heights = [bar.get_height() for bar in perplexity.patches]
     assert heights == [metrics[f"perplexity.{model}.perplexity"].value for model in order]
     assert perplexity.get_yscale() == "log"
-    assert [label.get_text().replace("\n", " ") for label in perplexity.get_xticklabels()][
-        1
-    ] == "Teacher, continued"
+    assert [label.get_text().replace("\n", " ") for label in perplexity.get_xticklabels()][1] == "Teacher, continued"
     assert [bar.get_height() for bar in cache.patches] == [2048.0, 768.0]
     assert cache.get_title(loc="left") == "KV cache: student/teacher = 0.375"
     assert speed.get_title(loc="left") == "Throughput: student/teacher = 1.22"
@@ -121,9 +119,7 @@ def test_crowded_prompt_lengths_lose_labels_not_points(result: RunResult, figure
     bench = result.benchmarks[1]
     one = bench.metrics[4]
     lengths = [*range(1000, 1100, 4), 60000]
-    many = tuple(
-        dataclasses.replace(one, key=f"latency.student.tok_s@prompt={n},gen=1,batch=1") for n in lengths
-    )
+    many = tuple(dataclasses.replace(one, key=f"latency.student.tok_s@prompt={n},gen=1,batch=1") for n in lengths)
     run = dataclasses.replace(result, benchmarks=(dataclasses.replace(bench, metrics=many, rows=()),))
     _, omitted = summary.draw_latency(run, collect(run))
     assert [item.name for item in omitted] == ["latency_vs_context.png: prefill_ms"]

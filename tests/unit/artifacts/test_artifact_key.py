@@ -41,9 +41,7 @@ def test_the_order_of_conditions_is_kept_but_does_not_tell_keys_apart() -> None:
     assert one == other
     assert hash(one) == hash(other)
     assert one.format() != other.format()
-    assert MetricKey("memory", "student", "peak_bytes", {"seq": "64"}) == parse_key(
-        "memory.student.peak_bytes@seq=64"
-    )
+    assert MetricKey("memory", "student", "peak_bytes", {"seq": "64"}) == parse_key("memory.student.peak_bytes@seq=64")
 
 
 @pytest.mark.parametrize(

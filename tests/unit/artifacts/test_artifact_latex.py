@@ -34,9 +34,7 @@ def rows_of(tables: str) -> list[tuple[list[str], list[str]]]:
 def test_every_number_is_followed_by_its_metric_key(result: RunResult) -> None:
     metrics = collect(result)
     rows = rows_of(tables_of(result))
-    transplant = {
-        f"transplant.layers[0].{name}" for name in ("cached", "energy_kept", "error", "frequencies")
-    }
+    transplant = {f"transplant.layers[0].{name}" for name in ("cached", "energy_kept", "error", "frequencies")}
     assert len(rows) == 5 + 5 + 2 + 6
     assert transplant <= {key for _, keys in rows for key in keys}
     rows = [(cells, keys) for cells, keys in rows if not any(key.startswith("transplant.") for key in keys)]
@@ -56,10 +54,7 @@ def test_every_number_is_followed_by_its_metric_key(result: RunResult) -> None:
 
 def test_the_tables_say_what_was_measured(result: RunResult) -> None:
     tables = tables_of(result)
-    assert (
-        r"Perplexity $\downarrow$ & 9.984 $\pm$ 0.210 & 10.40 $\pm$ 0.22 & 1.042$\times$ $\pm$ 0.031 \\"
-        in tables
-    )
+    assert r"Perplexity $\downarrow$ & 9.984 $\pm$ 0.210 & 10.40 $\pm$ 0.22 & 1.042$\times$ $\pm$ 0.031 \\" in tables
     assert r"KV cache per token $\downarrow$ (bytes) & 2{,}048 & 768 & 0.375$\times$ \\" in tables
     assert r"Teacher, continued & 9.152 $\pm$ 0.192 & 0.917$\times$" in tables
     assert r"compare & logits\_mean\_l1 & 0.6130 & $\le$ 0.5000 & \textbf{failed} \\" in tables
@@ -98,17 +93,13 @@ def test_numbers_have_four_digits(value: float, text: str) -> None:
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_pdflatex_accepts_the_tables(result: RunResult, tmp_path: Path) -> None:
     odd = Verdict(NASTY, "r", (Check(NASTY, -1e-9, 1e9, "%/s"), Check("zero", 0.0, None)))
-    labelled = dataclasses.replace(
-        result, name=NASTY, labels={"proxy": NASTY}, verdicts=(*result.verdicts, odd)
-    )
+    labelled = dataclasses.replace(result, name=NASTY, labels={"proxy": NASTY}, verdicts=(*result.verdicts, odd))
     (tmp_path / "tables.tex").write_text(tables_of(labelled))
     (tmp_path / "main.tex").write_text(
         "\\documentclass{article}\n\\usepackage{booktabs}\n\\begin{document}\n\\input{tables}\n\\end{document}\n"
     )
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "main.tex"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert (tmp_path / "main.pdf").stat().st_size > 10_000
 

@@ -42,9 +42,9 @@ def test_all_families_are_there_and_ratios_divide_student_by_teacher(result: Run
 
 
 def test_the_error_of_a_ratio_is_that_of_simulated_measurements(result: RunResult) -> None:
-    metric = collect(
-        with_benches(result, bench("b", ("a.teacher.x", 20.0, 0.4), ("a.student.x", 30.0, 0.9)))
-    )["ratio.x"]
+    metric = collect(with_benches(result, bench("b", ("a.teacher.x", 20.0, 0.4), ("a.student.x", 30.0, 0.9))))[
+        "ratio.x"
+    ]
     draw = random.Random(0)
     samples = [draw.gauss(30.0, 0.9) / draw.gauss(20.0, 0.4) for _ in range(20_000)]
     mean = math.fsum(samples) / len(samples)
@@ -103,9 +103,7 @@ def test_headline_shares_conditions_and_counts_kv_bytes_at_16_bits(result: RunRe
     assert headline(metrics, "memory", "kv_bytes_per_token")["student"].key.endswith("@seq=4096,kind=fp16")
     quantised = {key: metric for key, metric in metrics.items() if "kind=fp16" not in key}
     assert headline(quantised, "memory", "kv_bytes_per_token") == {}
-    lonely = {
-        key: metric for key, metric in metrics.items() if not ("prompt=1024" in key and ".student." in key)
-    }
+    lonely = {key: metric for key, metric in metrics.items() if not ("prompt=1024" in key and ".student." in key)}
     assert set(headline(lonely, "latency", "tok_s")) == {"teacher", "student"}
     assert headline(lonely, "latency", "tok_s")["teacher"].key.endswith("@prompt=512,gen=32,batch=1")
 

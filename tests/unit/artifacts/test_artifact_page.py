@@ -93,9 +93,7 @@ def test_figures_are_inside_and_nothing_else_may_load(page: Page, written: Path)
     assert text.startswith(f"default-src 'none'; img-src data:; style-src 'sha256-{digest}';")
 
 
-def test_every_number_has_a_row_with_all_its_digits_and_where_it_comes_from(
-    page: Page, result: RunResult
-) -> None:
+def test_every_number_has_a_row_with_all_its_digits_and_where_it_comes_from(page: Page, result: RunResult) -> None:
     metrics = collect(result)
     rows = {
         attributes["id"].removeprefix("metric:"): index
@@ -149,9 +147,7 @@ def test_long_records_are_folded_away_under_a_title(page: Page) -> None:
 
 def test_text_of_a_run_stays_text(result: RunResult, tmp_path: Path, page: Page) -> None:
     answers = (Answer("teacher", "<b>", True), Answer("student", None, is_correct=False))
-    asked = Verdict(
-        NASTY, NASTY, (Check(NASTY, 1.0, 2.0, NASTY),), cases=(Case(NASTY, "choice", "p", "<i>", answers),)
-    )
+    asked = Verdict(NASTY, NASTY, (Check(NASTY, 1.0, 2.0, NASTY),), cases=(Case(NASTY, "choice", "p", "<i>", answers),))
     odd = dataclasses.replace(
         without(result, "latency", NASTY),
         name=NASTY,

@@ -46,9 +46,7 @@ def alone() -> RunResult:
     metrics = (Metric("perplexity.student.perplexity", 20.0, "", 64, 0.5, "ppl"),)
     phases = (PhaseResult("pre", "pretrain", "student", 40, 400, 2.0, "", 3.0),)
     bench = BenchmarkResult("ppl", "perplexity", metrics)
-    return RunResult(
-        "demo", "r", "ab" * 32, None, {"cpu": "CPU", "cpu_count": 2}, {}, phases, benchmarks=(bench,)
-    )
+    return RunResult("demo", "r", "ab" * 32, None, {"cpu": "CPU", "cpu_count": 2}, {}, phases, benchmarks=(bench,))
 
 
 def test_sittings_are_summed_without_the_time_between_them() -> None:

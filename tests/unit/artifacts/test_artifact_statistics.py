@@ -138,9 +138,7 @@ def test_simulated_models_are_told_apart_as_often_as_the_level_and_the_power_say
         rejected = 0
         for pair in range(n_pairs):
             first, second = simulate_hits(generator, difference)
-            test = run_paired_test(
-                first.astype(int).tolist(), second.astype(int).tolist(), resamples=500, seed=pair
-            )
+            test = run_paired_test(first.astype(int).tolist(), second.astype(int).tolist(), resamples=500, seed=pair)
             rejected += test.p_value <= LEVEL
             disagreements += [float((first != second).mean())] if difference else []
         rates[difference] = rejected / n_pairs

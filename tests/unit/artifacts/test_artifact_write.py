@@ -39,9 +39,7 @@ def report_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "artifacts/report.json").read_text(), parse_constant=refuse)
 
 
-def test_everything_is_written_and_hashed_the_same_each_time(
-    result: RunResult, written: Path, tmp_path: Path
-) -> None:
+def test_everything_is_written_and_hashed_the_same_each_time(result: RunResult, written: Path, tmp_path: Path) -> None:
     index = write(result, tmp_path)
     folder = tmp_path / "artifacts"
     assert index.root == str(folder)
@@ -88,9 +86,7 @@ def test_the_report_holds_the_run(result: RunResult, written: Path) -> None:
 
 @pytest.mark.usefixtures("blank_figures")
 def test_csv_rows_keep_every_digit_under_the_union_of_columns(result: RunResult, tmp_path: Path) -> None:
-    extra = BenchmarkResult(
-        "lat2", "latency", rows=({"model": "student", "note": None, "steps_ms": [0.1, 1 / 3]},)
-    )
+    extra = BenchmarkResult("lat2", "latency", rows=({"model": "student", "note": None, "steps_ms": [0.1, 1 / 3]},))
     latency = result.benchmarks[1]
     write(dataclasses.replace(result, benchmarks=(latency, extra), transplant=None), tmp_path)
     with open(tmp_path / "artifacts/latency.csv", newline="") as file:
@@ -120,9 +116,7 @@ def test_a_failed_benchmark_is_recorded_and_the_rest_is_written(
     report = report_of(tmp_path)
     assert report["failures"] == [{"id": f"bad_{kind}", "error": "RuntimeError: out of memory"}]
     assert [item["name"] for item in report["omitted"]] == gone
-    assert all(
-        "bad_" + kind in item["reason"] and "out of memory" in item["reason"] for item in report["omitted"]
-    )
+    assert all("bad_" + kind in item["reason"] and "out of memory" in item["reason"] for item in report["omitted"])
     assert {entry.path for entry in index.entries} == {"report.json", *FILES} - {
         name.replace(".png", ending) for name in gone for ending in (".png", ".svg", ".pdf")
     }
@@ -152,9 +146,7 @@ def test_every_transplanted_layer_is_a_row_of_csv_and_table(written: Path) -> No
 
 
 @pytest.mark.usefixtures("blank_figures")
-def test_the_kv_panel_is_left_out_when_only_quantised_caches_were_measured(
-    result: RunResult, tmp_path: Path
-) -> None:
+def test_the_kv_panel_is_left_out_when_only_quantised_caches_were_measured(result: RunResult, tmp_path: Path) -> None:
     memory = result.benchmarks[2]
     only = dataclasses.replace(memory, metrics=tuple(m for m in memory.metrics if "kind=fp16" not in m.key))
     write(dataclasses.replace(result, benchmarks=(result.benchmarks[0], only)), tmp_path)
@@ -174,9 +166,7 @@ def test_an_undefined_ratio_is_listed(result: RunResult, tmp_path: Path) -> None
     assert omitted["ratio.peak_bytes@seq=1,kind=fp16"] == "memory.teacher.peak_bytes@seq=1,kind=fp16 is 0"
 
 
-def test_what_is_not_json_is_refused_by_name_before_anything_is_written(
-    result: RunResult, tmp_path: Path
-) -> None:
+def test_what_is_not_json_is_refused_by_name_before_anything_is_written(result: RunResult, tmp_path: Path) -> None:
     with pytest.raises(CarambaError, match=r"plan\.memory\[1\]: got nan"):
         write(dataclasses.replace(result, plan={"memory": [1.0, math.nan]}), tmp_path)
     with pytest.raises(CarambaError, match=r"environment\.cwd: got PosixPath"):
@@ -204,9 +194,7 @@ def test_pngs_have_pixels_and_no_metadata(written: Path) -> None:
 
 
 def test_a_proxy_teacher_is_named_everywhere(result: RunResult, written: Path, tmp_path: Path) -> None:
-    index = write(
-        dataclasses.replace(result, labels={"proxy": "the real $1 weights were out of reach"}), tmp_path
-    )
+    index = write(dataclasses.replace(result, labels={"proxy": "the real $1 weights were out of reach"}), tmp_path)
     assert report_of(tmp_path)["labels"] == {"proxy": "the real $1 weights were out of reach"}
     assert (tmp_path / "artifacts/tables.tex").read_text().count(r"Proxy teacher: the real \$1 weights") == 4
     plain = {item["path"]: item["sha256"] for item in report_of(written)["artifacts"]}

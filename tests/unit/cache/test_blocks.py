@@ -27,9 +27,7 @@ def decoupled(layout: str, sem: int, geo: int, v: int | None = None) -> Attentio
     ).dims()
 
 
-def tensor(
-    kind: KVCacheKind, max_tokens: int = 60, static: bool = False, rotate: bool = False
-) -> KVCacheTensor:
+def tensor(kind: KVCacheKind, max_tokens: int = 60, static: bool = False, rotate: bool = False) -> KVCacheTensor:
     config = KVCacheTensorConfig(kind, tail_tokens=TILE, hadamard=rotate)
     return KVCacheTensor(config, batch_size=2, n_heads=3, width=20, max_tokens=max_tokens, static=static)
 
@@ -50,9 +48,7 @@ def rounded(x: Tensor, kind: KVCacheKind, rotate: bool = False) -> Tensor:
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", [[], [1, 2, 3, 5, 20], [30], list(range(1, 41))])
-def test_old_tokens_are_blocks_and_recent_ones_16_bit(
-    kind: KVCacheKind, rotate: bool, cuts: list[int]
-) -> None:
+def test_old_tokens_are_blocks_and_recent_ones_16_bit(kind: KVCacheKind, rotate: bool, cuts: list[int]) -> None:
     cache, x = tensor(kind, rotate=rotate), values(41)
     for part in torch.tensor_split(x, cuts, dim=2):
         cache.append(part)
@@ -133,9 +129,7 @@ def test_rollback_into_the_blocks_leaves_them_quantised() -> None:
         (AttentionLayerConfig(**LLAMA, mode=AttentionMode.GQA).dims(), 2048, 576),
     ],
 )
-def test_marginal_bytes_counted_from_storage_are_the_table(
-    dims: AttentionDims, exact: int, mixed: int
-) -> None:
+def test_marginal_bytes_counted_from_storage_are_the_table(dims: AttentionDims, exact: int, mixed: int) -> None:
     """The table of the surgery's budgets: 16 bits, and 4-bit latents, values and semantic keys with 8-bit geometry."""
     for kind, expected in ((KVCacheKind.FP16, exact), (KVCacheKind.MIXED, mixed)):
         caches = [new_layer_cache(dims, 2, length, kind, static=True) for length in (256, 256 + 640)]
@@ -151,9 +145,7 @@ def test_padding_tail_and_slack_are_counted(kind: KVCacheKind) -> None:
     assert cache.bytes_per_token == row
     assert cache.tail_bytes == 2 * 1 * 60 * 2  # one token of 60 elements in 2 bytes, twice
     assert cache.used_bytes == 2 * 40 * row + cache.tail_bytes
-    assert cache.allocated_bytes == 2 * (
-        64 * row + 2 * TILE * 60 * 2
-    )  # rows of scales in multiples of 16 tokens
+    assert cache.allocated_bytes == 2 * (64 * row + 2 * TILE * 60 * 2)  # rows of scales in multiples of 16 tokens
     growing = tensor(kind)
     assert growing.allocated_bytes == 0
     growing.append(values(41))
@@ -196,9 +188,7 @@ def test_select_clone_and_state_carry_everything(kind: KVCacheKind) -> None:
     assert fresh.used_bytes() == ctx.used_bytes()
     for name, stored in held(fresh).items():
         assert torch.equal(stored, held(ctx)[name])
-        assert torch.equal(
-            stored.to(before[name].dtype), before[name]
-        )  # the copy's changes stayed with the copy
+        assert torch.equal(stored.to(before[name].dtype), before[name])  # the copy's changes stayed with the copy
 
 
 def test_scores_do_not_change_when_queries_rotate_with_the_stored_keys() -> None:

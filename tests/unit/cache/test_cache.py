@@ -26,9 +26,7 @@ DECOUPLED = AttentionLayerConfig(
 ).dims()
 
 
-def tensor(
-    max_tokens: int = 100, kind: KVCacheKind = KVCacheKind.FP32, static: bool = False
-) -> KVCacheTensor:
+def tensor(max_tokens: int = 100, kind: KVCacheKind = KVCacheKind.FP32, static: bool = False) -> KVCacheTensor:
     return KVCacheTensor(
         KVCacheTensorConfig(kind), batch_size=2, n_heads=3, width=5, max_tokens=max_tokens, static=static
     )
@@ -75,9 +73,7 @@ def test_static_allocates_everything_at_once() -> None:
     assert cache.used_bytes == cache.allocated_bytes
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [(KVCacheKind.FP32, 4), (KVCacheKind.FP16, 2), (KVCacheKind.BF16, 2)]
-)
+@pytest.mark.parametrize(("kind", "size"), [(KVCacheKind.FP32, 4), (KVCacheKind.FP16, 2), (KVCacheKind.BF16, 2)])
 def test_kinds_store_their_size_and_round(kind: KVCacheKind, size: int) -> None:
     cache = tensor(kind=kind)
     values = torch.randn(2, 3, 7, 5)
@@ -138,9 +134,7 @@ def test_class_follows_from_the_streams() -> None:
     cache = new_layer_cache(latent, 3, 8, KVCacheKind.BF16, static=True)
     assert isinstance(cache, LatentLayerKVCache)
     assert cache.bytes_per_token == (4 + 4) * 2
-    with pytest.raises(
-        ConfigError, match=r"no cache holds the streams \('k',\); use the dims of an attention"
-    ):
+    with pytest.raises(ConfigError, match=r"no cache holds the streams \('k',\); use the dims of an attention"):
         new_layer_cache(replace(latent, streams=(("k", 1, 4),)), 1, 8)
 
 

@@ -17,9 +17,7 @@ LATENT = (("c", 1, 8), ("k_geo", 1, 4))
 
 def made(kind: str, cls: type[LayerCache] = LayerKVCache, max_tokens: int = 10, tail: int = 2) -> LayerCache:
     streams = LATENT if cls is LatentLayerKVCache else PLAIN
-    return cls(
-        streams, batch_size=2, max_tokens=max_tokens, kind=KVCacheKind(kind), tail_tokens=tail, static=True
-    )
+    return cls(streams, batch_size=2, max_tokens=max_tokens, kind=KVCacheKind(kind), tail_tokens=tail, static=True)
 
 
 def tokens(cache: LayerCache, n_tokens: int, **changed: Tensor) -> dict[str, Tensor]:

@@ -80,9 +80,7 @@ def originals() -> Originals:
     from caramba.launch.config_files import groups
     from caramba.launch.freeze import freeze
 
-    words = [
-        [f"experiment={name}"] for name in ("smoke", "decoupled", "llama32_dba_compare", "llama32_dba_paper")
-    ]
+    words = [[f"experiment={name}"] for name in ("smoke", "decoupled", "llama32_dba_compare", "llama32_dba_paper")]
     words += [
         ["model=tiny", "train=pretrain", "parallel=ddp", "paper=draft"],
         ["model=tiny_dba", "train=upcycle"],
@@ -162,13 +160,9 @@ def _mutate_tree(tree: Any, chance: random.Random) -> tuple[str, str | None]:
         return "add", None
     node, key = chance.choice(places)
     named = key if isinstance(key, str) else None
-    kind = chance.choice(
-        ("swap", "number", "text", "reference", "nest", "delete", "rename", "add", "graft", "list")
-    )
+    kind = chance.choice(("swap", "number", "text", "reference", "nest", "delete", "rename", "add", "graft", "list"))
     if kind == "swap":
-        node[key] = copy.deepcopy(
-            chance.choice(({}, [], None, True, 7, 1.5, "x", [1], {"a": 1}, [[]], [None]))
-        )
+        node[key] = copy.deepcopy(chance.choice(({}, [], None, True, 7, 1.5, "x", [1], {"a": 1}, [[]], [None])))
     elif kind == "number":
         node[key] = chance.choice(GIANTS)
     elif kind == "text":

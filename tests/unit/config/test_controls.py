@@ -16,9 +16,7 @@ def test_the_nearest_cache_wins_and_of_two_equally_near_the_larger(per_layer: in
     teacher = spec(mode="standard", n_kv_heads=4)  # caches 64 elements a layer, 16 with one head
     pooled = fewer_kv_heads(teacher, 2 * per_layer)
     layers = attention_configs(pooled.topology)
-    assert [(layer.mode, layer.dims().n_kv_heads, layer.dims().qk) for layer in layers] == [
-        ("gqa", kv_heads, 8)
-    ] * 2
+    assert [(layer.mode, layer.dims().n_kv_heads, layer.dims().qk) for layer in layers] == [("gqa", kv_heads, 8)] * 2
     names = [list(build_model(item, device="meta").state_dict()) for item in (teacher, pooled)]
     assert names[0] == names[1]
 

@@ -22,14 +22,10 @@ def network(max_positions: int | None) -> dict[str, Any]:
     }
 
 
-def manifest(
-    group: dict[str, Any], student: int | None = POSITIONS, teacher: int | None = POSITIONS
-) -> Manifest:
+def manifest(group: dict[str, Any], student: int | None = POSITIONS, teacher: int | None = POSITIONS) -> Manifest:
     model = {**network(student), "teacher": {"manifest": network(teacher)}}
     data = {"type": "stdlib", "tokenizer": "byte"}
-    return Manifest.model_validate(
-        {"name": "x", "model": model, "groups": [{"name": "g", "data": data, **group}]}
-    )
+    return Manifest.model_validate({"name": "x", "model": model, "groups": [{"name": "g", "data": data, **group}]})
 
 
 def run(block_size: int, /, **verify: Any) -> dict[str, Any]:
@@ -90,9 +86,7 @@ LATENCY = {"type": "latency", "generation_lengths": [3]}
         ),
     ],
 )
-def test_learned_positions_bound_every_sequence(
-    fits: dict[str, Any], exceeds: dict[str, Any], message: str
-) -> None:
+def test_learned_positions_bound_every_sequence(fits: dict[str, Any], exceeds: dict[str, Any], message: str) -> None:
     cross_check(manifest(fits))
     with pytest.raises(ConfigError, match=message):
         cross_check(manifest(exceeds))
@@ -119,9 +113,7 @@ def test_what_is_read_in_parts_stays_within_dynamic_scaling() -> None:
     check(**LATENCY, prompt_lengths=[14])
     check(type="perplexity", block_size=64)
     check(type="latency", prompt_lengths=[64], generation_lengths=[1])
-    with pytest.raises(
-        ConfigError, match=r"'b': longest .*=17 is read through a cache, .* of the teacher .* 16 "
-    ):
+    with pytest.raises(ConfigError, match=r"'b': longest .*=17 is read through a cache, .* of the teacher .* 16 "):
         check(**LATENCY, prompt_lengths=[4, 15])
     with pytest.raises(ConfigError, match=r"cache_kind=q8_0, block_size=256 is read through a cache"):
         check(type="perplexity", block_size=256, cache_kind="q8_0")

@@ -69,9 +69,7 @@ def test_load_nodes_names_the_key_that_nests_too_deep() -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5_000, "0x" + "f" * 5_000, "-" + "1" * 101])
 def test_load_nodes_refuses_a_giant_number_by_key(number: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^m\.yaml:1: seed: a whole number of .* digits, expected at most 100"
-    ):
+    with pytest.raises(ConfigError, match=r"^m\.yaml:1: seed: a whole number of .* digits, expected at most 100"):
         load_nodes(f"seed: {number}", "m.yaml")
 
 
@@ -130,9 +128,7 @@ def test_compose_error_of_hydra_is_quoted_in_part(tmp_path: Path) -> None:
         ("\n\n # @package hydra.run\n", "a package of Hydra's own"),
     ],
 )
-def test_compose_checks_the_lines_of_a_long_option_in_linear_time(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_compose_checks_the_lines_of_a_long_option_in_linear_time(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "long.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):  # minutes for the first three before

@@ -52,7 +52,9 @@ def test_model_with_a_giant_number_is_refused_by_key(tree: dict[str, Any], key: 
 @pytest.mark.parametrize("layer", [NORM, ATTENTION])
 def test_model_cost_of_giant_nested_repeats_is_refused_by_path(layer: dict[str, Any], kind: str) -> None:
     spec = parse_as(ModelSpec, model(repeated(layer, 100_000, depth=40, kind=kind)))
-    text = r"^model\.topology(\.layers\[0\])+: runs at most 100,000 layers in a forward, got 10,000,000,000; repeat fewer"
+    text = (
+        r"^model\.topology(\.layers\[0\])+: runs at most 100,000 layers in a forward, got 10,000,000,000; repeat fewer"
+    )
     with pytest.raises(ConfigError, match=text):
         model_cost(spec)
 

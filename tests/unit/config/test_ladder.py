@@ -82,9 +82,7 @@ def test_the_top_is_the_fastest_row_that_keeps_activations_and_of_equally_fast_o
     assert top is not None
     assert top["row"] == "bf16_weights"  # 1.5% slower than the fastest; fp8 is 2.1%
     assert top_of(rows[1:2], 0.01) is None
-    paid = [
-        row | {"val_loss_delta": delta} for row, delta in zip(rows[2:5], (0.004, -0.02, 0.011), strict=True)
-    ]
+    paid = [row | {"val_loss_delta": delta} for row, delta in zip(rows[2:5], (0.004, -0.02, 0.011), strict=True)]
     for tolerance, name in ((0.01, "fused_ce"), (0.02, "bf16_weights"), (0.0, None)):
         top = top_of(paid, tolerance)
         assert (top and top["row"]) == name

@@ -75,9 +75,7 @@ class TestAttentionWeights:
         plain = attention(mode="decoupled", sem_dim=8, geo_dim=16, v_dim=64)
         extra = count(config.parameter_shapes()) - count(plain.parameter_shapes())
         assert extra == 4 + 4 * 64 + 4 + 2 * (2 + 4)
-        assert (
-            config.infer(Width(64)).matmul_params_used == plain.infer(Width(64)).matmul_params_used + 4 * 64
-        )
+        assert config.infer(Width(64)).matmul_params_used == plain.infer(Width(64)).matmul_params_used + 4 * 64
 
     def test_qk_norm_of_standard_attention_is_two_head_wide_scales(self):
         assert attention(qk_norm=True).infer(Width(64)).params == 4 * 64 * 64 + 2 * 16
@@ -88,9 +86,7 @@ class TestAttentionWeights:
         assert tied.dims().streams[0] == ("k_sem", 4, 2)
 
     def test_latent_maps_and_its_two_biases(self):
-        config = attention(
-            mode="decoupled", layout="latent", n_kv_heads=2, head_dim=16, sem_dim=12, geo_dim=6
-        )
+        config = attention(mode="decoupled", layout="latent", n_kv_heads=2, head_dim=16, sem_dim=12, geo_dim=6)
         shapes = config.parameter_shapes()
         assert shapes["q.weight"] == (64, 64)
         assert shapes["c.weight"] == (12, 64)

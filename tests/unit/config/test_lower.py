@@ -90,9 +90,9 @@ def test_a_teacher_is_trained_by_the_pretraining_that_others_build_on():
     manifest = lower({"model": model, "data": DATA, "runs": runs, "verify": [{"type": "fidelity"}]})
     assert [run.train.trains for run in manifest.groups[0].runs] == ["teacher", "student"]
     assert [len(run.verify) for run in manifest.groups[0].runs] == [0, 1]
-    assert [
-        run.train.trains for run in lower({"model": model, "data": DATA, "runs": [PRETRAIN]}).groups[0].runs
-    ] == ["student"]
+    assert [run.train.trains for run in lower({"model": model, "data": DATA, "runs": [PRETRAIN]}).groups[0].runs] == [
+        "student"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,7 @@ def test_json_schema_names_every_node_and_accepts_what_parse_accepts():
     schema = json_schema()
     nodes = {item["$ref"].rsplit("/", 1)[1] for item in schema["$defs"]["Node"]["oneOf"]}
     assert nodes == {node.__name__ for node in NodeConfig.registry.values()}
-    assert schema["$defs"]["StackedTopologyConfig"]["properties"]["layers"]["items"] == {
-        "$ref": "#/$defs/Node"
-    }
+    assert schema["$defs"]["StackedTopologyConfig"]["properties"]["layers"]["items"] == {"$ref": "#/$defs/Node"}
     assert schema["additionalProperties"] is False
     text = json.dumps(schema)
     for name in schema["$defs"]:
@@ -238,9 +236,7 @@ def test_checkpointing_of_parallel_is_that_of_every_phase_that_says_nothing():
 
 def test_manifests_of_the_first_documents_are_read() -> None:
     """One check in place of a list, and `tokenizer: llama`; an error is at the key that was written."""
-    runs = [
-        {"id": "a", "train": {"phase": "pretrain", "steps": 1}, "verify": {"type": "compare", "batches": 2}}
-    ]
+    runs = [{"id": "a", "train": {"phase": "pretrain", "steps": 1}, "verify": {"type": "compare", "batches": 2}}]
     tree = {"defaults": {"tokenizer": "llama"}, "data": "tokens.npy", "runs": runs}
     lowered = lower_file(tree, "file", ())
     assert lowered.manifest["settings"]["tokenizer"] == "model"
@@ -255,9 +251,7 @@ def test_a_tiktoken_encoding_is_its_rank_file() -> None:
 
     case = {"id": "a", "kind": "int_greedy", "prompt": "1", "answer": 1}
     made = {"type": "eval", "cases": [case]}
-    named = EvalVerifyConfig.model_validate(
-        made | {"tokenizer": {"type": "tiktoken", "encoding": "cl100k_base"}}
-    )
+    named = EvalVerifyConfig.model_validate(made | {"tokenizer": {"type": "tiktoken", "encoding": "cl100k_base"}})
     assert named.tokenizer == "cl100k_base.tiktoken"
     with pytest.raises(ValueError, match=r"type: tiktoken, encoding: NAME"):
         EvalVerifyConfig.model_validate(made | {"tokenizer": {"type": "llama"}})

@@ -55,9 +55,7 @@ def test_mutated_manifests_are_accepted_or_refused_as_a_mistake(tmp_path: Path) 
         except (Exception, TooSlow) as error:
             raise AssertionError(f"case {index}, {', '.join(case.kinds)}: {type(error).__name__}") from error
         assert len(message) <= LONGEST_MESSAGE, f"case {index}: {message}"
-        assert message.replace("\n", "").replace("\t", "").isprintable() or not message, (
-            f"case {index}: {message!r}"
-        )
+        assert message.replace("\n", "").replace("\t", "").isprintable() or not message, f"case {index}: {message!r}"
         accepted += not message
         if message and case.key is not None:
             naming.append(case.key in message)

@@ -16,9 +16,7 @@ BASE: dict[str, Any] = {"phase": "pretrain", "steps": 5000, "orchestrator_enable
 
 def test_names_and_data_become_strategies() -> None:
     phase = PhaseConfig.model_validate(BASE | {"orchestrator_strategies": ["conservative_adamw", "lion"]})
-    assert phase.orchestrator_strategies == {
-        name: STRATEGIES[name] for name in ("conservative_adamw", "lion")
-    }
+    assert phase.orchestrator_strategies == {name: STRATEGIES[name] for name in ("conservative_adamw", "lion")}
     own = {"conservative_adamw": None, "mine": {"optimizer": "sgd", "rate": "matched", "momentum": 0.8}}
     phase = PhaseConfig(**BASE, orchestrator_strategies=own)
     assert phase.orchestrator_strategies["mine"].momentum == 0.8

@@ -80,8 +80,6 @@ def test_options_of_review_and_loop() -> None:
         freeze(["experiment=smoke", "paper=loop", "research.auto_approve_score=1"])
 
 
-@pytest.mark.parametrize(
-    ("keys", "kept"), [({}, None), ({"max_versions": 3}, 3), ({"auto_version": False}, 1)]
-)
+@pytest.mark.parametrize(("keys", "kept"), [({}, None), ({"max_versions": 3}, 3), ({"auto_version": False}, 1)])
 def test_how_many_versions_are_kept(keys: dict, kept: int | None) -> None:
     assert PaperConfig.model_validate(keys).versions_kept == kept

@@ -123,9 +123,7 @@ def test_the_ladder_is_climbed_by_one_process() -> None:
     group = {"name": "g", "data": {"type": "stdlib", "tokenizer": "byte"}, "benchmarks": [bench]}
     manifest = Manifest.model_validate({"name": "x", "model": network, "groups": [group]})
     several = manifest.model_copy(update={"parallel": ParallelConfig(strategy="ddp")})
-    with pytest.raises(
-        ConfigError, match=r"benchmark 'steps': the ladder .* in one process, got parallel=ddp"
-    ):
+    with pytest.raises(ConfigError, match=r"benchmark 'steps': the ladder .* in one process, got parallel=ddp"):
         check_parallel(several)
 
 

@@ -48,9 +48,7 @@ def test_a_module_with_the_name_of_one_of_pythons_own_is_refused(
 ) -> None:
     (tmp_path / f"{name}.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=rf"has a {name}, and Python's own of the same name is loaded; rename"
-    ):
+    with pytest.raises(ConfigError, match=rf"has a {name}, and Python's own of the same name is loaded; rename"):
         import_module(name, None)
 
 

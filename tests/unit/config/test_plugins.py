@@ -176,9 +176,7 @@ def test_what_names_no_module_is_refused(
     assert message in refused(capsys, word)
 
 
-def test_two_plugins_with_one_type_are_refused(
-    write: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_plugins_with_one_type_are_refused(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = good(write), good(write)
     assert f"{second} and {first} both have a layer of type 'FooLayer'" in refused(
         capsys, f"plugins=[{first},{second}]"
@@ -267,9 +265,7 @@ def test_a_plan_with_a_plugin_loads_no_torch_and_takes_its_folder_from_where_it_
         f"status = main(['compile', *{list(SITE)!r}, 'plugins=[gated_conv]']); "
         "assert 'torch' not in sys.modules; sys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "GatedConvLayer" in done.stdout
 
@@ -318,9 +314,7 @@ def test_a_target_brings_no_types_of_its_own_into_other_manifests(write: Callabl
     assert NodeConfig.registry == before
 
 
-def test_runs_of_one_process_are_all_of_the_source_that_was_imported(
-    write: Callable[..., str], tmp_path: Path
-) -> None:
+def test_runs_of_one_process_are_all_of_the_source_that_was_imported(write: Callable[..., str], tmp_path: Path) -> None:
     impl = write("from torch import nn\nclass Foo(nn.Module):\n    pass\n")
     name = write(GOOD, impl=impl)
     use_plugins({"plugins": [name]})
@@ -340,9 +334,7 @@ def test_runs_of_one_process_are_all_of_the_source_that_was_imported(
     for run, identity in (("a", "1" * 64), ("b", "2" * 64)):
         (tmp_path / run / "sources.json").write_text(json.dumps({f"plugin {name}": {"identity": identity}}))
         (tmp_path / run / "manifest.json").write_text("{}")
-    assert manifest_differences(tmp_path / "a", tmp_path / "b") == [
-        f'source of {name}: "{"1" * 12}" -> "{"2" * 12}"'
-    ]
+    assert manifest_differences(tmp_path / "a", tmp_path / "b") == [f'source of {name}: "{"1" * 12}" -> "{"2" * 12}"']
     (tmp_path / "a" / "overrides.txt").write_text("x=1\n")
     (row,) = read_rows(tmp_path, [tmp_path / "a"])
     assert row.words == {"x": "1", f"source of {name}": "1" * 12}

@@ -52,9 +52,7 @@ class TestCounts:
 
     def test_caches_stand_in_execution_order(self):
         narrow = {**ATTENTION, "head_dim": 8}
-        cost = infer(
-            node("Cyclic", node("Residual", ATTENTION), node("Nested", narrow, repeat=2), n_cycles=2)
-        )
+        cost = infer(node("Cyclic", node("Residual", ATTENTION), node("Nested", narrow, repeat=2), n_cycles=2))
         assert [streams[0][2] for streams in cost.kv] == [16, 8, 8, 16, 8, 8]
 
     def test_leaves_tell_runs_from_copies(self):
@@ -186,9 +184,7 @@ def keeping(width: int) -> st.SearchStrategy[dict]:
             st.builds(lambda items, n: node("Cyclic", *items, n_cycles=n), several, times),
             st.builds(lambda items, n: node("Recurrent", *items, steps=n), several, times),
             st.builds(
-                lambda items: node(
-                    "Sequential", node("Branching", *items), linear(width * len(items), width)
-                ),
+                lambda items: node("Sequential", node("Branching", *items), linear(width * len(items), width)),
                 several,
             ),
             st.builds(
@@ -221,9 +217,7 @@ def test_any_valid_tree_infers_and_adds_up(case):
     assert cost.width_out == Width(width)
     assert cost.params == by_hand(config) == sum(leaf.params * copies for leaf, _, copies in cost.leaves())
     assert cost.matmul_params_used == sum(leaf.matmul_params_used * runs for leaf, runs, _ in cost.leaves())
-    assert (
-        len(cost.kv) == len(cost.attention) == sum(runs for leaf, runs, _ in cost.leaves() if leaf.attention)
-    )
+    assert len(cost.kv) == len(cost.attention) == sum(runs for leaf, runs, _ in cost.leaves() if leaf.attention)
     assert cost.flops_per_token(17) == pytest.approx(
         sum(leaf.flops_per_token(17) * runs for leaf, runs, _ in cost.leaves())
     )

@@ -33,9 +33,7 @@ def test_a_document_in_both_splits_is_refused(packing: str, tmp_path: Path) -> N
     assert reading
     assert others
     refuse_overlap(corpus, windows, others, what="surgery")
-    with pytest.raises(
-        DataError, match=rf"surgery: the document of \d+ tokens at token {fifth} .* at token {last} "
-    ):
+    with pytest.raises(DataError, match=rf"surgery: the document of \d+ tokens at token {fifth} .* at token {last} "):
         refuse_overlap(corpus, windows, [others[0], reading[-1]], what="surgery")
     if packing == "concat":  # and so it is where documents are read as one stream, the default
         plain = dataclasses.replace(corpus, documents=None)

@@ -148,14 +148,10 @@ def test_a_token_folder(folder: Path, tmp_path: Path) -> None:
     assert corpus.tokenizer is not None
     assert corpus.name == "made"
     assert corpus.tokenizer.decode(corpus.val) == "and some held out\n" * 10
-    assert open_corpus(
-        config(path=str(folder), vocab_size=corpus.vocab_size, tokenizer_hash=corpus.tokenizer.hash)
-    )
+    assert open_corpus(config(path=str(folder), vocab_size=corpus.vocab_size, tokenizer_hash=corpus.tokenizer.hash))
     with pytest.raises(DataError, match=r"made with a vocabulary of \d+, data\.vocab_size=50257"):
         open_corpus(config(path=str(folder), vocab_size=50257))
-    with pytest.raises(
-        DataError, match=rf"made with tokenizer {corpus.tokenizer.hash}, data\.tokenizer_hash=0123"
-    ):
+    with pytest.raises(DataError, match=rf"made with tokenizer {corpus.tokenizer.hash}, data\.tokenizer_hash=0123"):
         open_corpus(config(path=str(folder), tokenizer_hash="0123"))
     with pytest.raises(DataError, match=r"made with bpe-\d+ of \d+ entries, the model has vocab_size=200"):
         corpus.check(vocab_size=200, block_size=4)
@@ -190,9 +186,7 @@ def test_only_documents_kept_apart_need_the_document_index(
         open_corpus(config(path=str(folder), document_mask=True))
 
 
-def test_a_damaged_document_index_is_told_when_it_is_read(
-    folder: Path, forget_sums: Callable[[Path], Path]
-) -> None:
+def test_a_damaged_document_index_is_told_when_it_is_read(folder: Path, forget_sums: Callable[[Path], Path]) -> None:
     forget_sums(folder)
     np.save(folder / "train-documents.npy", np.arange(3))
     corpus = open_corpus(config(path=str(folder)))

@@ -84,9 +84,7 @@ def test_processes_that_build_at_once_agree(tmp_path: Path) -> None:
         "import sys; from caramba.config.data import DataConfig; from caramba.data import open_corpus;"
         "print(open_corpus(DataConfig(type='stdlib', tokenizer='byte', max_bytes=3_000_000)).fingerprint)"
     )
-    runs = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = {run.communicate(timeout=300)[0] for run in runs}
     assert all(run.returncode == 0 for run in runs)
     assert len(said) == 1

@@ -167,9 +167,7 @@ def read_mutant(read: Callable[[], Any], where: str) -> tuple[str, str]:
     return outcome, fault
 
 
-def test_mutants_of_each_format_open_or_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutants_of_each_format_open_or_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARAMBA_HOME", str(tmp_path / "home"))
     for name, (file, reader, is_json) in make_files(tmp_path).items():
         reader()

@@ -126,9 +126,7 @@ def test_held_out_tokens_of_a_folder_without_val_start_in_the_document_that_was_
 
 
 @pytest.mark.parametrize("asked", [{"packing": "best_fit"}, {"document_mask": True}])
-@pytest.mark.parametrize(
-    "paths", [{"path": "x.npy"}, {"path": "x.tokens"}, {"path": "folder", "val_path": "x.npy"}]
-)
+@pytest.mark.parametrize("paths", [{"path": "x.npy"}, {"path": "x.tokens"}, {"path": "folder", "val_path": "x.npy"}])
 def test_flat_files_are_refused_by_name(asked: dict[str, object], paths: dict[str, str]) -> None:
     flat = next(f"{name}={path}" for name, path in paths.items() if "." in path)
     with pytest.raises(ValidationError, match=f"documents begin, and {flat} is a flat file"):
@@ -138,9 +136,7 @@ def test_flat_files_are_refused_by_name(asked: dict[str, object], paths: dict[st
 
 def test_best_fit_without_masks_is_refused() -> None:
     with pytest.raises(ValidationError, match="always separates documents"):
-        DataConfig.model_validate(
-            {"type": "tokens", "path": "x", "packing": "best_fit", "document_mask": False}
-        )
+        DataConfig.model_validate({"type": "tokens", "path": "x", "packing": "best_fit", "document_mask": False})
 
 
 def test_packed_windows_reach_worker_processes_without_their_tokens(tmp_path: Path) -> None:

@@ -81,9 +81,7 @@ def test_text_to_a_sharded_folder(text: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("bpe_size", [None, 300])
-def test_a_killed_preparation_ends_with_the_same_bytes(
-    text: Path, tmp_path: Path, bpe_size: int | None
-) -> None:
+def test_a_killed_preparation_ends_with_the_same_bytes(text: Path, tmp_path: Path, bpe_size: int | None) -> None:
     tokenizer = "byte" if bpe_size is None else None
     request = PrepareOptions(tokenizer=tokenizer, bpe_size=bpe_size, shard_tokens=10_000, val_frac=0.2)
     make(text, tmp_path / "whole", request)
@@ -111,9 +109,7 @@ p.prepare(source, p.{request!r}, Path({str(tmp_path / "out")!r}), say=print, adv
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
 
 
-def test_going_on_starts_at_the_checkpoint(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_going_on_starts_at_the_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "_CHECKPOINT_BYTES", 1)
     batches = prepare_module.document_batches
     monkeypatch.setattr(prepare_module, "document_batches", lambda texts: batches(texts, 2_000))
@@ -139,9 +135,7 @@ def test_going_on_starts_at_the_checkpoint(
     assert again[0] == sizes[-2]
     with pytest.raises(KeyboardInterrupt):
         prepare(source, PrepareOptions(), tmp_path / "other", say=lambda _: None, advance=stop)
-    with pytest.raises(
-        DataError, match=r"unfinished preparation with other settings.*val_frac was 0.05, is 0.5"
-    ):
+    with pytest.raises(DataError, match=r"unfinished preparation with other settings.*val_frac was 0.05, is 0.5"):
         make(text, tmp_path / "other", PrepareOptions(val_frac=0.5))
 
 
@@ -161,9 +155,7 @@ def test_a_flat_array(text: Path, tmp_path: Path) -> None:
     expected = b"".join(document(i).encode() for i in range(300))
     assert bytes(tokens[tokens != 256].astype(np.uint8)) == expected
     assert (tokens == 256).sum() == 300
-    assert open_corpus(DataConfig(type="tokens", path=str(tmp_path / "x.npy"))).val.size == round(
-        tokens.size * 0.05
-    )
+    assert open_corpus(DataConfig(type="tokens", path=str(tmp_path / "x.npy"))).val.size == round(tokens.size * 0.05)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "home") == [
         "text.txt",
         "x.npy",
@@ -240,9 +232,7 @@ def test_one_document_makes_no_val_and_says_so(tmp_path: Path, capsys: pytest.Ca
     assert open_corpus(DataConfig(type="tokens", path=str(tmp_path / "x"))).val.size == 85
 
 
-def test_a_file_of_another_encoding_alone_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_another_encoding_alone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "latin.txt").write_bytes("café ".encode("latin-1") * 9)
     assert main(["prepare", "text", str(tmp_path / "latin.txt"), "--output", str(tmp_path / "x")]) == 2
     assert f"{tmp_path}/latin.txt: not UTF-8 text, and there is no other" in capsys.readouterr().err
@@ -255,9 +245,7 @@ def test_json_lines_as_plain_text_are_told(tmp_path: Path, capsys: pytest.Captur
     assert f"{file}: read as plain text, names and escapes of its JSON included" in capsys.readouterr().err
 
 
-def test_a_damaged_line_of_json_is_a_mistake_in_the_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_line_of_json_is_a_mistake_in_the_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasets", reason="the `data` extra is not installed")
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"text": document(1)}) + "\n{broken\n")
@@ -313,16 +301,12 @@ def test_fineweb_from_local_files(tmp_path: Path, form: str, monkeypatch: pytest
     assert main([*words, str(tmp_path / "out")]) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     opened = open_token_folder(tmp_path / "out")
-    assert opened.tokenizer.decode(opened.train[: opened.documents("train")[1]]) in {
-        row["text"] for row in rows
-    }
+    assert opened.tokenizer.decode(opened.train[: opened.documents("train")[1]]) in {row["text"] for row in rows}
     with_field = [*words[:-1], "--field", "content", "--output", str(tmp_path / "z")]
     assert main(with_field) == 2
 
 
-def test_fineweb_without_a_network_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fineweb_without_a_network_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasets", reason="the `data` extra is not installed")
     code = (
         "import sys; from caramba.cli import main;"

@@ -78,9 +78,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_stream() -> None:
 def test_prefetching_does_not_move_the_state_that_is_asked_for() -> None:
     sampler = WindowSampler(20, 2, 6, start=4)
     dataset = TokenDataset(np.arange(61), 3)
-    loader = iter(
-        torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=1, prefetch_factor=4)
-    )
+    loader = iter(torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=1, prefetch_factor=4))
     seen = [next(loader)[0] for _ in range(3)]
     assert sampler.position > 4 + 3 * 2  # it ran ahead
     state = sampler.state_dict(batches=3)

@@ -75,15 +75,11 @@ def test_missing_foreign_and_unknown_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [8, 64, 4 << 20])
-def test_tokens_text_is_parsed_whatever_the_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_tokens_text_is_parsed_whatever_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(token_file_module, "_CHUNK_BYTES", chunk)
     draw = random.Random(0)
     ids = [draw.choice([0, 7, 65535, 65536, 2**32 - 1, draw.randrange(100_000)]) for _ in range(500)]
-    text = "\n\t " + "".join(
-        f"{i}{draw.choice([' ', chr(10), '   ', chr(9), chr(13) + chr(10)])}" for i in ids
-    )
+    text = "\n\t " + "".join(f"{i}{draw.choice([' ', chr(10), '   ', chr(9), chr(13) + chr(10)])}" for i in ids)
     (tmp_path / "x.tokens").write_bytes(text.encode())
     assert open_token_file(tmp_path / "x.tokens").tokens.tolist() == ids
     (tmp_path / "y.tokens").write_bytes(text.strip().encode())
@@ -103,9 +99,7 @@ def test_tokens_text_is_parsed_whatever_the_chunks(
         ("", "0 bytes and 0 tokens"),
     ],
 )
-def test_bad_tokens_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str, chunk: int
-) -> None:
+def test_bad_tokens_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str, chunk: int) -> None:
     monkeypatch.setattr(token_file_module, "_CHUNK_BYTES", chunk)
     path = tmp_path / "x.tokens"
     path.write_text(text)
@@ -114,9 +108,7 @@ def test_bad_tokens_text(
     assert not list((tmp_path / "home").rglob("tokens-*"))
 
 
-def test_a_token_without_end_is_refused_before_it_fills_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_without_end_is_refused_before_it_fills_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_file_module, "_CHUNK_BYTES", 128)
     (tmp_path / "x.tokens").write_text("1" * 1000)
     with pytest.raises(DataError, match="token 0 at byte 0 is '1111"):

@@ -50,9 +50,7 @@ def sentencepiece(prefix: bool) -> Backend:
     backend = Backend(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
     steps = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return backend
 
@@ -174,9 +172,7 @@ def test_a_tiktoken_rank_file(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "tokenizer.model").write_text("x")
-    with pytest.raises(
-        DataError, match=r"no tokenizer\.json in this folder, found tokenizer\.model; a bare Sent"
-    ):
+    with pytest.raises(DataError, match=r"no tokenizer\.json in this folder, found tokenizer\.model; a bare Sent"):
         load_tokenizer(tmp_path / "empty")
     backend = Backend(models.BPE({"a": 0}, []))
     backend.save(str(tmp_path / "tokenizer.json"))

@@ -52,9 +52,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        sizes = [
-            x.numel() for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, Tensor)
-        ]
+        sizes = [x.numel() for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, Tensor)]
         if not func.is_view:
             self.largest = max([self.largest, *sizes])
             name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
@@ -84,9 +82,7 @@ class FusedAttention(torch.autograd.Function):
 def run_step(layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], float]:
     """Return the counts of one step under bf16 autocast and its matrix FLOPs per token, without attention's own."""
 
-    monkeypatch.setattr(
-        score.F, "scaled_dot_product_attention", lambda q, k, v, **_: FusedAttention.apply(q, k, v)
-    )
+    monkeypatch.setattr(score.F, "scaled_dot_product_attention", lambda q, k, v, **_: FusedAttention.apply(q, k, v))
     monkeypatch.setattr(score, "_widen", lambda x, width: x)
     x, target = features(), features()
     with (
@@ -128,9 +124,7 @@ def test_trainable_maps_trains_what_surgery_made_and_nothing_else() -> None:
     pairs = pair_attention(teacher, student)
     objective = BlockwiseObjective(student, teacher, pairs, keeps_copied=True)
     trained = dict(objective.trainable())
-    ends = {
-        key.split("attention.")[-1].removeprefix(f"{pairs[0][0]}.") for key in trained if pairs[0][0] in key
-    }
+    ends = {key.split("attention.")[-1].removeprefix(f"{pairs[0][0]}.") for key in trained if pairs[0][0] in key}
     latent = {"c.weight", "c.bias", "k_geo.weight", "q_sem_map", "q_geo_map", "v_up"}
     assert ends == {"out.bias", *(f"projection.{name}" for name in latent)}
     for parameter in student.parameters():
@@ -210,9 +204,7 @@ def test_attention_kl_holds_no_square_of_the_sequence_and_compiles_in_one_graph(
             fullgraph=True,
         )
         for other in (student, student_of(), student_of()):  # equal blocks share a graph
-            torch.testing.assert_close(
-                compiled(teacher, other, x, x, rows), attention_kl(teacher, other, x, x, rows)
-            )
+            torch.testing.assert_close(compiled(teacher, other, x, x, rows), attention_kl(teacher, other, x, x, rows))
     assert len(graphs) == 1
     # Both layers' queries of 3 rows of 48, keys of all, and 3 rows of scores: far below one forward of the student.
     with FlopCounterMode(display=False) as whole, torch.autocast(**BF16):

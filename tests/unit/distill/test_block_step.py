@@ -34,9 +34,7 @@ def drawn(seed: int) -> Tensor:
 
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("fields", [LATENT, {}], ids=["latent", "without a bias"])
-def test_a_step_has_the_means_and_gradients_of_the_plain_distance(
-    fields: dict[str, object], is_padded: bool
-) -> None:
+def test_a_step_has_the_means_and_gradients_of_the_plain_distance(fields: dict[str, object], is_padded: bool) -> None:
     layer, x, target = build(fields), drawn(1), drawn(2)
     target[0, 0, 0] = layer(x)[0, 0, 0].detach()  # where the slope is 0
     documents = torch.tensor([[0] * 4 + [1] * 3 + [-1] * 2] * 2) if is_padded else None

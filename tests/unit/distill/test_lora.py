@@ -47,7 +47,5 @@ def test_targets_are_last_parts_of_names() -> None:
     assert {name.rsplit(".", 1)[-1] for name in lora.names} == {"q", "down"}
     assert len(lora.names) == 4
     assert lora.names[0] in dict(model.named_modules())
-    with pytest.raises(
-        ConfigError, match=r"'w' names no linear layer of the model; names: down, .*, all-linear"
-    ):
+    with pytest.raises(ConfigError, match=r"'w' names no linear layer of the model; names: down, .*, all-linear"):
         Lora(build_model(spec(), seed=1), rank=2, alpha=2.0, targets=("w",))

@@ -77,18 +77,14 @@ def test_blockwise_gradients_equal_those_of_each_block_alone() -> None:
             assert a.grad is not None, f"{name}.{key}"
             torch.testing.assert_close(a.grad, b.grad)
     assert all(
-        p.grad is None
-        for name, p in student.named_parameters()
-        if "projection" not in name and ".out" not in name
+        p.grad is None for name, p in student.named_parameters() if "projection" not in name and ".out" not in name
     )
 
 
 @pytest.mark.parametrize("on_student", [False, True], ids=["blockwise", "drift"])
 def test_training_lowers_every_blocks_error(on_student: bool) -> None:
     teacher, student, pairs = models()
-    objective = BlockwiseObjective(
-        student, teacher, pairs, on_student=on_student, attention_weight=0.1, n_queries=4
-    )
+    objective = BlockwiseObjective(student, teacher, pairs, on_student=on_student, attention_weight=0.1, n_queries=4)
     optimizer = torch.optim.AdamW([p for _, p in objective.trainable()], lr=1e-2)
     before = objective.evaluate(BATCH)
     for _ in range(60):
@@ -160,9 +156,7 @@ def test_blocks_train_in_turn_and_the_teacher_stops_at_the_active_one() -> None:
     for step in range(5):
         spans.append(objective.schedule_span(step, 5))
         found: dict[str, Tensor] = {}
-        mlps.append(
-            calls_of(teacher, SwiGLULayer, lambda found=found: found.update(objective.step(BATCH, backward)))
-        )
+        mlps.append(calls_of(teacher, SwiGLULayer, lambda found=found: found.update(objective.step(BATCH, backward))))
         trained.append([key for key in found if key.startswith("block/")])
         schedule.advance()
     assert trained == [[f"block/{names[0]}"]] * 3 + [[f"block/{names[1]}"]] * 2
@@ -224,8 +218,6 @@ def test_each_rank_owns_consecutive_blocks() -> None:
     losses = objective.step(BATCH, backward)
     assert f"block/{names[0]}" not in losses
     assert all(p.grad is None for p in pairs[0][2].parameters()), "another rank's block has no gradient here"
-    assert [name.startswith(names[1]) for name, _ in objective.trainable()] == [True] * len(
-        objective.trainable()
-    )
+    assert [name.startswith(names[1]) for name, _ in objective.trainable()] == [True] * len(objective.trainable())
     with pytest.raises(ConfigError, match="3 ranks for 2 blocks"):
         BlockShard(names, rank=0, world_size=3)

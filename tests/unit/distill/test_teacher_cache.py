@@ -72,9 +72,7 @@ def test_the_teacher_runs_once_per_sample_over_epochs_and_runs(kind: str, tmp_pa
     assert counted.sequences == 2, "held-out batches are never cached"
 
 
-def test_a_damaged_file_is_reported_and_made_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_reported_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = TeacherCache({"a": 1}, tmp_path)
     made: list[list[int]] = []
 
@@ -108,9 +106,7 @@ def test_other_keys_are_other_folders(tmp_path: Path) -> None:
 def test_an_estimate_over_the_cap_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     refuse_over_cap("blockwise", 1000, 1_000_000, max_gb=1.0)
     assert "1,000 samples take 1.00 GB on disk" in "".join(capsys.readouterr())
-    with pytest.raises(
-        ConfigError, match=r"global: teacher outputs of 1,001 .* over teacher_cache_max_gb=1; raise"
-    ):
+    with pytest.raises(ConfigError, match=r"global: teacher outputs of 1,001 .* over teacher_cache_max_gb=1; raise"):
         refuse_over_cap("global", 1001, 1_000_000, max_gb=1.0)
 
 

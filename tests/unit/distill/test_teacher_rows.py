@@ -78,9 +78,7 @@ def test_samples_keep_the_divergence_and_its_gradient_without_bias() -> None:
     drawn = torch.zeros(5000).double().scatter_add_(0, found.index.flatten(), found.weight.flatten()) / rows
     assert (drawn - log_p[0].exp()).abs().sum() < 0.02
     kl, ce = torch.empty(1).double(), torch.empty(1).double()
-    sparse_losses(
-        student.clone(), found_one(found), targets, kl, ce, temperature=1.0, kl_weight=1.0, writes=False
-    )
+    sparse_losses(student.clone(), found_one(found), targets, kl, ce, temperature=1.0, kl_weight=1.0, writes=False)
     torch.testing.assert_close(kl, each[:1])
 
 
@@ -132,9 +130,7 @@ def test_stored_loss_is_near_the_live_one_and_repeats_exactly(tmp_path: Path) ->
             for parameter in (*teacher.parameters(), *student.parameters()):
                 parameter.mul_(6)
         counted = Counted(teacher)
-        return TeacherLogitsObjective(
-            student, teacher, cache=store, top_k=24, tail_samples=12, half=True
-        ), counted
+        return TeacherLogitsObjective(student, teacher, cache=store, top_k=24, tail_samples=12, half=True), counted
 
     def store(**more: object) -> TeacherCache:
         return TeacherCache.at(tmp_path / "store", {"teacher": "a", "block_size": 8, **more}, "path")

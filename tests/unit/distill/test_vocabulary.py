@@ -25,9 +25,7 @@ V, T = 40, 11
 def pair(tied: bool = True) -> tuple[Model, Model]:
     described = spec().model_dump(mode="json")
     described["head"] = {"tied": tied, "bias": not tied}
-    teacher, student = (
-        loud(build_model(ModelSpec.model_validate(described), seed=seed)).double() for seed in (1, 2)
-    )
+    teacher, student = (loud(build_model(ModelSpec.model_validate(described), seed=seed)).double() for seed in (1, 2))
     return teacher.eval().requires_grad_(False), student
 
 
@@ -92,9 +90,7 @@ def test_logits_of_the_whole_batch_never_exist() -> None:
     objective = TeacherLogitsObjective(student, teacher.requires_grad_(False), kl_weight=0.5, chunk=16)
     with Largest() as seen:
         objective.step((x, x), lambda loss: loss.backward())
-    assert seen.elements == 4000 * 32, (
-        "the embedding's own gradient is the largest; 16 x 4000 logits are smaller"
-    )
+    assert seen.elements == 4000 * 32, "the embedding's own gradient is the largest; 16 x 4000 logits are smaller"
 
 
 def test_kl_and_cross_entropy_are_the_textbook_sums() -> None:
@@ -118,9 +114,7 @@ def test_stored_entries_of_the_whole_vocabulary_give_the_live_loss() -> None:
 
     def kl(rows: TeacherRows) -> tuple[float, torch.Tensor]:
         def part(a: int, b: int) -> TeacherRows:
-            return TeacherRows(
-                *(None if t is None else t[a:b] for t in (rows.log_p, rows.index, rows.weight))
-            )
+            return TeacherRows(*(None if t is None else t[a:b] for t in (rows.log_p, rows.index, rows.weight)))
 
         student.zero_grad()
         losses = vocabulary_losses(student, student.hidden(x), y, rows=part, kl_weight=1.0, chunk=5)
@@ -162,9 +156,7 @@ def test_an_objective_with_all_logits_at_once_takes_the_same_step() -> None:
     grads = []
     for dense in (False, True):
         _, model = pair()
-        found = LanguageModelObjective(model, chunk=4, dense=dense).step(
-            batch(), lambda loss: loss.backward()
-        )
+        found = LanguageModelObjective(model, chunk=4, dense=dense).step(batch(), lambda loss: loss.backward())
         grads.append([found["loss"], *(value.grad for value in model.parameters())])
     for chunked, whole in zip(*grads, strict=True):
         torch.testing.assert_close(whole, chunked, rtol=1e-10, atol=1e-12)

@@ -118,9 +118,7 @@ def test_memory_counts_every_format_from_storage(subjects: Subjects) -> None:
             assert per_token == model_cost(model.spec).kv_bytes_per_token(KVCacheKind(kind))
             (row,) = (row for row in rows if (row["model"], row["kind"]) == (name, kind))
             tail, slack = row["tail_bytes"], row["slack_bytes"]
-            assert row["cache_bytes"] == (
-                per_token * 200 if kind == "fp32" else per_token * 192 + tail + slack
-            )
+            assert row["cache_bytes"] == (per_token * 200 if kind == "fp32" else per_token * 192 + tail + slack)
             # 200 tokens: three tiles of 64 and 8 in the tail, in 2 bytes
             assert tail == (0 if kind == "fp32" else 8 * 2 * 64)
     assert metrics["memory.student.kv_bytes_per_token@seq=200,kind=mixed"] == 18 + 34
@@ -139,13 +137,9 @@ def test_settings_that_would_measure_nothing_are_refused() -> None:
 
     check(block_size=129, cache_kind="q4")
     check(block_size=16, cache_kind="fp16")
-    with pytest.raises(
-        ValidationError, match=r"block_size=128 fits the 16-bit tail of 2 x cache_tail_tokens=64"
-    ):
+    with pytest.raises(ValidationError, match=r"block_size=128 fits the 16-bit tail of 2 x cache_tail_tokens=64"):
         check(block_size=128, cache_kind="q4_0")
-    with pytest.raises(
-        ValidationError, match=r"rotates before 4 bits, got cache_kind=q8_0; use one of q4_0, nf4"
-    ):
+    with pytest.raises(ValidationError, match=r"rotates before 4 bits, got cache_kind=q8_0; use one of q4_0, nf4"):
         check(cache_kind="q8_0", cache_hadamard=True)
     with pytest.raises(ValidationError, match=r"rotates before 4 bits, got cache_kind=None"):
         check(cache_hadamard=True)

@@ -125,10 +125,7 @@ def test_prompts_are_kept_and_shown_in_a_table(subjects: Subjects) -> None:
     ours, theirs = items["student"], items["teacher"]
     assert ours.texts == theirs.texts
     margin = 0.01
-    wins = [
-        theirs_nll - ours_nll > margin
-        for ours_nll, theirs_nll in zip(ours.scores, theirs.scores, strict=True)
-    ]
+    wins = [theirs_nll - ours_nll > margin for ours_nll, theirs_nll in zip(ours.scores, theirs.scores, strict=True)]
     values = {metric.key: metric.value for metric in metrics}
     assert values["generation.student.win_rate@gen=12"] == pytest.approx(sum(wins) / len(wins))
     kept = BenchmarkResult("gen", "generation", tuple(metrics), tuple(rows))

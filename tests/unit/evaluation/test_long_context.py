@@ -75,9 +75,7 @@ def test_metrics_of_every_length_and_position() -> None:
         for length in (300, 600):
             assert found[f"long_context.{name}.needle@length={length}"].n == 4
             assert found[f"long_context.{name}.recall_answer_nll@length={length}"].value > 0
-            by_depth = [
-                found[f"long_context.{name}.needle@length={length},depth={n}"].n for n in (10, 30, 70, 90)
-            ]
+            by_depth = [found[f"long_context.{name}.needle@length={length},depth={n}"].n for n in (10, 30, 70, 90)]
             assert by_depth == [1, 1, 1, 1]
     bench = BenchmarkResult("long", "long_context", tuple(metrics), tuple(rows))
     result = RunResult("far", "id", "0", None, {}, {}, benchmarks=(bench,))
@@ -88,9 +86,7 @@ def test_metrics_of_every_length_and_position() -> None:
     bins = [row for row in rows if row["task"] == "perplexity" and row["model"] == "student"]
     assert (bins[0]["from"], bins[-1]["to"]) == (0, 599)
     total = sum(row["nll"] * (row["to"] - row["from"] + 1) for row in bins) / 600
-    whole = windowed_nll(
-        student, TokenDataset(TEXT, 600), windows=5, batch_size=2, device=torch.device("cpu")
-    )
+    whole = windowed_nll(student, TokenDataset(TEXT, 600), windows=5, batch_size=2, device=torch.device("cpu"))
     assert total == pytest.approx(whole.mean, rel=1e-5)
     key = f"long_context.student.perplexity@from=512,to={599},length=600"
     assert found[key].value == pytest.approx(math.exp(bins[-1]["nll"]))

@@ -74,14 +74,10 @@ def test_gain_and_share_are_those_of_losses_by_position_and_near_changes_nothing
     gain = values["memory_gap.teacher.gain"]
     assert gain.value == pytest.approx(float(window - full))
     assert gain.value > 1e-3
-    assert values["memory_gap.student.closed"].value == pytest.approx(
-        float((window - ours) / (window - full))
-    )
+    assert values["memory_gap.student.closed"].value == pytest.approx(float((window - ours) / (window - full)))
     assert abs(values["memory_gap.student.near"].value) < 1e-5
     assert all(metric.n == 6 and metric.standard_error is not None for metric in metrics)
-    assert [row["model"] for row in rows] == [
-        name for name in ("teacher", "window", "student") for _ in range(6)
-    ]
+    assert [row["model"] for row in rows] == [name for name in ("teacher", "window", "student") for _ in range(6)]
     bench = BenchmarkResult("gap", "memory_gap", tuple(metrics), tuple(rows))
     assert len(collect(RunResult("memory", "id", "0", None, {}, {}, benchmarks=(bench,)))) == 3
 
@@ -123,9 +119,7 @@ def test_the_teacher_alone_is_measured_before_there_is_a_student() -> None:
         (("teacher", "student"), {"start": LENGTH}, "in rising order"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    names: tuple[str, ...], changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_compared_is_refused(names: tuple[str, ...], changes: dict[str, Any], message: str) -> None:
     models = teacher_and_student()
     given = subjects(np.arange(400) % 61, {name: models[name] for name in names})
     with pytest.raises(ConfigError, match=message):

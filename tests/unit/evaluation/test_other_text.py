@@ -49,12 +49,9 @@ def test_texts_are_windows_of_the_runs_tokenizer(tmp_path: Path) -> None:
 
 def test_fidelity_names_the_window_and_every_text() -> None:
     teacher, student = (build_model(byte_spec(), seed=seed) for seed in (0, 1))
-    config = FidelityVerifyConfig(
-        type="fidelity", batches=2, batch_size=2, block_size=32, texts=("python", "spaced")
-    )
+    config = FidelityVerifyConfig(type="fidelity", batches=2, batch_size=2, block_size=32, texts=("python", "spaced"))
     checks = {
-        check.name: check.value
-        for check in fidelity(teacher, student, OWN, config, torch.device("cpu"), TOKENIZER)
+        check.name: check.value for check in fidelity(teacher, student, OWN, config, torch.device("cpu"), TOKENIZER)
     }
     assert checks["window_tokens"] == 32
     for name in ("python", "spaced"):

@@ -67,17 +67,13 @@ def verdict(chosen: EvalVerifyConfig, teacher: Model, student: Model) -> Verdict
 
 def test_greedy_text_ends_at_the_limit_or_the_end_mark_and_no_integer_is_no_zero() -> None:
     zero = {**GREEDY, "id": "z", "answer": 0}
-    chosen = config(
-        GREEDY, zero, max_new_tokens=3, thresholds={"min_student_accuracy": 0.5, "max_accuracy_drop": 0.4}
-    )
+    chosen = config(GREEDY, zero, max_new_tokens=3, thresholds={"min_student_accuracy": 0.5, "max_accuracy_drop": 0.4})
     four, silent = saying(ord("4")), saying(EOS)
     found = verdict(chosen, four, silent)
     said = [[(answer.model, answer.text, answer.answer) for answer in case.answers] for case in found.cases]
     assert said == [[("teacher", "444", "444"), ("student", "", None)]] * 2
     assert [answer.is_correct for case in found.cases for answer in case.answers] == [False] * 4
-    once = config(
-        GREEDY, max_new_tokens=1, thresholds={"min_student_accuracy": 1.0, "max_accuracy_drop": 0.0}
-    )
+    once = config(GREEDY, max_new_tokens=1, thresholds={"min_student_accuracy": 1.0, "max_accuracy_drop": 0.0})
     good = verdict(once, saying(EOS), four)
     assert good.passed
     assert {item.name: item.value for item in good.checks} == {
@@ -122,9 +118,7 @@ def test_choices_are_scored_as_one_forward_does_and_the_case_says_which_score_de
 
 
 def test_each_kind_has_bounds_of_its_own() -> None:
-    chosen = config(
-        GREEDY, CHOICE, max_new_tokens=1, thresholds={"int_greedy": {"min_student_accuracy": 1.0}}
-    )
+    chosen = config(GREEDY, CHOICE, max_new_tokens=1, thresholds={"int_greedy": {"min_student_accuracy": 1.0}})
     found = verdict(chosen, saying(ord("4")), saying(ord("d")))
     values = {item.name: item.value for item in found.checks}
     assert values["student_accuracy_int_greedy"] == 0.0
@@ -191,14 +185,10 @@ def test_what_the_models_cannot_read_is_refused_without_a_model() -> None:
     small = specs[0].model_copy(update={"embedder": specs[0].embedder.model_copy(update={"vocab_size": 100})})
     with pytest.raises(ConfigError, match="has 257 entries, the models 100"):
         prepare_verification(config(GREEDY, tokenizer="byte"), None, [specs[0], small])
-    learned = specs[0].model_copy(
-        update={"embedder": specs[0].embedder.model_copy(update={"max_positions": 8})}
-    )
+    learned = specs[0].model_copy(update={"embedder": specs[0].embedder.model_copy(update={"max_positions": 8})})
     with pytest.raises(ConfigError, match="context_window=20 exceeds the 8 positions"):
         prepare_verification(config(GREEDY, tokenizer="byte", context_window=20), None, [learned])
-    with pytest.raises(
-        ConfigError, match="case 'g' needs 16 tokens for its answer and the context window has 8"
-    ):
+    with pytest.raises(ConfigError, match="case 'g' needs 16 tokens for its answer and the context window has 8"):
         prepare_verification(config(GREEDY, tokenizer="byte"), None, [learned])
 
 

@@ -76,9 +76,7 @@ def test_yaml_and_json_lines_hold_the_same_suite(file: Path, tmp_path: Path) -> 
         ("benchmark:", "suite:", 1, "unknown key"),
     ],
 )
-def test_a_bad_item_is_named_with_file_and_line(
-    file: Path, old: str, new: str, line: int | None, message: str
-) -> None:
+def test_a_bad_item_is_named_with_file_and_line(file: Path, old: str, new: str, line: int | None, message: str) -> None:
     assert old in SUITE
     file.write_text(SUITE.replace(old, new, 1))
     with pytest.raises(ConfigError) as error:
@@ -190,9 +188,7 @@ def test_sandbox_has_no_network_and_no_files_of_the_user(tmp_path: Path, monkeyp
 def test_scores_are_those_of_the_items(file: Path) -> None:
     model, tokenizer = loud(transformer(GQA)).eval(), ByteTokenizer()
     (opened,) = open_suites([str(file)], limit=None, allow_code=True, where="eval")
-    found = {
-        result.task: result for result in score_suite(opened, model, tokenizer, max_length=96, batch_size=3)
-    }
+    found = {result.task: result for result in score_suite(opened, model, tokenizer, max_length=96, batch_size=3)}
     kinds = ("int_greedy", "choice_logprob", "exact_match", "normalized_match")
     expected = {f"mine.{kind}{change}" for kind in kinds for change in ("", "+typos", "+distractor")}
     assert set(found) == expected | {"mine.code", "mine.text"}
@@ -203,8 +199,7 @@ def test_scores_are_those_of_the_items(file: Path) -> None:
     assert found["mine.exact_match"].scores["acc"] == (float(text.strip() in ("a", "b")), None)
     choices = found["mine.choice_logprob"]
     assert [item["acc"] for item in choices.items] == [
-        (max(item["logprobs"]) == item["logprobs"][gold])
-        for item, gold in zip(choices.items, (1, 0), strict=True)
+        (max(item["logprobs"]) == item["logprobs"][gold]) for item, gold in zip(choices.items, (1, 0), strict=True)
     ]
     changed = found["mine.choice_logprob+distractor"]
     drop = [a["acc"] - b["acc"] for a, b in zip(choices.items, changed.items, strict=True)]
@@ -250,9 +245,7 @@ def test_eval_runs_a_suite_and_keeps_its_items(tmp_path: Path, capsys) -> None:
     assert scores["n"] == 8
     hits = [item["acc"] for item in scores["items"]]
     assert scores["scores"]["acc"]["value"] == sum(hits) / 8
-    assert scores["scores"]["acc"]["stderr"] == pytest.approx(
-        math.sqrt(sum(hits) / 8 * (1 - sum(hits) / 8) / 7)
-    )
+    assert scores["scores"]["acc"]["stderr"] == pytest.approx(math.sqrt(sum(hits) / 8 * (1 - sum(hits) / 8) / 7))
     assert main(["compare", str(out), str(out)]) == 0
     assert "taste" in capsys.readouterr().out
 
@@ -267,9 +260,7 @@ def test_mixed_tasks_and_agents_are_refused(file: Path, capsys, tmp_path: Path, 
     assert not (tmp_path / "runs").exists(), "before anything is made"
     from caramba.launch.freeze import freeze
 
-    allowed = (
-        f"benchmark.benchmarks=[{{id: s, config: {{type: accuracy, allow_code: true, tasks: [{file}]}}}}]"
-    )
+    allowed = f"benchmark.benchmarks=[{{id: s, config: {{type: accuracy, allow_code: true, tasks: [{file}]}}}}]"
     manifest = freeze(["model=tiny", "train=pretrain", allowed]).manifest
     with pytest.raises(ValueError, match="may not set allow_code"):
         Manifest.model_validate(manifest.model_dump() | {"origin": "agent"})

@@ -30,9 +30,7 @@ def test_a_search_says_what_kept_it_from_a_larger_batch(
         return Trial(candidate, (step,) * (candidate.warm_up + candidate.timed), size)
 
     budget = Budget(seconds, clock=lambda: 0.0)
-    *_, ended = largest_batch(
-        measure, StepCandidate(1), target_bytes=target, most=min(most, windows), budget=budget
-    )
+    *_, ended = largest_batch(measure, StepCandidate(1), target_bytes=target, most=min(most, windows), budget=budget)
     assert name_limit(ended, most, windows) == reason
 
 
@@ -52,9 +50,7 @@ def test_a_row_without_a_batch_says_whether_memory_or_time_was_short(seconds: fl
         return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
 
     budget = Budget(seconds, clock=lambda: now)
-    best, trials, ended = largest_batch(
-        measure, StepCandidate(1), target_bytes=1.0, most=512, budget=budget, first=64
-    )
+    best, trials, ended = largest_batch(measure, StepCandidate(1), target_bytes=1.0, most=512, budget=budget, first=64)
     row = largest_row(Largest(best, trials, name_limit(ended, 512, 1000), budget), 128, None)
     assert row == {"largest_skipped": reason, "largest_s": now}
 

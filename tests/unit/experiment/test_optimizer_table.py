@@ -28,9 +28,7 @@ class MadeUp(OptimizerTable):
         bench = BenchmarkConfig.model_validate({"id": "table", "config": given})
         spec = SimpleNamespace(embedder=SimpleNamespace(d_model=8))
         model = SimpleNamespace(spec=spec)
-        session: Any = SimpleNamespace(
-            model_of=lambda role: model, run_dir=folder, ledger=StageLedger(folder)
-        )
+        session: Any = SimpleNamespace(model_of=lambda role: model, run_dir=folder, ledger=StageLedger(folder))
         super().__init__(session, bench, "student")
         self.began, self.clock, self.trained = 0.0, 0.0, []
 
@@ -65,9 +63,7 @@ def test_the_orchestrator_is_compared_with_the_best_fixed_row_of_its_portfolio(
         "high": pytest.approx(0.5),
         "n": 2,
     }
-    assert [run["steps"] for run in ours["best_fixed_at_equal_time"]] == [75, 75], (
-        "of 2 seconds a step, not 1.5"
-    )
+    assert [run["steps"] for run in ours["best_fixed_at_equal_time"]] == [75, 75], "of 2 seconds a step, not 1.5"
     assert ours["best_fixed_difference_at_equal_time"]["mean"] == pytest.approx(0.5 - 0.025)
     assert [run["steps"] for run in ours["adamw_at_equal_time"]] == [150, 150]
 
@@ -79,9 +75,7 @@ def test_the_orchestrator_is_compared_with_the_best_fixed_row_of_its_portfolio(
     assert ours["best_fixed_difference"] == ours["loss_difference"]
 
 
-def test_what_there_is_no_time_for_is_left_out_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_there_is_no_time_for_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of AdamW takes 500 s, one of Muon 1,000: it is found out after two runs. Lion has time again."""
     table = MadeUp(tmp_path / "a", rows=["adamw", "muon", "lion"], seconds=1450)
     rows = rows_of(table, monkeypatch)
@@ -92,10 +86,7 @@ def test_what_there_is_no_time_for_is_left_out_by_name(
         "skipped": "muon takes about 600 s more, and 550 s of seconds=1450 are left",
     }
     assert rows["lion"]["val_loss"] > 0
-    assert (
-        rows["lion"]["equal_time_skipped"]
-        == "adamw takes about 200 s more, and 50 s of seconds=1450 are left"
-    )
+    assert rows["lion"]["equal_time_skipped"] == "adamw takes about 200 s more, and 50 s of seconds=1450 are left"
     assert "loss_difference_at_equal_time" not in rows["lion"]
     assert [row for row, _, _, _ in table.trained].count("muon") == 2
     assert table.clock <= 1450

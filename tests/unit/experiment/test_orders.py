@@ -30,9 +30,7 @@ def order_of(name: str, phase: dict[str, Any]) -> PhaseCommand:
     spec = build_model(transformer(name), device="meta").spec
     decided = plan(config, device="cpu", kernels="auto", ops={"quantize": "reference"}, name="x", d_model=32)
     attention = AttentionChoice(("flash", "math"), True, "measured", measured_ms={"64x64.flash": 0.25})
-    return PhaseCommand(
-        "main", config, decided, 1, 2**62, 3, spec_of(spec), None, attention, 12.5, "x", "f" * 64
-    )
+    return PhaseCommand("main", config, decided, 1, 2**62, 3, spec_of(spec), None, attention, 12.5, "x", "f" * 64)
 
 
 def ranks_of(store: Any) -> Ranks:

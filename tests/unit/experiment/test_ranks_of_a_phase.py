@@ -26,9 +26,7 @@ def test_dropout_under_sequence_parallel_is_refused_before_training() -> None:
     dropped = spec(NORM, {"type": "DropoutLayer", "p": 0.2})
     split = {"strategy": "fsdp2_tp", "tp": 2}
     ranks.check_split(session_of(dropped, **split))
-    with pytest.raises(
-        ConfigError, match=r"a DropoutLayer with p=0\.2 .*use p=0, or sequence_parallel=false"
-    ):
+    with pytest.raises(ConfigError, match=r"a DropoutLayer with p=0\.2 .*use p=0, or sequence_parallel=false"):
         ranks.check_split(session_of(dropped, **split, sequence_parallel=True))
 
 

@@ -78,9 +78,7 @@ def test_missing_and_damaged_files(sharded: Path) -> None:
     files = sorted(sharded.glob("*.safetensors"))
     whole = files[0].read_bytes()
     files[0].write_bytes(whole[:-7])
-    with pytest.raises(
-        CheckpointError, match=rf"{files[0].name}: the file is truncated: \d+ bytes, .* copy it again"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{files[0].name}: the file is truncated: \d+ bytes, .* copy it again"):
         load_hf_folder(sharded)
     files[0].unlink()
     with pytest.raises(
@@ -123,9 +121,7 @@ def test_a_manifest_may_leave_out_defaults_but_not_differ(folder: Path) -> None:
     node["name"] = "other"
     load_hf_folder(folder, expected=ModelSpec.model_validate(node))
     attention["rope_base"] = 10000.0
-    with pytest.raises(
-        CheckpointError, match=r"another network.*block 0 has rope_base=500000.0, expected 10000.0"
-    ):
+    with pytest.raises(CheckpointError, match=r"another network.*block 0 has rope_base=500000.0, expected 10000.0"):
         load_hf_folder(folder, expected=ModelSpec.model_validate(node))
     node["topology"]["layers"][0]["repeat"] = 3
     with pytest.raises(CheckpointError, match="2 blocks, expected 3"):
@@ -140,9 +136,7 @@ def test_a_run_keeps_a_reference_that_notices_changes(folder: Path, tmp_path: Pa
     assert find_loaded_folder(run, "teacher") is None
     found = find_checkpoint(run, role="student")
     assert found == folder
-    assert torch.equal(
-        load_pretrained(found)[0].embedder.token.weight, load_hf_folder(folder).embedder.token.weight
-    )
+    assert torch.equal(load_pretrained(found)[0].embedder.token.weight, load_hf_folder(folder).embedder.token.weight)
     rewrite(folder / "model.safetensors", **{Q: torch.zeros(4)})
     with pytest.raises(CheckpointError, match="that folder has changed since; start a new run"):
         find_checkpoint(run, role="student")
@@ -182,16 +176,12 @@ def test_load_hf_folder_refuses_an_untied_head_that_config_calls_tied(folder: Pa
     assert torch.equal(equal.embedder.token.weight, tensors["model.embed_tokens.weight"].float())
     tensors["lm_head.weight"][3, 1] += 0.5
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight with different"
-    ):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight with different"):
         load_hf_folder(folder)
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
-def test_load_hf_folder_refuses_stored_frequencies_other_than_those_of_config(
-    value: float, folder: Path
-) -> None:
+def test_load_hf_folder_refuses_stored_frequencies_other_than_those_of_config(value: float, folder: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(folder / "model.safetensors", **{name: torch.full((4,), value)})
     with pytest.raises(CheckpointError, match=r"self_attn\.rotary_emb\.inv_freq holds"):

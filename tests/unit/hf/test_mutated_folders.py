@@ -92,15 +92,13 @@ def mutate(tensors: Tensors, config: dict[str, Any], chance: random.Random) -> t
         tensors[name], tensors[other] = tensors[other], tensors[name]
         return action, [name, other]
     elif action == "reshape":
-        tensors[name] = chance.choice(
-            (lambda x: x[:-1], lambda x: x.unsqueeze(0), lambda x: x.reshape(-1)[:0])
-        )(tensors[name]).contiguous()
+        tensors[name] = chance.choice((lambda x: x[:-1], lambda x: x.unsqueeze(0), lambda x: x.reshape(-1)[:0]))(
+            tensors[name]
+        ).contiguous()
     elif action == "reverse":
         tensors[name] = tensors[name].flip(0).contiguous()
     elif action == "type":
-        tensors[name] = tensors[name].to(
-            chance.choice((torch.bfloat16, torch.float16, torch.float64, torch.int32))
-        )
+        tensors[name] = tensors[name].to(chance.choice((torch.bfloat16, torch.float16, torch.float64, torch.int32)))
     else:
         if action in ("head", "equal head"):
             tensors[HEAD] = tensors[EMBEDDING].clone()

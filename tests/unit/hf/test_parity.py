@@ -42,9 +42,7 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     assert_logits_equal(tmp_path, theirs)
     spec = spec_of_folder(tmp_path)
     assert set(hf_names(spec).values()) == set(index_tensors(weight_files(tmp_path)))
-    assert set(hf_names(spec)) == {
-        key for key in load_hf_folder(tmp_path).state_dict() if not key.endswith("inv_freq")
-    }
+    assert set(hf_names(spec)) == {key for key in load_hf_folder(tmp_path).state_dict() if not key.endswith("inv_freq")}
     assert model_cost(spec).params == sum(parameter.numel() for parameter in theirs.parameters())
 
 

@@ -61,9 +61,7 @@ def test_losses_divergence_and_agreement_are_the_formulas_over_the_targets_that_
     for one in found.by_position:
         part = slice(one.start, one.end + 1)
         kept = counts[:, part]
-        assert math.log(one.ppl_ratio) == pytest.approx(
-            (nll[1] - nll[0])[:, part][kept].mean().item(), rel=1e-9
-        )
+        assert math.log(one.ppl_ratio) == pytest.approx((nll[1] - nll[0])[:, part][kept].mean().item(), rel=1e-9)
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1)[:, part][kept]
         assert one.kl == pytest.approx(divergence.mean().item(), rel=1e-9)
         agrees = (log_p.argmax(-1) == log_q.argmax(-1))[:, part][kept]

@@ -17,9 +17,7 @@ PROMPT = torch.randint(19, (3, 7), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(params=["standard", "decoupled"])
 def model(request: pytest.FixtureRequest) -> Model:
-    extra = (
-        {"mode": "decoupled", "sem_dim": 8, "geo_dim": 8, "v_dim": 8} if request.param == "decoupled" else {}
-    )
+    extra = {"mode": "decoupled", "sem_dim": 8, "geo_dim": 8, "v_dim": 8} if request.param == "decoupled" else {}
     attention = {"type": "AttentionLayer", "d_model": 16, "n_heads": 2, "dropout": 0.3, **extra}
     layers = [{"type": "ResidualTopology", "layers": [{"type": "RMSNormLayer", "d_model": 16}, attention]}]
     built = build_model(

@@ -72,9 +72,7 @@ def test_the_configuration_may_hold_the_template(folder: Path) -> None:
 def test_bytes_that_are_no_text_are_refused_and_not_remembered() -> None:
     broken = b"hi \xff".decode(errors="surrogateescape")  # what a pipe or the command line makes of them
     dialogue = Dialogue(ByteTokenizer())
-    with pytest.raises(
-        ConfigError, match=r"the message: character 3 is '\\udcff', no text; give valid UTF-8"
-    ):
+    with pytest.raises(ConfigError, match=r"the message: character 3 is '\\udcff', no text; give valid UTF-8"):
         dialogue.ask(broken, 100)
     assert dialogue.turns == []
     with pytest.raises(ConfigError, match=r"prompt 1: character 3 is"):

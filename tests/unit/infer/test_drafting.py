@@ -14,9 +14,7 @@ def test_lookup_takes_the_longest_and_latest_run_and_repeats_itself() -> None:
 
 
 def test_length_adapts_falls_back_and_comes_back_with_hysteresis() -> None:
-    config = SpeculativeConfig(
-        spec_k=8, window=10, retry_after=6, spec_disable_below_accept=0.5, hysteresis=0.2
-    )
+    config = SpeculativeConfig(spec_k=8, window=10, retry_after=6, spec_disable_below_accept=0.5, hysteresis=0.2)
     length = DraftLength(config)
     assert (length.next(20), length.next(3)) == (8, 3)
     length.update(8, 1, 2)

@@ -94,9 +94,7 @@ def test_padding_on_either_side_changes_nothing(model: Model, side: str) -> None
 
 def test_rows_far_apart_in_length_run_after_each_other(model: Model) -> None:
     calls: list[tuple[int, ...]] = []
-    handle = model.embedder.register_forward_hook(
-        lambda module, args, out: calls.append(tuple(args[0].shape))
-    )
+    handle = model.embedder.register_forward_hook(lambda module, args, out: calls.append(tuple(args[0].shape)))
     generate(model, PROMPTS, max_new_tokens=2, cache_kind="fp32", read_every=1)
     handle.remove()
     # Lengths 1 and 3, then 4, then 9: one to two tokens are fed to the shorter ones while the longer one catches up.
@@ -105,9 +103,7 @@ def test_rows_far_apart_in_length_run_after_each_other(model: Model) -> None:
 
 def test_the_seed_decides(model: Model) -> None:
     def tokens(seed: int) -> tuple[int, ...]:
-        return generate(model, [[1, 2]], seeds=[seed], max_new_tokens=12, temperature=2.0, cache_kind="fp32")[
-            0
-        ].tokens
+        return generate(model, [[1, 2]], seeds=[seed], max_new_tokens=12, temperature=2.0, cache_kind="fp32")[0].tokens
 
     assert tokens(5) == tokens(5)
     assert len({tokens(seed) for seed in range(6)}) > 1
@@ -135,11 +131,7 @@ def test_text_streams_and_stops_across_tokens(byte_model: Model) -> None:
     prompts = ["def f", "x = 1"]
     options = {"max_new_tokens": 24, "cache_kind": "fp32"}
     free = Generator(byte_model, tokenizer, **options).generate(prompts)
-    stop = next(
-        bytes(free[0].tokens[i : i + 2]).decode()
-        for i in range(3, 22)
-        if max(free[0].tokens[i : i + 2]) < 128
-    )
+    stop = next(bytes(free[0].tokens[i : i + 2]).decode() for i in range(3, 22) if max(free[0].tokens[i : i + 2]) < 128)
     generator = Generator(byte_model, tokenizer, stop=(stop,), **options)
     rows = generator.generate(prompts, on_text=on_text)
     assert rows == generator.generate(prompts)
@@ -189,9 +181,7 @@ def test_bad_input_is_named(
 
 def test_a_mask_with_a_gap_is_refused(model: Model) -> None:
     with pytest.raises(ConfigError, match="the mask of row 0 has a gap"):
-        generate(
-            model, torch.ones(1, 3, dtype=torch.int64), mask=torch.tensor([[1, 0, 1]]), cache_kind="fp32"
-        )
+        generate(model, torch.ones(1, 3, dtype=torch.int64), mask=torch.tensor([[1, 0, 1]]), cache_kind="fp32")
 
 
 def test_logits_that_are_not_numbers_are_an_error() -> None:
@@ -217,9 +207,7 @@ def test_device_steps_draw_the_same_and_say_what_ran(model: Model, monkeypatch: 
     assert other.stats.not_compiled == "CUDA graphs need a CUDA device, the model is on cpu"
 
 
-def test_eager_steps_plan_no_attention_for_the_length_of_each(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eager_steps_plan_no_attention_for_the_length_of_each(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     planned, unplanned = list[int](), decode.unplanned_attention
 
     def noted(device: torch.device, n_pairs: int) -> Any:

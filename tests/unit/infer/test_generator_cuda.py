@@ -171,9 +171,7 @@ def test_verifying_forwards_are_captured_by_width_once(name: str, method: str) -
     [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.0, "repetition_penalty": 1.2}, VALUES],
 )
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_captured_rounds_of_lookup_write_the_text_of_plain_decode(
-    values: dict[str, Any], adaptive: bool
-) -> None:
+def test_captured_rounds_of_lookup_write_the_text_of_plain_decode(values: dict[str, Any], adaptive: bool) -> None:
     model = build_model(transformer("gqa_scaled"), seed=0).cuda()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -62,9 +62,7 @@ def stats_of(generator: SpeculativeGenerator) -> SpeculativeStats:
     ],
 )
 def test_the_text_is_that_of_plain_decode(target: Model, values: dict[str, Any], differ: bool) -> None:
-    several, one = (
-        Generator(target, **LONG, **values).generate(prompts) for prompts in (PROMPTS, PROMPTS[:1])
-    )
+    several, one = (Generator(target, **LONG, **values).generate(prompts) for prompts in (PROMPTS, PROMPTS[:1]))
     for extra in (True, False):
         given = {"spec_k": 9, "spec_k_adaptive": extra != differ, "spec_extra_token": extra, "compiled": True}
         generator = SpeculativeGenerator(target, **given, **LONG, **values)

@@ -105,10 +105,7 @@ def test_the_choice_is_the_one_that_a_hand_computes(model: Model, text: Path, ho
         assert one.is_good == (kl <= limit and one.quality.needle_kl <= limit)
     assert candidates[Q8].is_good
     assert "mean KL" in candidates[Q4].verdict
-    assert (
-        found.kind
-        is min((one for one in candidates.values() if one.is_good), key=lambda one: one.nbytes).kind
-    )
+    assert found.kind is min((one for one in candidates.values() if one.is_good), key=lambda one: one.nbytes).kind
     assert "the model finds none without a cache either" in found.reason
     (file,) = (home / "runtime_plans").iterdir()
     assert json.loads(file.read_text())["last_decision"] == found.record()
@@ -137,9 +134,7 @@ def test_a_plan_is_read_again_and_only_for_the_same_model(
     assert again.candidates == first.candidates
     assert (first.candidates[0].tokens_per_second or 0) > 0
     strict = policy_of(model, text, **values | {"cache_quality_max_mean_kl": 0.0}).decide(BATCH, 160)
-    assert (
-        "no kind that fits passes the gates: bf16: " in strict.reason
-    )  # limits are no part of what was measured
+    assert "no kind that fits passes the gates: bf16: " in strict.reason  # limits are no part of what was measured
     changed = small("decoupled", **WIDE)
     with torch.no_grad():
         changed.embedder.token.weight[0, 0] += 1
@@ -305,9 +300,7 @@ def test_a_decode_plan_changes_memory_and_only_a_named_window_the_text(model: Mo
             {"decode_plan": "fixed", "decode_q_chunk": 3},
             {"decode_local_window": 2},
         )
-        plain, fixed, local = (
-            Generator(one, **values, **more).generate([prompt])[0].logprobs for more in plans
-        )
+        plain, fixed, local = (Generator(one, **values, **more).generate([prompt])[0].logprobs for more in plans)
         assert fixed == pytest.approx(plain, abs=1e-4)
         assert local != pytest.approx(plain, abs=1e-3)
         assert [(layer.score.q_chunk, layer.score.window) for _, layer in one.attention_layers()] == own

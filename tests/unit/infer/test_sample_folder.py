@@ -29,9 +29,7 @@ def model() -> Model:
 
 def made(model: Model, output: Path, request: SampleRequest = REQUEST, **options: float) -> dict[str, int]:
     identity = {"model": "tiny", "dtype": "float32"}
-    _, left_out = sample_folder(
-        model, TOKENIZER, identity, request, output, advance=lambda *_: None, **options
-    )
+    _, left_out = sample_folder(model, TOKENIZER, identity, request, output, advance=lambda *_: None, **options)
     return left_out
 
 

@@ -23,9 +23,7 @@ def reference(logits: np.ndarray, config: GenerateConfig, seen: np.ndarray) -> n
     if config.repetition_penalty != 1:
         for i in np.flatnonzero(seen):
             scores[i] = (
-                scores[i] / config.repetition_penalty
-                if scores[i] > 0
-                else scores[i] * config.repetition_penalty
+                scores[i] / config.repetition_penalty if scores[i] > 0 else scores[i] * config.repetition_penalty
             )
     if config.temperature == 0:
         return np.eye(len(scores))[int(np.argmax(scores))]

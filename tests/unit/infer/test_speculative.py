@@ -49,9 +49,7 @@ def other() -> Model:
     "values", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}]
 )
 @pytest.mark.parametrize("extra", [True, False])
-def test_lookup_gives_the_text_of_the_plain_generator(
-    target: Model, values: dict[str, Any], extra: bool
-) -> None:
+def test_lookup_gives_the_text_of_the_plain_generator(target: Model, values: dict[str, Any], extra: bool) -> None:
     (plain,) = Generator(target, **LONG, **values).generate([PROMPT])
     generator = SpeculativeGenerator(target, spec_k=5, spec_extra_token=extra, **LONG, **values)
     (row,) = generator.generate([PROMPT])
@@ -73,9 +71,7 @@ def test_greedy_with_any_draft_is_greedy(target: Model, other: Model) -> None:
 
 
 def test_a_model_that_drafts_for_itself_has_every_sampled_draft_accepted(target: Model) -> None:
-    generator = SpeculativeGenerator(
-        target, draft=target, spec_method="draft", top_k=9, temperature=1.4, **LONG
-    )
+    generator = SpeculativeGenerator(target, draft=target, spec_method="draft", top_k=9, temperature=1.4, **LONG)
     (row,) = generator.generate([PROMPT])
     assert generator.acceptance_rate == pytest.approx(1.0, abs=0.05)  # but for the rounding of two shapes
     assert len(row.tokens) == 40
@@ -157,9 +153,7 @@ def misfit(generator: SpeculativeGenerator, n: int, rows: int) -> tuple[float, f
     pairs = torch.einsum("a,ab,abc->bc", p1, p2[:, 0], p3).flatten().numpy()
     seen = np.array([counts.get((b, c), 0) for b in range(VOCAB) for c in range(VOCAB)])
     common = n * pairs >= 5
-    return chi_square(
-        np.append(seen[common], seen[~common].sum()), np.append(pairs[common], pairs[~common].sum())
-    )
+    return chi_square(np.append(seen[common], seen[~common].sum()), np.append(pairs[common], pairs[~common].sum()))
 
 
 def test_what_a_generator_writes_follows_the_target() -> None:
@@ -201,9 +195,7 @@ def test_rows_of_a_batch_are_the_rows_alone(other: Model, name: str, method: str
 
 
 @pytest.mark.parametrize(("name", "method"), [("gqa_scaled", "early_exit"), ("latent_gate", "early_exit")])
-def test_verifying_steps_on_the_device_write_the_same(
-    name: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifying_steps_on_the_device_write_the_same(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "compile_logits", lambda *_, run: run)
     values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "cache_kind": "fp32", "spec_k": 9}
     model = sharp(name)
@@ -251,9 +243,7 @@ def test_first_blocks_draft_on_the_models_own_cache() -> None:
         Generator(target, **values),
         SpeculativeGenerator(target, spec_method="early_exit", **values),
     )
-    assert [row.tokens for row in plain.generate([PROMPT])] == [
-        row.tokens for row in early.generate([PROMPT])
-    ]
+    assert [row.tokens for row in plain.generate([PROMPT])] == [row.tokens for row in early.generate([PROMPT])]
     assert early.stats.cache_bytes == plain.stats.cache_bytes
     assert early.speed_up() is not None
 
@@ -299,9 +289,7 @@ def test_misuse_is_named(target: Model, other: Model) -> None:
     spec = transformer("standard").model_dump()
     spec["embedder"]["vocab_size"] = VOCAB + 1
     small = build_model(type(transformer("standard")).model_validate(spec), seed=0)
-    with pytest.raises(
-        ConfigError, match=f"draft model has {VOCAB + 1} vocabulary entries, the target {VOCAB}"
-    ):
+    with pytest.raises(ConfigError, match=f"draft model has {VOCAB + 1} vocabulary entries, the target {VOCAB}"):
         SpeculativeGenerator(target, draft=small, spec_method="draft")
 
 

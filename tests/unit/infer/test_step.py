@@ -29,9 +29,7 @@ def drawn(config: GenerateConfig, lengths: tuple[int, ...], *, into: bool) -> li
 
 
 @pytest.mark.parametrize("lengths", [(4,), (3, 3), (2, 5)], ids=str)
-@pytest.mark.parametrize(
-    "values", [{"temperature": 0.0}, {"temperature": 0.7}, {"repetition_penalty": 1.5}], ids=str
-)
+@pytest.mark.parametrize("values", [{"temperature": 0.0}, {"temperature": 0.7}, {"repetition_penalty": 1.5}], ids=str)
 def test_a_kernel_keeps_what_pytorch_keeps(
     values: dict[str, float], lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,9 +37,7 @@ def test_a_kernel_keeps_what_pytorch_keeps(
     plain = drawn(config, lengths, into=False)
     kept = []
     monkeypatch.setattr(module, "has_kernel", lambda op, x: op == "store_sample")
-    monkeypatch.setattr(
-        module, "store_sample", lambda *given, run=module.store_sample: kept.append(1) or run(*given)
-    )
+    monkeypatch.setattr(module, "store_sample", lambda *given, run=module.store_sample: kept.append(1) or run(*given))
     for into in (False, True):
         for one, other in zip(plain, drawn(config, lengths, into=into), strict=True):
             assert torch.equal(one, other)

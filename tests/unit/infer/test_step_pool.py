@@ -48,9 +48,7 @@ def test_a_bucket_is_used_again_and_gives_the_same_text(monkeypatch: pytest.Monk
         found = stepped.generate(prompts)
         assert made == [512]
         assert stepped.stats.decode == "compiled"
-        assert [row.tokens for row in found] == [
-            row.tokens for row in Generator(model, **options).generate(prompts)
-        ]
+        assert [row.tokens for row in found] == [row.tokens for row in Generator(model, **options).generate(prompts)]
         made[1:] = []
     # Another batch, another length, other weights: a context of their own; the one used longest ago goes.
     stepped.generate([[1]])
@@ -117,9 +115,7 @@ def test_auto_captures_from_the_second_call_on_where_the_first_would_not_make_up
 ) -> None:
     monkeypatch.setattr(device_steps, "capture_graph", captured)
     monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
-    monkeypatch.setattr(
-        step_pool, "resolve_form", lambda compiled, _: ("graph" if compiled else "eager", None)
-    )
+    monkeypatch.setattr(step_pool, "resolve_form", lambda compiled, _: ("graph" if compiled else "eager", None))
     model = build_model(transformer("latent"), seed=0).double()
     few, many = step_pool.FEWEST_FORWARDS, step_pool.FEWEST_FORWARDS + 1
     wanted = Generator(model, compiled=False, temperature=0.0, max_new_tokens=few).generate([[1, 2]])

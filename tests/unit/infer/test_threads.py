@@ -30,9 +30,7 @@ def test_steps_of_a_small_model_take_one_thread_and_leave_the_others(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(
-        StepState, "read", lambda *given: seen.append(torch.get_num_threads()) or len(seen) == 2
-    )
+    monkeypatch.setattr(StepState, "read", lambda *given: seen.append(torch.get_num_threads()) or len(seen) == 2)
     generator = Generator(model, max_new_tokens=40, temperature=0.0, eos_token_id=[])
     generator.generate([[1, 2]])
     assert (seen, torch.get_num_threads()) == ([1, 1], 2)

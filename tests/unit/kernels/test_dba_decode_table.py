@@ -83,9 +83,7 @@ def test_splits_of_few_readers_and_tritons_are_no_more_for_more_tokens(
     tokens: int, n_splits: int, in_cuda: int, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = replace(SHAPE, lanes=1)
-    choice = DecodeConfig(
-        block_rows=32, block_tokens=32, n_warps=8, n_splits=n_splits, n_heads=1, in_cuda=in_cuda
-    )
+    choice = DecodeConfig(block_rows=32, block_tokens=32, n_warps=8, n_splits=n_splits, n_heads=1, in_cuda=in_cuda)
     monkeypatch.setattr(table, "measured", lambda: {shape.key: choice})
     found = choose(replace(shape, tokens=tokens), 132)
     assert found.reading == choice.reading
@@ -109,13 +107,9 @@ def test_latents_of_16_bits_are_read_for_a_warp_groups_rows_where_they_fit() -> 
     shape = replace(SHAPE, formats=("bf16", "bf16"), dims=(96, 64, 96), lanes=32, tokens=16384)
     assert rule(shape, 132) == DecodeConfig(64, 64, n_warps=4, n_stages=3, n_splits=8)
     assert choose(replace(shape, dims=(128, 64, 128)), 132) == rule(shape, 132), "far from what was measured"
-    assert (
-        rule(replace(shape, dims=(128, 256, 128)), 132).n_splits == 4
-    )  # one program a processor: more do not fit
+    assert rule(replace(shape, dims=(128, 256, 128)), 132).n_splits == 4  # one program a processor: more do not fit
     per_head = replace(shape, formats=("bf16",) * 3, dims=(32, 32, 64), rows=4, lanes=256)
-    assert rule(per_head, 132) == DecodeConfig(
-        16, 64, n_warps=4, n_stages=3, n_splits=2
-    )  # four: tiles are small
+    assert rule(per_head, 132) == DecodeConfig(16, 64, n_warps=4, n_stages=3, n_splits=2)  # four: tiles are small
     others = (
         {"rows": 16},
         {"rows": 33},
@@ -223,9 +217,7 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
 
 
 def test_blocks_are_those_that_caches_store() -> None:
-    stored = {
-        kind.value: (block.elements, block.code_bytes, block.scale_bytes) for kind, block in BLOCKS.items()
-    }
+    stored = {kind.value: (block.elements, block.code_bytes, block.scale_bytes) for kind, block in BLOCKS.items()}
     assert stored == blocks.BLOCKS
 
 
@@ -239,9 +231,7 @@ def test_what_is_shipped_in_cuda_can_be_read_so_and_has_place() -> None:
             arch, tuple(formats.split("+")), (widths[0], widths[1], widths[2]), int(rows), int(lanes), int(tokens)
         )  # fmt: skip
         assert arch == "sm90", key
-        assert launch_configs.can_read(
-            choice, shape.formats, shape.dims, len(shape.formats) - 1, shape.rows
-        ), key
+        assert launch_configs.can_read(choice, shape.formats, shape.dims, len(shape.formats) - 1, shape.rows), key
         assert choice.in_cuda * (table.shared_bytes(shape, choice) + 1024) <= table.SM_BYTES, key
 
 
@@ -310,9 +300,7 @@ def test_a_tuned_table_of_another_version_is_refused(
 def test_the_rule_takes_no_more_shared_memory_than_a_program_can_have(kind: str, in_fp32: bool) -> None:
     widest = 128 if in_fp32 else 512  # of which there are kernels
     widths = [width for width in (16, 40, 64, 80, 128, 192, 256, 320, 512) if width <= widest]
-    for formats, sem, geo, rows in itertools.product(
-        ((kind,) * 2, (kind,) * 3), widths, widths, (1, 17, 32, 64)
-    ):
+    for formats, sem, geo, rows in itertools.product(((kind,) * 2, (kind,) * 3), widths, widths, (1, 17, 32, 64)):
         shape = DecodeShape("sm90", formats, (sem, geo, sem), rows, lanes=8, tokens=4096, in_fp32=in_fp32)
         assert table.shared_bytes(shape, rule(shape, 132)) <= table.SHARED_BYTES - table.LEEWAY, shape
 
@@ -347,9 +335,7 @@ def test_heads_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
     way = choose(shape, 132)
     assert way.in_cuda
     assert launch_configs.can_read(way, formats, dims, 8, rows)
-    assert 132 < 32 * way.n_splits <= 132 * way.in_cuda + 32, (
-        "pairs of heads fill the processors, and one has the tail"
-    )
+    assert 132 < 32 * way.n_splits <= 132 * way.in_cuda + 32, "pairs of heads fill the processors, and one has the tail"
     for other in (
         replace(shape, arch="sm120"),
         replace(shape, in_fp32=True),

@@ -42,9 +42,7 @@ def test_prompts_of_every_length_run_the_same_kernels(monkeypatch: pytest.Monkey
         )
 
     forward(2, 64)
-    monkeypatch.setattr(
-        knobs.runtime, "jit_post_compile_hook", lambda **values: compiled.append(values["repr"])
-    )
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **values: compiled.append(values["repr"]))
     for n_rows, n_tokens in ((1, 1), (1, 17), (3, 96), (2, 101), (4, 256)):
         forward(n_rows, n_tokens)
     assert compiled == []

@@ -34,9 +34,7 @@ ODD = [
 def words_of(line: str) -> list[str]:
     """Return the words that bash makes of a line."""
     code = f"printf '%s\\0' {line}"
-    return (
-        subprocess.run(["bash", "-c", code], capture_output=True, check=True).stdout.decode().split("\0")[:-1]
-    )
+    return subprocess.run(["bash", "-c", code], capture_output=True, check=True).stdout.decode().split("\0")[:-1]
 
 
 def test_join_words_parses_back_in_a_shell():

@@ -20,9 +20,7 @@ DATA = ("data=tokens", "data.path=corpus")
 def corpus(empty_folder: Path) -> Path:
     """A token folder of 300 entries in the current folder."""
     texts = [f"the {number} quick brown foxes jump over {number * 7} lazy dogs\n" * 6 for number in range(60)]
-    write_token_folder(
-        empty_folder / "corpus", {"train": texts[:50], "val": texts[50:]}, train_bpe(texts, 300), {}
-    )
+    write_token_folder(empty_folder / "corpus", {"train": texts[:50], "val": texts[50:]}, train_bpe(texts, 300), {})
     (empty_folder / "short.tokens").write_text("1 2 3 4 " * 20)
     (empty_folder / "bad.tokens").write_text("1 2 x 4")
     (empty_folder / "large.tokens").write_text("1 2 9000 " * 400)
@@ -82,9 +80,7 @@ def test_compile_and_launch_refuse_alike_and_write_nothing(corpus, capsys, words
     assert not (corpus / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "words", [DATA, ("data=tokens", "data.path=large.tokens", "model.embedder.vocab_size=9001")]
-)
+@pytest.mark.parametrize("words", [DATA, ("data=tokens", "data.path=large.tokens", "model.embedder.vocab_size=9001")])
 def test_compile_of_data_that_fits_prints_the_plan(corpus, capsys, words):
     assert main(["compile", *TINY, *words, "train.block_size=16"]) == 0
     assert "Plan of" in capsys.readouterr().out

@@ -44,16 +44,12 @@ def test_every_group_is_in_the_defaults_list_so_no_plus_is_needed():
 def test_every_option_says_what_it_is():
     from caramba.launch.config_files import description
 
-    missing = [
-        str(file) for options in groups().values() for file in options.values() if not description(file)
-    ]
+    missing = [str(file) for options in groups().values() for file in options.values() if not description(file)]
     assert missing == []
 
 
 def test_train_key_holds_for_all_phases_and_a_phase_key_typed_by_the_user_wins():
-    manifest = manifest_of(
-        "train.steps=30", "train.phases.blockwise.steps=10", "seed=7", "train.phases.global.seed=8"
-    )
+    manifest = manifest_of("train.steps=30", "train.phases.blockwise.steps=10", "seed=7", "train.phases.global.seed=8")
     runs = manifest.groups[0].runs
     assert [run.train.steps for run in runs] == [30, 10, 30, 30, 70], "a control sees the student's tokens"
     assert [(run.seed, run.train.seed) for run in runs] == [(7, 7), (7, 7), (7, 7), (8, 8), (7, 7)]
@@ -99,9 +95,7 @@ def test_the_tree_as_composed_keeps_both_names_and_the_resolved_one_has_one():
 
 def test_a_shorter_run_takes_its_preset_warm_up_along_and_a_typed_one_is_kept():
     assert {run.train.warmup_steps for run in manifest_of("train.steps=3").groups[0].runs} == {0}
-    with pytest.raises(
-        ConfigError, match=r"warmup_steps=4 exceeds steps=3.*command line: train.warmup_steps=4"
-    ):
+    with pytest.raises(ConfigError, match=r"warmup_steps=4 exceeds steps=3.*command line: train.warmup_steps=4"):
         manifest_of("train=pretrain", "model=tiny", "train.steps=3", "train.warmup_steps=4")
 
 
@@ -213,9 +207,7 @@ def test_sweeps_expand_to_their_product():
 
 def test_a_control_reads_as_many_tokens_as_the_student_whatever_its_batch():
     runs = (
-        manifest_of("train.phases.teacher_continued.batch_size=16", "train.phases.global.accumulate=2")
-        .groups[0]
-        .runs
+        manifest_of("train.phases.teacher_continued.batch_size=16", "train.phases.global.accumulate=2").groups[0].runs
     )
     student = sum(run.train.tokens for run in runs if run.train.trains == "student")
     assert 0 <= runs[-1].train.tokens - student < 16 * 128
@@ -269,9 +261,7 @@ def test_checkpointing_typed_at_parallel_replaces_a_presets_and_contradicts_a_ty
         "train.use_gradient_checkpointing=full",
         "train.phases.pretrain.activation_checkpointing=full",
     ):
-        with pytest.raises(
-            ConfigError, match=r"=selective and train.activation_checkpointing=full of run 'pretrain'"
-        ):
+        with pytest.raises(ConfigError, match=r"=selective and train.activation_checkpointing=full of run 'pretrain'"):
             freeze([*words, at_parallel, typed])
     (run,) = freeze([*words, at_parallel, "train.activation_checkpointing=selective"]).manifest.groups[0].runs
     assert run.train is not None

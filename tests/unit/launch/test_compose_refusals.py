@@ -135,13 +135,9 @@ def test_a_file_is_located_through_packages(tmp_path):
         freeze(["model=broken"], [folder])
     text = (conf_root() / "model" / "tiny.yaml").read_text().replace("RMSNormLayer", "RMSNromLayer", 1)
     (folder / "model" / "inner.yaml").write_text(text)
-    (folder / "model" / "broken.yaml").write_text(
-        "# outer\ndefaults:\n  - tiny\n  - inner@teacher.manifest\n"
-    )
+    (folder / "model" / "broken.yaml").write_text("# outer\ndefaults:\n  - tiny\n  - inner@teacher.manifest\n")
     line = next(number for number, row in enumerate(text.splitlines(), 1) if "RMSNromLayer" in row)
-    with pytest.raises(
-        ConfigError, match=rf"model.teacher.*type: 'RMSNromLayer' .*\(mine/model/inner.yaml:{line}\)"
-    ):
+    with pytest.raises(ConfigError, match=rf"model.teacher.*type: 'RMSNromLayer' .*\(mine/model/inner.yaml:{line}\)"):
         freeze(["model=broken"], [folder])
 
 
@@ -273,9 +269,7 @@ def test_a_long_defaults_list_is_refused_before_hydra_reads_it(tmp_path: Path, e
     folder = tmp_path / "conf" / "train"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(f"defaults:\n{entries}steps: 3\n")
-    with pytest.raises(
-        ConfigError, match=r"mine\.yaml:1: a defaults list that names 33 options, expected at most 32"
-    ):
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1: a defaults list that names 33 options, expected at most 32"):
         refuse_unsafe_folder(tmp_path / "conf")
 
 
@@ -291,8 +285,6 @@ def test_a_long_defaults_list_is_refused_before_hydra_reads_it(tmp_path: Path, e
     ],
 )
 def test_compose_refuses_an_override_that_is_deep_or_giant(word: str, message: str) -> None:
-    with pytest.raises(
-        ConfigError, match=message
-    ) as caught:  # the first was a RecursionError of 25,916 characters
+    with pytest.raises(ConfigError, match=message) as caught:  # the first was a RecursionError of 25,916 characters
         freeze(["model=tiny", "train=pretrain", word])
     assert len(str(caught.value)) < 1_000

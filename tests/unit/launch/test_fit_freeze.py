@@ -41,9 +41,7 @@ def test_the_frozen_model_is_of_the_asked_size_and_asks_for_nothing_more() -> No
 
 @pytest.mark.parametrize("typed", ["train.block_size=64", "train.phases.pretrain.block_size=64"])
 def test_a_typed_block_size_stays(typed: str) -> None:
-    manifest = freeze(
-        ["model=tiny", "train=pretrain", "fit.target_params=3M", "fit.block_size=256", typed]
-    ).manifest
+    manifest = freeze(["model=tiny", "train=pretrain", "fit.target_params=3M", "fit.block_size=256", typed]).manifest
     assert block_sizes(manifest) == {64}
 
 

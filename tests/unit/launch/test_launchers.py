@@ -96,9 +96,7 @@ def test_mistakes_write_nothing(tmp_path, monkeypatch, capsys, words, text):
 def test_ranks_are_what_parallel_and_the_nodes_make(manifest, monkeypatch):
     ddp = {"strategy": "ddp", "dp": 8}
     assert ranks_per_node(launched(manifest)) == 1
-    with pytest.raises(
-        ConfigError, match=r"2 ranks on 1 node\(s\), and parallel.strategy=single is one process"
-    ):
+    with pytest.raises(ConfigError, match=r"2 ranks on 1 node\(s\), and parallel.strategy=single is one process"):
         ranks_per_node(launched(manifest, type="torchrun", nproc_per_node=2))
     assert ranks_per_node(launched(manifest, ddp, type="slurm", nodes=2)) == 4
     with pytest.raises(ConfigError, match=r"dp=8 x tp=1 are 8 ranks, and launcher.nodes=3"):
@@ -118,9 +116,7 @@ def test_ranks_are_what_parallel_and_the_nodes_make(manifest, monkeypatch):
     for gpus in (None, 1, "h100"):
         with pytest.raises(ConfigError, match=rf"cluster.gpus={gpus} with device=auto does not say how many"):
             ranks_per_node(
-                launched(manifest, on_node, {"gpus": gpus}, type="slurm").model_copy(
-                    update={"device": "auto"}
-                )
+                launched(manifest, on_node, {"gpus": gpus}, type="slurm").model_copy(update={"device": "auto"})
             )
     assert ranks_per_node(launched(manifest, open_size, type="slurm", nproc_per_node=3)) == 3
     on_gpus = launched(manifest, ddp, type="torchrun", devices=(0, 1)).model_copy(update={"device": "cuda"})
@@ -171,9 +167,7 @@ def test_the_script_of_a_job_is_plain_and_asks_for_what_ranks_need(manifest, tmp
     exported = "\n".join(line for line in lines if line.startswith("export NOTE"))
     done = subprocess.run(["bash", "-c", f'{exported}; echo "$NOTE"'], capture_output=True, text=True)
     assert done.stdout == "it's $HOME; rm -rf /\n", "a site's values are data"
-    with pytest.raises(
-        ConfigError, match=r"a\\nrm.* holds a line break, which a line of SLURM's script cannot"
-    ):
+    with pytest.raises(ConfigError, match=r"a\\nrm.* holds a line break, which a line of SLURM's script cannot"):
         run_script(tmp_path / "a\nrm", asked, [])
     single = run_script(run_dir, launched(manifest, type="slurm", requeue=False), [])
     assert "scontrol requeue" not in single
@@ -370,9 +364,7 @@ def test_an_agent_that_does_not_stop_is_killed_by_a_second_interrupt(monkeypatch
 
 
 @pytest.mark.parametrize(("status", "ends"), [(1, 1), (79, 143)])
-def test_ranks_that_fail_as_a_signal_comes_are_not_started_again(
-    status, ends, manifest, tmp_path, monkeypatch
-):
+def test_ranks_that_fail_as_a_signal_comes_are_not_started_again(status, ends, manifest, tmp_path, monkeypatch):
     attempts = []
 
     def attempt(*_):

@@ -24,9 +24,7 @@ EXPERIMENTS = sorted(groups()["experiment"])
 TINY = ("model=tiny_dba", "train=upcycle", "data=stdlib")
 
 
-def options_in_turn(
-    experiment: str, experiments: list[str], chosen: Collection[str]
-) -> Iterator[dict[str, str]]:
+def options_in_turn(experiment: str, experiments: list[str], chosen: Collection[str]) -> Iterator[dict[str, str]]:
     """Yield an option of every chosen group, some times: other ones for every experiment, and each for one of them."""
     longest = max(len(GROUPS[group]) for group in chosen)
     for turn in range(experiments.index(experiment), longest, len(experiments)):
@@ -93,9 +91,9 @@ def test_freeze_typed_checks_and_benchmarks_are_printed_and_run(experiment, caps
         (group,) = freeze(words).manifest.groups
         run = json.loads(group.model_dump_json())
         ran = [check for item in run["runs"] for check in item["verify"]]
-        assert [as_written(*pair) for pair in zip(ran, printed["verify"]["checks"], strict=True)] == printed[
-            "verify"
-        ]["checks"]
+        assert [as_written(*pair) for pair in zip(ran, printed["verify"]["checks"], strict=True)] == printed["verify"][
+            "checks"
+        ]
         benches = printed["benchmark"]["benchmarks"]
         assert [as_written(*pair) for pair in zip(run["benchmarks"], benches, strict=True)] == benches
 
@@ -116,9 +114,7 @@ def test_freeze_experiment_alone_runs_what_is_printed(experiment, capsys):
     (group,) = freeze([f"experiment={experiment}"]).manifest.groups
     ran = [check.type for item in group.runs for check in item.verify]
     assert ran == [check["type"] for check in printed["verify"]["checks"]]
-    assert [item.id for item in group.benchmarks] == [
-        item["id"] for item in printed["benchmark"]["benchmarks"]
-    ]
+    assert [item.id for item in group.benchmarks] == [item["id"] for item in printed["benchmark"]["benchmarks"]]
 
 
 @pytest.mark.parametrize(
@@ -182,9 +178,7 @@ def test_compose_list_of_a_users_experiment_over_a_typed_option_is_refused(tmp_p
 def test_compose_experiment_of_a_user_with_single_keys_keeps_the_typed_option(tmp_path):
     site = experiment_folder(tmp_path, "train: {steps: 3}\nverify: {}\n")
     group = manifest_of("experiment=mine", "verify=eval", "train=pretrain", dirs=[site]).groups[0]
-    assert [(run.train.steps, [check.type for check in run.verify]) for run in group.runs] == [
-        (3, ["eval", "kvcache"])
-    ]
+    assert [(run.train.steps, [check.type for check in run.verify]) for run in group.runs] == [(3, ["eval", "kvcache"])]
 
 
 def test_compose_two_options_of_a_group_that_replace_each_other_are_refused():

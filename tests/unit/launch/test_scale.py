@@ -14,9 +14,7 @@ from caramba.launch.freeze import scale_train
 def tree(folder: Path, train: int = 40_000_000, context: int = 8192, width: int = 576) -> dict[str, Any]:
     (folder / "teacher").mkdir(exist_ok=True)
     config = {"max_position_embeddings": context, "hidden_size": width, "model_type": "llama"}
-    (folder / "teacher" / "config.json").write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"], **config})
-    )
+    (folder / "teacher" / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
     (folder / "text").mkdir(exist_ok=True)
     splits = {"train": {"tokens": train}, "val": {"tokens": train // 20}}
     (folder / "text" / "meta.json").write_text(json.dumps({"splits": splits}))

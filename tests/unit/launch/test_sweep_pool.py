@@ -74,9 +74,7 @@ def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
 
     def seen(**settings):
         found = make_slots(LauncherConfig(type="process", **settings), 64)
-        return [
-            (slot.variables.get("CUDA_VISIBLE_DEVICES"), slot.variables["OMP_NUM_THREADS"]) for slot in found
-        ]
+        return [(slot.variables.get("CUDA_VISIBLE_DEVICES"), slot.variables["OMP_NUM_THREADS"]) for slot in found]
 
     assert seen() == [("3", "4"), ("5", "4")]
     assert seen(n_jobs=4) == [("3", "2"), ("5", "2"), ("3", "2"), ("5", "2")]
@@ -143,9 +141,7 @@ def test_a_second_interrupt_kills_at_once(deaf, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     with _asked_to_stop(deaf, signal.SIGINT) as workers:
         process = workers._running[0].process
-        threading.Thread(
-            target=lambda: (_said(deaf.log, "told"), os.kill(os.getpid(), signal.SIGINT))
-        ).start()
+        threading.Thread(target=lambda: (_said(deaf.log, "told"), os.kill(os.getpid(), signal.SIGINT))).start()
         start = time.monotonic()
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - start < GRACE_S / 2
@@ -178,9 +174,7 @@ def test_what_saves_has_the_time_that_it_takes(deaf):
 )
 def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, sent, told, ending, expected):
     program = deaf.run_dir / "python"
-    program.write_text(
-        f"#!/bin/sh\ntrap '{ending}' {told}\necho deaf > {deaf.log}\nwhile :; do sleep 0.05; done\n"
-    )
+    program.write_text(f"#!/bin/sh\ntrap '{ending}' {told}\necho deaf > {deaf.log}\nwhile :; do sleep 0.05; done\n")
     number = signal.Signals[f"SIG{sent}"]
     threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), number))).start()
     assert process.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected

@@ -49,9 +49,7 @@ def test_llama_in_the_hub_cache_without_all_its_files_is_not_there(tmp_path):
 
 
 def test_a_student_phase_needs_teacher_weights():
-    with pytest.raises(
-        CheckpointError, match=r"run 'blockwise' needs the teacher's weights[\s\S]*train=upcycle"
-    ):
+    with pytest.raises(CheckpointError, match=r"run 'blockwise' needs the teacher's weights[\s\S]*train=upcycle"):
         checked("train=blockwise")
     checked("train=upcycle")
     checked("train=pretrain")

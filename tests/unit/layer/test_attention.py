@@ -138,9 +138,7 @@ def test_tied_semantic_keys_equal_the_definition() -> None:
 
 def test_gates_and_temperature_start_neutral() -> None:
     plain = AttentionLayer(AttentionLayerConfig(d_model=D, **MODES["decoupled_gqa"]))
-    gated = AttentionLayer(
-        AttentionLayerConfig(d_model=D, **MODES["decoupled_gqa"], **GATES, learned_temperature=True)
-    )
+    gated = AttentionLayer(AttentionLayerConfig(d_model=D, **MODES["decoupled_gqa"], **GATES, learned_temperature=True))
     gated.projection.reset_parameters()
     missing = gated.load_state_dict(plain.state_dict(), strict=False)
     assert sorted(missing.missing_keys) == [
@@ -262,9 +260,7 @@ def test_chunks_bound_the_scores() -> None:
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            seen.extend(
-                tuple(o.shape) for o in (out if isinstance(out, tuple) else (out,)) if hasattr(o, "shape")
-            )
+            seen.extend(tuple(o.shape) for o in (out if isinstance(out, tuple) else (out,)) if hasattr(o, "shape"))
             return out
 
     q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))

@@ -68,9 +68,7 @@ class Float64Cache(FirstTokensKVCache):
 
     def append(self, streams: Any) -> dict[str, Tensor]:
         kept = getattr(self, "kept", {})
-        self.kept = {
-            name: torch.cat((kept.get(name, x[:, :, :0]), x), 2).clone() for name, x in streams.items()
-        }
+        self.kept = {name: torch.cat((kept.get(name, x[:, :, :0]), x), 2).clone() for name, x in streams.items()}
         super().append(streams)
         return self.kept
 
@@ -101,9 +99,7 @@ def test_both_forms_and_every_chunking_equal_the_definition(shape: str, option: 
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
         for sizes in ([1] * T, [2, 3, 4], [4, 5], [7, 1, 1]):
             ctx = Context([Float64Cache(layer.dims, batch_size=2, max_tokens=T)])
-            torch.testing.assert_close(
-                decoded(layer, x.split(sizes, dim=1), ctx), expected, rtol=0, atol=1e-11
-            )
+            torch.testing.assert_close(decoded(layer, x.split(sizes, dim=1), ctx), expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -184,12 +180,8 @@ def test_a_cache_refuses_what_is_not_its_own() -> None:
     with torch.no_grad():
         _, streams = layer.projection(features(6).float())
     cache.append(streams)
-    state = cache.state_dict() | {
-        f"{name}.values": streams[name][:, :, :2] for name in ("k_first", "v_first")
-    }
-    with pytest.raises(
-        ConfigError, match="the state has 2 tokens of k_first and 6 of the others, expected 4"
-    ):
+    state = cache.state_dict() | {f"{name}.values": streams[name][:, :, :2] for name in ("k_first", "v_first")}
+    with pytest.raises(ConfigError, match="the state has 2 tokens of k_first and 6 of the others, expected 4"):
         new_layer_cache(layer.dims, 2, 12).load_state_dict(state)
 
 

@@ -113,8 +113,7 @@ class Float64Cache(LatentLayerKVCache):
 
     def append(self, streams: Any) -> dict[str, Tensor]:
         self.kept = {
-            name: torch.cat((getattr(self, "kept", {}).get(name, x[:, :, :0]), x), 2)
-            for name, x in streams.items()
+            name: torch.cat((getattr(self, "kept", {}).get(name, x[:, :, :0]), x), 2) for name, x in streams.items()
         }
         super().append(streams)
         return self.kept

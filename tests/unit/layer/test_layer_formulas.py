@@ -54,9 +54,7 @@ def test_swiglu() -> None:
 def test_linear_reduces_the_stack(reduce: str, d_in: int) -> None:
     stack = torch.randn(2, 5, 3, 8)
     layer = LinearLayer(LinearLayerConfig(d_in=d_in, d_out=4, reduce=reduce, bias=True))  # pyright: ignore
-    reduced = {"mean": stack.mean(2), "sum": stack.sum(2), "concat": torch.cat(list(stack.unbind(2)), -1)}[
-        reduce
-    ]
+    reduced = {"mean": stack.mean(2), "sum": stack.sum(2), "concat": torch.cat(list(stack.unbind(2)), -1)}[reduce]
     torch.testing.assert_close(layer(stack), F.linear(reduced, layer.weight, layer.bias))
 
 

@@ -221,9 +221,7 @@ def test_engine_gives_each_request_what_it_gets_alone() -> None:
     model = memory_model()
     prompts = [[1, 2, 3] * 9, [4, 5] * 20, [7], [9, 8, 7, 6]]
     engine = Engine(model, n_slots=2, max_len=80, prefill_chunk=11)
-    tickets = [
-        engine.submit(prompt, max_new_tokens=20 + n, temperature=0.0) for n, prompt in enumerate(prompts)
-    ]
+    tickets = [engine.submit(prompt, max_new_tokens=20 + n, temperature=0.0) for n, prompt in enumerate(prompts)]
     while engine.step():
         pass
     for n, (ticket, prompt) in enumerate(zip(tickets, prompts, strict=True)):

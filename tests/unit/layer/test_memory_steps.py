@@ -149,9 +149,7 @@ def test_rows_at_positions_of_their_own_are_refused() -> None:
 @pytest.mark.compile
 def test_compiled_generation_says_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda fn, **keys: compiler(fn, fullgraph=True, backend="aot_eager")
-    )
+    monkeypatch.setattr(torch, "compile", lambda fn, **keys: compiler(fn, fullgraph=True, backend="aot_eager"))
     model, prompts = memory_model(), [[1, 2, 3, 4] * 3, [5, 6, 7]]
     values: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0}
     plain = Generator(model, compiled=False, **values).generate(prompts)

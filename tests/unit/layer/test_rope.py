@@ -45,9 +45,7 @@ def reference_rotate(x: torch.Tensor, frequencies: torch.Tensor, offset: int) ->
     """Multiply each pair, as a complex number, by exp(i position frequency)."""
     first, second = x.double().chunk(2, dim=-1)
     positions = torch.arange(offset, offset + x.shape[-2], dtype=torch.float64)
-    turned = torch.complex(first, second) * torch.polar(
-        torch.tensor(1.0).double(), positions[:, None] * frequencies
-    )
+    turned = torch.complex(first, second) * torch.polar(torch.tensor(1.0).double(), positions[:, None] * frequencies)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
@@ -77,9 +75,7 @@ SHAPES = [(64, 500000.0), (128, 10000.0), (8, 10000.0)]
 
 @pytest.mark.parametrize("scaling", YARN)
 @pytest.mark.parametrize(("width", "base"), SHAPES)
-def test_yarn_keeps_fast_pairs_and_divides_slow_ones(
-    width: int, base: float, scaling: RopeScalingConfig
-) -> None:
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones(width: int, base: float, scaling: RopeScalingConfig) -> None:
     plain, got = rope_frequencies(width, base), rope_frequencies(width, base, scaling)
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     # The ramp runs between whole pairs, so that one pair at each end may stand on it.

@@ -27,9 +27,7 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None)
 
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (5, 5), (1, 9), (4, 9), (9, 9)])
 @pytest.mark.parametrize("window", [None, 1, 3, 9, 20])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "v_width"), [(4, 4, 6, 6), (4, 2, 6, 10), (6, 1, 10, 4)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "v_width"), [(4, 4, 6, 6), (4, 2, 6, 10), (6, 1, 10, 4)])
 def test_equals_naive_reference(
     n_queries: int, n_keys: int, window: int | None, heads: int, kv_heads: int, width: int, v_width: int
 ) -> None:
@@ -54,9 +52,7 @@ def test_keys_of_a_cache_in_another_dtype_are_read_in_the_query_dtype() -> None:
 
 def test_gradients_equal_the_naive_reference() -> None:
     torch.manual_seed(0)
-    leaves = [
-        torch.randn(1, n, 6, d, dtype=torch.float64, requires_grad=True) for n, d in ((4, 4), (2, 4), (2, 6))
-    ]
+    leaves = [torch.randn(1, n, 6, d, dtype=torch.float64, requires_grad=True) for n, d in ((4, 4), (2, 4), (2, 6))]
     weight = torch.randn(1, 4, 6, 6, dtype=torch.float64)
     ours = torch.autograd.grad((CausalScore(3)(*leaves) * weight).sum(), leaves)
     q, k, v = leaves

@@ -138,9 +138,7 @@ def test_swiglu_as_one_function_is_its_parts(recipe: RecipeName, monkeypatch: py
             part = layer.get_submodule(name)
             assert isinstance(part, nn.Linear)
             layer.set_submodule(name, Float8Linear(part, made))
-        assert made.has_swiglu == (op == "float8_swiglu_backward"), (
-            "both of its ops have a kernel, or it stays apart"
-        )
+        assert made.has_swiglu == (op == "float8_swiglu_backward"), "both of its ops have a kernel, or it stays apart"
         with lower(layer, "cpu", "train"):
             found.append(gradients(layer, x.bfloat16(), grad))
         for ours, exact in zip(found[-1], plain, strict=True):
@@ -148,9 +146,7 @@ def test_swiglu_as_one_function_is_its_parts(recipe: RecipeName, monkeypatch: py
     apart, still, fused = found
     assert all(torch.equal(one, two) for one, two in zip(apart, still, strict=True))
     for one, two in zip(apart, fused, strict=True):
-        assert (
-            0 < (one - two).norm() < 0.08 * one.norm()
-        )  # one scale for all moves with every rounding of the largest
+        assert 0 < (one - two).norm() < 0.08 * one.norm()  # one scale for all moves with every rounding of the largest
     layer.get_submodule("gate").register_forward_hook(lambda *_: None)  # whose layer has to be called
     with lower(layer, "cpu", "train"):
         again = gradients(layer, x.bfloat16(), grad)

@@ -78,9 +78,7 @@ def replaced(layers: list[nn.Linear]) -> None:
 
 
 @pytest.mark.parametrize("change", [frozen, hooked, replaced])
-def test_what_is_changed_stays_apart(
-    change: Callable[[list[nn.Linear]], None], compiled_on_cpu: None
-) -> None:
+def test_what_is_changed_stays_apart(change: Callable[[list[nn.Linear]], None], compiled_on_cpu: None) -> None:
     layers = layers_of(False)
     change(layers)
     x = torch.randn(6, 4, dtype=torch.float64)
@@ -96,9 +94,7 @@ def test_other_projections_turn_their_heads_by_themselves(
 ) -> None:
     monkeypatch.setitem(ops_backend._attached, ("rope_qkv", "cpu"), "triton")
     monkeypatch.setattr(fuse_linears, "rope_qkv", None)
-    projection = StandardProjection(
-        AttentionLayerConfig.model_validate({"d_model": 8, "n_heads": 2, **changes})
-    )
+    projection = StandardProjection(AttentionLayerConfig.model_validate({"d_model": 8, "n_heads": 2, **changes}))
     x = torch.randn(2, 4, 8)
     want, _ = projection(x)
     with lower(projection, "cpu", "train", is_compiled=True):

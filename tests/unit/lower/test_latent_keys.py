@@ -76,10 +76,6 @@ def test_keys_of_one_product_are_the_joined_keys() -> None:
             _, streams = projection.to(dtype)(features().to(dtype))
             want, _ = projection.keys_values(streams)
             c, k_geo = (streams[name].squeeze(1) for name in ("c", "k_geo"))
-            joined = (
-                projection.keys_by_one_product(c, k_geo).unflatten(-1, (want.shape[1], -1)).transpose(1, 2)
-            )
+            joined = projection.keys_by_one_product(c, k_geo).unflatten(-1, (want.shape[1], -1)).transpose(1, 2)
             assert torch.equal(joined[..., 6:], streams["k_geo"].expand_as(joined[..., 6:]))
-            torch.testing.assert_close(
-                joined, want, rtol=1e-12 if dtype == torch.float64 else 0.02, atol=0.02
-            )
+            torch.testing.assert_close(joined, want, rtol=1e-12 if dtype == torch.float64 else 0.02, atol=0.02)

@@ -221,9 +221,7 @@ def test_what_float16_holds_of_a_layer_of_codes_does_not_overflow() -> None:
 
 @torch.inference_mode()
 def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
-    layers = [
-        QuantizedLinear(torch.ones(n, 8, dtype=torch.int8), torch.rand(n), torch.rand(n)) for n in (3, 5)
-    ]
+    layers = [QuantizedLinear(torch.ones(n, 8, dtype=torch.int8), torch.rand(n), torch.rand(n)) for n in (3, 5)]
     weight, bias, scale = (
         torch.cat([layer.get_parameter(name) for layer in layers]) for name in ("weight", "bias", "scale")
     )

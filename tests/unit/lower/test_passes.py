@@ -48,9 +48,7 @@ def model_of(one: Pass) -> nn.Module:
     if one.name == "prefix_attention":
         return lively("latent_first")
     return lively(
-        "latent"
-        if one.name in ("latent_keys", "latent_queries", "split_keys", "absorb_latent")
-        else "gqa_scaled"
+        "latent" if one.name in ("latent_keys", "latent_queries", "split_keys", "absorb_latent") else "gqa_scaled"
     )
 
 
@@ -94,9 +92,7 @@ def test_an_instance_forward_is_not_matched(one: Pass) -> None:
 def test_new_hooks_are_refused(one: Pass) -> None:
     model = model_of(one)
     lowered = lower(model, "cpu", one.modes[0], is_compiled=one.name == "fuse_training")
-    refused = [
-        replaced.module for replaced in lowered._replaced if any(True for _ in replaced.module.children())
-    ]
+    refused = [replaced.module for replaced in lowered._replaced if any(True for _ in replaced.module.children())]
     assert refused or one.name == "small_batch_head"
     for module in refused:
         for part in module.children():

@@ -14,9 +14,7 @@ from caramba.ops import backend
 
 @pytest.mark.parametrize(("is_tied", "kind"), [(True, TiedHead), (False, Head)])
 @torch.inference_mode()
-def test_lowered_head_gives_the_plain_logits(
-    is_tied: bool, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lowered_head_gives_the_plain_logits(is_tied: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = transformer("gqa_scaled")
     head = spec.head.model_copy(update={"tied": is_tied, "bias": not is_tied})
     model = build_model(spec.model_copy(update={"head": head}), seed=0).eval()

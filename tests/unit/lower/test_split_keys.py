@@ -148,9 +148,7 @@ def test_prompts_in_chunks(calls: list[object], shape: str, sizes: list[int]) ->
     assert len(calls) == sum(size > 1 for size in sizes), "one query alone keeps to the score op"
 
 
-def test_narrow_keys_take_the_op_behind_a_prefix_alone(
-    calls: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_keys_take_the_op_behind_a_prefix_alone(calls: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_keys, "WIDEST", 256)
     layer, x = build().double(), drawn(2, T, 16)
     want = layer(x)
@@ -182,9 +180,7 @@ def test_a_cache_of_another_dtype(calls: list[object]) -> None:
     "fields", [{"null_attn": True}, {"exact_first_tokens": 2}, {"local_window": 4}, {"dropout": 0.5}]
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_the_op_does_not_do_keeps_to_the_score_op(
-    calls: list[object], shape: str, fields: dict[str, Any]
-) -> None:
+def test_what_the_op_does_not_do_keeps_to_the_score_op(calls: list[object], shape: str, fields: dict[str, Any]) -> None:
     build(shape, **fields).double().train()(drawn(2, T, 16))
     assert not calls
     build(shape).double().train()(drawn(2, T, 16))
@@ -267,9 +263,7 @@ def test_a_compiled_training_step_runs_the_op(monkeypatch: pytest.MonkeyPatch) -
     plain = gradients(layer, x)
     take_all(monkeypatch)
     lower(layer, "cpu", "train")
-    for want, ours in zip(
-        plain, gradients(torch.compile(layer, backend="aot_eager", fullgraph=True), x), strict=True
-    ):
+    for want, ours in zip(plain, gradients(torch.compile(layer, backend="aot_eager", fullgraph=True), x), strict=True):
         assert (ours - want).norm() < 0.05 * want.norm()
 
 
@@ -304,9 +298,7 @@ def test_what_autograd_keeps_of_two_parts_is_what_the_plan_says(
         found: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
             layer(torch.randn(batch, n_tokens, 128, dtype=half, requires_grad=True))
-        sizes = {
-            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // x.element_size() for x in found
-        }
+        sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // x.element_size() for x in found}
         return sum(size for at, size in sizes.items() if at not in own) / (batch * n_tokens)
 
     in_parts = kept()

@@ -59,9 +59,7 @@ def features(n_tokens: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(2, n_tokens, 512, device=GPU, generator=torch.Generator(GPU).manual_seed(1)).to(dtype)
 
 
-def both_ways(
-    layer: Callable[..., Tensor], parameters: Sequence[Tensor], x: Tensor, ctx: Any
-) -> list[Tensor]:
+def both_ways(layer: Callable[..., Tensor], parameters: Sequence[Tensor], x: Tensor, ctx: Any) -> list[Tensor]:
     x = x.detach().requires_grad_()
     out = layer(x, ctx)
     grad = torch.randn(out.shape, device=GPU, generator=torch.Generator(GPU).manual_seed(2)).to(out.dtype)

@@ -102,9 +102,7 @@ def looped(kind: str, name: str, times: int = 2) -> ModelSpec:
 def biased() -> ModelSpec:
     """A block whose queries, keys and values, gates and ups have biases, which decode steps take side by side."""
     layers = [attention("standard", bias=True), {**MLP, "bias": True}]
-    return spec(
-        *({"type": "ResidualTopology", "layers": [NORM, layer]} for layer in layers), vocab_size=VOCAB
-    )
+    return spec(*({"type": "ResidualTopology", "layers": [NORM, layer]} for layer in layers), vocab_size=VOCAB)
 
 
 def _containers(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -142,9 +140,7 @@ def _containers(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[d
 
 LEAVES = st.one_of(
     st.sampled_from(sorted(ATTENTION)).map(attention),
-    st.sampled_from(
-        [NORM, MLP, {"type": "LayerNormLayer", "d_model": M}, {"type": "DropoutLayer", "p": 0.2}]
-    ),
+    st.sampled_from([NORM, MLP, {"type": "LayerNormLayer", "d_model": M}, {"type": "DropoutLayer", "p": 0.2}]),
 )
 SPECS = st.builds(
     lambda layers, max_positions, tied: spec(*layers, max_positions=max_positions, tied=tied),

@@ -30,9 +30,7 @@ def exact_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "v_width"), [(4, 4, 64, 64), (4, 2, 24, 40), (4, 1, 40, 24)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "v_width"), [(4, 4, 64, 64), (4, 2, 24, 40), (4, 1, 40, 24)])
 @pytest.mark.parametrize(("n_queries", "window"), [(1, None), (33, None), (130, None), (130, 17), (1, 17)])
 def test_score_and_gradient_equal_the_cpu_in_float64(
     n_queries: int,
@@ -46,10 +44,7 @@ def test_score_and_gradient_equal_the_cpu_in_float64(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = [(heads, n_queries, width), (kv_heads, 130, width), (kv_heads, 130, v_width)]
-    leaves = [
-        (torch.randn(2, *shape, generator=generator) / 2).to(dtype).double().requires_grad_()
-        for shape in shapes
-    ]
+    leaves = [(torch.randn(2, *shape, generator=generator) / 2).to(dtype).double().requires_grad_() for shape in shapes]
     on_gpu = [leaf.detach().to("cuda", dtype).requires_grad_() for leaf in leaves]
     expected, out = CausalScore(window)(*leaves), CausalScore(window)(*on_gpu)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=bound, atol=bound)
@@ -62,9 +57,7 @@ def test_score_and_gradient_equal_the_cpu_in_float64(
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_forward_equals_the_cpu_and_cached_decoding_equals_both(name: str) -> None:
-    model = build_model(
-        spec({"type": "CyclicTopology", "layers": [block(name)], "n_cycles": 2}), seed=0
-    ).eval()
+    model = build_model(spec({"type": "CyclicTopology", "layers": [block(name)], "n_cycles": 2}), seed=0).eval()
     with torch.no_grad():
         expected = model(TOKENS)
         model.cuda()

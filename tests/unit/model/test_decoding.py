@@ -61,9 +61,7 @@ def test_topologies_that_share_or_fan_out(type: str, name: str) -> None:
     assert_chunks_equal(model, tokens_of(9), [3, 4, 5])
 
 
-@settings(
-    max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(model_spec=SPECS, cuts=st.lists(st.integers(0, 7), max_size=4))
 def test_random_topologies_in_random_chunks(model_spec: ModelSpec, cuts: list[int]) -> None:
     assert_chunks_equal(lively(model_spec), tokens_of(7), cuts)

@@ -84,9 +84,7 @@ def test_device_steps_equal_the_growing_cache(name: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_device_steps_pack_the_tail_of_a_quantised_cache_when_the_host_would(
-    name: str, kind: KVCacheKind
-) -> None:
+def test_device_steps_pack_the_tail_of_a_quantised_cache_when_the_host_would(name: str, kind: KVCacheKind) -> None:
     model = lively(name)
 
     def prompted() -> Context:
@@ -154,9 +152,7 @@ def test_overflow_rollback_and_return_to_the_host() -> None:
 
 def test_what_needs_the_host_is_refused_by_name() -> None:
     def refused(name: str, match: str, kind: KVCacheKind = KVCacheKind.FP32, static: bool = True) -> None:
-        with pytest.raises(
-            ConfigError, match=rf"decode step on the device: .*{match}.*; decode with the context"
-        ):
+        with pytest.raises(ConfigError, match=rf"decode step on the device: .*{match}.*; decode with the context"):
             DeviceContext(build_model(transformer(name), seed=0).new_context(1, 8, kind, static=static))
 
     refused("latent_first", "keeps its first tokens")

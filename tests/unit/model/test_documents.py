@@ -35,9 +35,7 @@ def rows_of(cuts: list[list[int]]) -> tuple[Tensor, Tensor, list[tuple[int, slic
     return tokens, ids, places
 
 
-ROWS = st.lists(
-    st.lists(st.integers(1, N_TOKENS - 1), unique=True, max_size=5).map(sorted), min_size=2, max_size=2
-)
+ROWS = st.lists(st.lists(st.integers(1, N_TOKENS - 1), unique=True, max_size=5).map(sorted), min_size=2, max_size=2)
 
 
 @quick(15)

@@ -24,9 +24,7 @@ PLAIN = [name for name in ATTENTION if "exact_first_tokens" in ATTENTION[name]]
 FUSED = [name for name in ATTENTION if name.startswith(("decoupled", "latent")) and name not in PLAIN]
 FUSED.append("decoupled_null")
 # Keys of one part are read by the op as blocks alone.
-BLOCKS_ALONE = [name for name in ATTENTION if not name.startswith(("decoupled", "latent", "no_rope"))] + [
-    "null"
-]
+BLOCKS_ALONE = [name for name in ATTENTION if not name.startswith(("decoupled", "latent", "no_rope"))] + ["null"]
 
 
 @pytest.fixture
@@ -85,13 +83,9 @@ def test_fused_decode_equals_the_full_forward(name: str, calls: list[int]) -> No
 @pytest.mark.parametrize("kind", [KVCacheKind.Q8_0, KVCacheKind.NF4, KVCacheKind.MIXED])
 @pytest.mark.parametrize("name", BLOCKS_ALONE)
 @torch.no_grad()
-def test_blocks_of_keys_in_one_part_are_read_as_they_are(
-    name: str, kind: KVCacheKind, calls: list[int]
-) -> None:
+def test_blocks_of_keys_in_one_part_are_read_as_they_are(name: str, kind: KVCacheKind, calls: list[int]) -> None:
     model, cuts = lively(name), [10, 11, 12, 15, 20]
-    torch.testing.assert_close(
-        decoded(model, KVCacheKind.FP32, cuts), model(tokens_of()), rtol=2e-5, atol=2e-5
-    )
+    torch.testing.assert_close(decoded(model, KVCacheKind.FP32, cuts), model(tokens_of()), rtol=2e-5, atol=2e-5)
     assert not calls
     fused = decoded(model, kind, cuts)
     assert set(calls) == {1, 3, 5}
@@ -105,9 +99,7 @@ def test_blocks_of_keys_in_one_part_are_read_as_they_are(
 @torch.no_grad()
 def test_first_tokens_keep_to_the_plain_path(name: str, calls: list[int]) -> None:
     model = lively(name)
-    torch.testing.assert_close(
-        decoded(model, KVCacheKind.FP32, [10, 11, 15]), model(tokens_of()), rtol=2e-5, atol=2e-5
-    )
+    torch.testing.assert_close(decoded(model, KVCacheKind.FP32, [10, 11, 15]), model(tokens_of()), rtol=2e-5, atol=2e-5)
     assert not calls
 
 

@@ -58,12 +58,8 @@ def test_a_seed_reproduces_and_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(5)
     drawn = build_model(transformer("standard"))
     torch.manual_seed(5)
-    assert torch.equal(
-        drawn.embedder.token.weight, build_model(transformer("standard")).embedder.token.weight
-    )
-    assert not torch.equal(
-        drawn.embedder.token.weight, build_model(transformer("standard")).embedder.token.weight
-    )
+    assert torch.equal(drawn.embedder.token.weight, build_model(transformer("standard")).embedder.token.weight)
+    assert not torch.equal(drawn.embedder.token.weight, build_model(transformer("standard")).embedder.token.weight)
 
 
 def test_initial_scales() -> None:
@@ -152,9 +148,7 @@ def test_empty_is_where_it_runs_draws_nothing_and_becomes_what_is_read_into_it()
     assert torch.equal(torch.get_rng_state(), before)
     real = build_model(model_spec, seed=7)
     names = {name: (value.shape, value.dtype, value.device) for name, value in real.state_dict().items()}
-    assert {
-        name: (value.shape, value.dtype, value.device) for name, value in empty.state_dict().items()
-    } == names
+    assert {name: (value.shape, value.dtype, value.device) for name, value in empty.state_dict().items()} == names
     empty.load_state_dict(real.state_dict(), strict=True)
     assert torch.equal(empty(TOKENS), real(TOKENS))
 
@@ -186,9 +180,7 @@ def assert_matches_cost(model_spec: ModelSpec) -> None:
         assert model.new_context(1, 1, kind).bytes_per_token == cost.kv_bytes_per_token(kind)
 
 
-@settings(
-    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(model_spec=SPECS)
 def test_parameters_and_cache_equal_the_cost_analysis(model_spec: ModelSpec) -> None:
     assert_matches_cost(model_spec)

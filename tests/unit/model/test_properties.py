@@ -25,9 +25,7 @@ KINDS = (*EXACT, KVCacheKind.Q8_0, KVCacheKind.NF4, KVCacheKind.MIXED)
 
 def quick(most: int) -> settings:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(
-        max_examples=examples(most), deadline=None, suppress_health_check=checks, derandomize=True
-    )
+    return settings(max_examples=examples(most), deadline=None, suppress_health_check=checks, derandomize=True)
 
 
 def tokens_of(n: int = N_TOKENS, batch: int = 2) -> Tensor:
@@ -57,9 +55,7 @@ def test_any_topology_trains(model_spec: ModelSpec) -> None:
 
 @quick(30)
 @given(model_spec=deep_specs(), cuts=st.lists(st.integers(1, N_TOKENS - 1), max_size=4))
-def test_any_topology_decodes_in_chunks_and_is_deterministic_in_eval(
-    model_spec: ModelSpec, cuts: list[int]
-) -> None:
+def test_any_topology_decodes_in_chunks_and_is_deterministic_in_eval(model_spec: ModelSpec, cuts: list[int]) -> None:
     model, tokens = lively(model_spec).eval(), tokens_of()
     with torch.no_grad():
         full = model(tokens)

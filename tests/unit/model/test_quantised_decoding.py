@@ -61,9 +61,7 @@ def test_a_failed_forward_leaves_a_quantised_context_usable() -> None:
     ctx = model.new_context(2, N_TOKENS, KVCacheKind.MIXED, tail_tokens=TILE)
     first = model(tokens[:, :30], ctx)
     rest = ctx.clone()
-    ctx.caches[0].append(
-        {n: torch.ones(2, 2, 1, w) for n, _, w in model.attention_layers()[0][1].dims.streams}
-    )
+    ctx.caches[0].append({n: torch.ones(2, 2, 1, w) for n, _, w in model.attention_layers()[0][1].dims.streams})
     torch.testing.assert_close(model(tokens[:, 30:], ctx), model(tokens[:, 30:], rest))
     assert ctx.position == rest.position == N_TOKENS
     assert first.isfinite().all()

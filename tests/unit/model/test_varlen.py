@@ -48,9 +48,7 @@ def by_sequence(
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         groups = len(q) // len(k)
         ahead = torch.arange(end - begin) - torch.arange(end - begin)[:, None]
-        hidden = (ahead > right if right >= 0 else ahead > end) | (
-            -ahead > left if left >= 0 else ahead > end
-        )
+        hidden = (ahead > right if right >= 0 else ahead > end) | (-ahead > left if left >= 0 else ahead > end)
         scores = scale * q @ k.repeat_interleave(groups, 0).mT
         outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(groups, 0))
     return torch.cat(outputs, dim=1).transpose(0, 1)
@@ -238,9 +236,7 @@ def test_the_path_is_decided_with_its_reason(monkeypatch: pytest.MonkeyPatch) ->
         "mask",
         "variable-length attention is for CUDA, not for cpu",
     )
-    monkeypatch.setattr(
-        "caramba.lower.document_separation.find_kernel", lambda device: VarlenKernel.of(newer)
-    )
+    monkeypatch.setattr("caramba.lower.document_separation.find_kernel", lambda device: VarlenKernel.of(newer))
     assert documents_path(CPU, torch.bfloat16, [plain], choice)[0] == "varlen"
     assert documents_path(CPU, torch.bfloat16, [plain, null], choice) == (
         "varlen, mask",

@@ -20,9 +20,7 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
 RUNS_KERNELS = [
     *([] if INTERPRETS else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
-    ),
+    pytest.mark.skipif(HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"),
 ]
 """The marks of a test file of kernels."""
 

@@ -110,9 +110,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "lion_step: gradient 0 is torch.int64",
     ),
     "adamw moment": (
-        lambda: adamw_step(
-            [numbers(3)], [integers(3)], [numbers(3)], [torch.tensor(0.0)], [numbers(3)], lr=0.1
-        ),
+        lambda: adamw_step([numbers(3)], [integers(3)], [numbers(3)], [torch.tensor(0.0)], [numbers(3)], lr=0.1),
         "adamw_step: first moment 0 is torch.int64",
     ),
     "scales elsewhere": (
@@ -136,9 +134,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         r"dba_append: buffers: got torch.float32 \[2, 1, 6, 4\] on cpu, expected floating \[2, 1, 8, W\]",
     ),
     "append by a sine elsewhere": (
-        lambda: dba_append(
-            [STREAM], [numbers(2, 1, 8, 4)], PLACES, TABLE, numbers(1, 3, 2, device="meta"), 0
-        ),
+        lambda: dba_append([STREAM], [numbers(2, 1, 8, 4)], PLACES, TABLE, numbers(1, 3, 2, device="meta"), 0),
         "dba_append: cos, sin: got .* on meta",
     ),
     "append by integers": (
@@ -150,9 +146,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "dba_append: got inputs that require gradients",
     ),
     "tokens that need a gradient": (
-        lambda: store_tokens(
-            [numbers(1, 1, 3, 4).requires_grad_()], [numbers(2, 1, 8, 4)], integers(3), integers(3)
-        ),
+        lambda: store_tokens([numbers(1, 1, 3, 4).requires_grad_()], [numbers(2, 1, 8, 4)], integers(3), integers(3)),
         "store_tokens: got inputs that require gradients",
     ),
     "values of integers": (
@@ -182,9 +176,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "prompt_lookup_step: sampled: got torch.int64 .* on meta",
     ),
     "a text of no row": (
-        lambda: prompt_lookup_step(
-            torch.tensor(3), integers(1).int(), integers(1, 4), integers(1, 2), LIVE, 1, 1
-        ),
+        lambda: prompt_lookup_step(torch.tensor(3), integers(1).int(), integers(1, 4), integers(1, 2), LIVE, 1, 1),
         r"prompt_lookup_step: ids: got torch.int64 of shape \(\)",
     ),
     "float8 of integers": (

@@ -55,16 +55,12 @@ def test_contract_and_gradients(heads: tuple[int, int, int], first: Tensor | Non
     kept = OPS.decoupled_attention.default(*plain, first)
     assert [x.dtype for x in kept] == [torch.float64, torch.float32]
     grad = drawn(B, H, T, D, seed=4).transpose(1, 2)  # of any strides
-    torch.library.opcheck(
-        OPS.decoupled_attention_backward.default, (grad, *plain, first, *kept), test_utils=tests[::2]
-    )
+    torch.library.opcheck(OPS.decoupled_attention_backward.default, (grad, *plain, first, *kept), test_utils=tests[::2])
     assert torch.autograd.gradcheck(lambda q, sem, geo, v: decoupled_attention(q, sem, geo, v, first), given)
     assert not OPS.decoupled_attention.default(*given, first)[1].requires_grad
 
 
-def joined(
-    q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def joined(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What torch's attention makes of joined keys, and the scores' logsumexp."""
     k_sem, k_geo, v = (x.repeat_interleave(H // x.shape[2], dim=2).transpose(1, 2) for x in (k_sem, k_geo, v))
     k, n_queries, n_keys = torch.cat((k_sem, k_geo), dim=-1), q.shape[1], v.shape[2]
@@ -116,14 +112,10 @@ def test_half_precision_is_rounded_once() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     q, k_sem, k_geo, v = arguments()
-    with pytest.raises(
-        ConfigError, match=r"q is torch.int64 of shape .*expected floating \[B, T, H, A \+ G\]"
-    ):
+    with pytest.raises(ConfigError, match=r"q is torch.int64 of shape .*expected floating \[B, T, H, A \+ G\]"):
         decoupled_attention(q.long(), k_sem, k_geo, v)
     for sem in (k_sem[:1], k_sem.squeeze(-1).sum(-1), k_sem[:, :, :3], k_sem[:, :, :0]):
-        with pytest.raises(
-            ConfigError, match=r"k_sem is \(.*expected \[2, \d, K, width\] with K heads that divide"
-        ):
+        with pytest.raises(ConfigError, match=r"k_sem is \(.*expected \[2, \d, K, width\] with K heads that divide"):
             decoupled_attention(q, sem, k_geo, v)
     with pytest.raises(ConfigError, match=r"k_geo is \(2, 7, 1, 6\), expected \[2, 8, K, width\]"):
         decoupled_attention(q, k_sem, k_geo[:, 1:], v)

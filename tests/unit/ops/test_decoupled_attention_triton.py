@@ -16,9 +16,7 @@ from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached
 
 pytestmark = RUNS_KERNELS
 OPS = torch.ops.caramba
-DTYPES = (
-    [torch.float16, torch.bfloat16] if HAS_GPU else [torch.float16, torch.float32]
-)  # no bf16 is interpreted
+DTYPES = [torch.float16, torch.bfloat16] if HAS_GPU else [torch.float16, torch.float32]  # no bf16 is interpreted
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,10 +112,7 @@ class Exact:
             (x.transpose(1, 2), bound.transpose(1, 2))
             for x, bound in (
                 (ds @ k, terms @ k.abs()),
-                *(
-                    (self._shared(x, i), self._shared(y, i))
-                    for i, (x, y) in enumerate(zip(*keys, strict=True))
-                ),
+                *((self._shared(x, i), self._shared(y, i)) for i, (x, y) in enumerate(zip(*keys, strict=True))),
                 (self._shared(p.mT @ grads, 2), self._shared(p.mT @ grads.abs(), 2)),
             )
         ]
@@ -148,9 +143,7 @@ def check(given: list[Tensor], first: Tensor | None, grad: Tensor) -> None:
     assert_within(out, exact.out, exact.out_terms, "out")
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=1e-4)
-    for name, x, ours, (want, terms) in zip(
-        ("q", "k_sem", "k_geo", "v"), given, grads, exact.grads, strict=True
-    ):
+    for name, x, ours, (want, terms) in zip(("q", "k_sem", "k_geo", "v"), given, grads, exact.grads, strict=True):
         assert (ours.shape, ours.dtype) == (x.shape, dtype)
         assert ours.is_contiguous()
         assert_within(ours, want, terms, f"gradient of {name}")
@@ -194,8 +187,7 @@ def test_a_cache_is_read_where_it_lies(dtype: torch.dtype, is_absorbed: bool) ->
         given = [q, c, k_geo, c]
     else:
         buffers = [
-            drawn(batch, k, capacity, d, seed=i, dtype=dtype)
-            for i, k, d in ((1, 2, sem), (2, 1, geo), (3, 2, value))
+            drawn(batch, k, capacity, d, seed=i, dtype=dtype) for i, k, d in ((1, 2, sem), (2, 1, geo), (3, 2, value))
         ]
         for x in buffers:
             x[:, :, n_keys:] = math.nan

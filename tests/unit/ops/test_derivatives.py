@@ -110,9 +110,7 @@ def test_a_penalty_is_refused_where_only_some_derivatives_are_asked_for(by: str,
     plain, reference, theirs = losses(lambda hidden, weight: F.cross_entropy(hidden @ weight.t(), TARGETS))
     torch.testing.assert_close(penalty, theirs)
     for name in (by, "bias"):  # what the penalty does not hang on is right with it too
-        ours, known = (
-            (loss + penalty.detach(), reference) if name == by else (loss + penalty, reference + theirs)
-        )
+        ours, known = (loss + penalty.detach(), reference) if name == by else (loss + penalty, reference + theirs)
         (found,) = torch.autograd.grad(ours, asked[name], retain_graph=True)
         (wanted,) = torch.autograd.grad(known, plain[name], retain_graph=True)
         torch.testing.assert_close(found, wanted)

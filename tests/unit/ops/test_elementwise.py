@@ -227,9 +227,7 @@ def test_dropout_is_a_function_of_seed_and_place_and_off_in_eval() -> None:
     torch.testing.assert_close(y, F.relu(F.layer_norm(x, (50,)) * mask / 0.75))
     assert mask.double().mean() == pytest.approx(0.75, abs=0.02)  # 4.6 standard deviations
     assert torch.equal(mask[:9, :13], dropout_mask(7, 0.25, 9, 13, x.device))  # whatever the sizes
-    assert (mask != dropout_mask(8, 0.25, 200, 50, x.device)).double().mean() == pytest.approx(
-        0.375, abs=0.03
-    )
+    assert (mask != dropout_mask(8, 0.25, 200, 50, x.device)).double().mean() == pytest.approx(0.375, abs=0.03)
     assert not norm_dropout_activation(x, activation="gelu", p=1.0, seed=1).any()
     assert torch.equal(plain, norm_dropout_activation(x, activation="gelu", p=2**-17, seed=1)), "rounds to 0"
     third = [norm_dropout_activation(x, activation="relu", p=p, seed=7) for p in (1 / 3, 21845 / 65536)]
@@ -263,13 +261,9 @@ def test_bad_input_is_named() -> None:
         match=r"rms_norm: weight is torch.float64 \[5\] on cpu, expected floating \(6,\)",
     ):
         rms_norm(x, drawn(5))
-    with pytest.raises(
-        ConfigError, match=r"layer_norm: x is torch.int64 of shape \(3,\), expected a floating"
-    ):
+    with pytest.raises(ConfigError, match=r"layer_norm: x is torch.int64 of shape \(3,\), expected a floating"):
         layer_norm(torch.arange(3))
-    with pytest.raises(
-        ConfigError, match=r"add_rms_norm: residual is torch.float32 .* expected torch.float64"
-    ):
+    with pytest.raises(ConfigError, match=r"add_rms_norm: residual is torch.float32 .* expected torch.float64"):
         add_rms_norm(x, x.float())
     with pytest.raises(
         ConfigError, match=r"swiglu: gate is torch.float64 of shape \(2, 6\).*two floating tensors alike"

@@ -132,9 +132,7 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
             dtype,
             1.3e-4 if f == "gelu" and dtype == torch.bfloat16 else 0.0,  # of the fitted tail, see below
         )
-    lifted = x.new_full(
-        shape[-1:], 10.0, dtype=torch.float32
-    )  # no normalised element comes out at 0 by itself
+    lifted = x.new_full(shape[-1:], 10.0, dtype=torch.float32)  # no normalised element comes out at 0 by itself
     y = norm_dropout_activation(x.detach().float(), bias=lifted, activation="silu", p=p, seed=seed)
     assert torch.equal(y != 0, mask)
 
@@ -242,9 +240,7 @@ def test_eager_calls_go_straight_to_the_launcher_with_the_bits_and_gradients_of_
         "rope": lambda: rope(heads.requires_grad_(), cos, cos),
         "swiglu": lambda: swiglu(x, x),
         "swiglu_packed": lambda: swiglu(x),
-        "norm_dropout_activation": lambda: norm_dropout_activation(
-            x, weight, activation="silu", p=0.5, seed=1
-        ),
+        "norm_dropout_activation": lambda: norm_dropout_activation(x, weight, activation="silu", p=0.5, seed=1),
     }
     for op, call in calls.items():
         names: list[str] = []
@@ -268,9 +264,7 @@ def test_eager_calls_go_straight_to_the_launcher_with_the_bits_and_gradients_of_
 
 
 def test_rows_beyond_registers_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"rows of 65537 elements, expected at most 65536; use kernels: reference"
-    ):
+    with pytest.raises(ValueError, match=r"rows of 65537 elements, expected at most 65536; use kernels: reference"):
         rms_norm(drawn(1, 65537))
 
 

@@ -21,9 +21,7 @@ from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached
 
 pytestmark = [
     *RUNS_KERNELS,
-    pytest.mark.skipif(
-        HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="no float8 on this device"
-    ),
+    pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="no float8 on this device"),
 ]
 NAMES = ("rows", "scales of rows", "columns", "scales of columns")
 SHAPES = [(256, 128), (48, 304)]

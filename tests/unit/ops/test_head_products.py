@@ -59,9 +59,7 @@ def test_what_does_not_fit_is_refused() -> None:
         absorbed_queries(q, maps, maps[..., 1:], table, table, 1.0)
     with pytest.raises(ConfigError, match=r"absorbed_queries: got inputs that require gradients"):
         absorbed_queries(q, maps.clone().requires_grad_(), maps, table, table, 1.0)
-    with pytest.raises(
-        ConfigError, match=r"per_head_linear: x is torch.int64 of shape .*floating \[B, T, H, R\]"
-    ):
+    with pytest.raises(ConfigError, match=r"per_head_linear: x is torch.int64 of shape .*floating \[B, T, H, R\]"):
         per_head_linear(q.long(), maps)
     with pytest.raises(
         ConfigError,

@@ -47,9 +47,7 @@ def test_kernels_against_float64(shape: tuple[int, int, int, int, int, int], dty
         angles = drawn(*((rows, 1) if rows > 1 else (1,)), n_tokens, geo // 2, seed=4) * 3
         cos, sin = angles.cos(), angles.sin()
         found = absorbed_queries(q, sem_map, geo_map, cos, sin, 0.3)
-        wanted = reference_absorbed_queries(
-            *(one.double() for one in (q, sem_map, geo_map, cos, sin)), scale=0.3
-        )
+        wanted = reference_absorbed_queries(*(one.double() for one in (q, sem_map, geo_map, cos, sin)), scale=0.3)
         wanted[..., :latent] = reference_per_head_linear(scaled, sem_map.double())
         _check(found, wanted, dtype)
     _check(per_head_linear(read, up), wide_values, dtype)

@@ -110,9 +110,7 @@ def test_a_layer_with_the_op_is_the_layer(
     calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch, has_documents: bool
 ) -> None:
     layer, x = build().double(), drawn(2, 9, 16, seed=4)
-    documents = (
-        Documents.of(torch.arange(9).div(4, rounding_mode="floor").expand(2, -1)) if has_documents else None
-    )
+    documents = Documents.of(torch.arange(9).div(4, rounding_mode="floor").expand(2, -1)) if has_documents else None
     fused = gradients(layer, x, documents)
     assert calls == [(2, 9, 4, 6)]
     monkeypatch.delitem(backend._attached, ("latent_queries", "cpu"))
@@ -130,9 +128,7 @@ def test_a_layer_with_the_op_is_the_layer(
         {"rope_enabled": False},
     ],
 )
-def test_what_weighs_the_paths_keeps_to_plain_code(
-    calls: list[torch.Size], fields: dict[str, object]
-) -> None:
+def test_what_weighs_the_paths_keeps_to_plain_code(calls: list[torch.Size], fields: dict[str, object]) -> None:
     build(**fields).double()(drawn(2, 9, 16))
     with torch.no_grad():
         build().double()(drawn(2, 9, 16))

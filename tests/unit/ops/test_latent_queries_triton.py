@@ -29,9 +29,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("shape", [*CASES, *LARGE])
-def test_kernels_against_float64(
-    shape: tuple[int, int, int, int, int], per_row: bool, dtype: torch.dtype
-) -> None:
+def test_kernels_against_float64(shape: tuple[int, int, int, int, int], per_row: bool, dtype: torch.dtype) -> None:
     batch, n_tokens, heads, width, geo = shape
     q = drawn(batch, n_tokens, heads, width, dtype=dtype).requires_grad_()
     geo_map = (drawn(heads, width, geo, seed=1) * width**-0.5).requires_grad_()

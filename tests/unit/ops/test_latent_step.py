@@ -79,9 +79,7 @@ def decode_arguments() -> dict[str, Any]:
 
 def test_what_is_read_is_mapped_by_head() -> None:
     given = decode_arguments()
-    read, _ = dba_decode(
-        given["q_sem"], given["q_geo"], given["c"], given["k_geo"], None, given["seqlens"], window=3
-    )
+    read, _ = dba_decode(given["q_sem"], given["q_geo"], given["c"], given["k_geo"], None, given["seqlens"], window=3)
     found = dba_decode_up(**given, window=3)
     assert torch.equal(found, per_head_linear(read.transpose(1, 2), given["up"]))
     wanted = torch.stack([read[:, h] @ given["up"][h] for h in range(H)], dim=2)
@@ -170,9 +168,7 @@ class _SeenError(Exception):
 @pytest.mark.parametrize("kind", [KVCacheKind.FP16, KVCacheKind.MIXED])
 @pytest.mark.usefixtures("with_kernels")
 @torch.no_grad()
-def test_the_compiler_writes_into_the_cache_without_a_copy(
-    kind: KVCacheKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_writes_into_the_cache_without_a_copy(kind: KVCacheKind, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.fx_passes import post_grad  # takes two seconds, in every process that collects
 
     graphs: list[Any] = []

@@ -231,9 +231,7 @@ def test_every_split_counts_by_its_sum(
     parts, sums = drawn(heads * n_splits, rank, seed=2, dtype=dtype), drawn(heads, n_splits, seed=3) * 2
     sums[0, 1], sums[1, -1] = -torch.inf, 20.0
     if n_splits == 264 and kernel != "combine_kernel":
-        monkeypatch.setattr(
-            launcher, {"_up_row": "MOST_ELEMENTS", "_up_many": "MOST_OF_MANY"}[kernel], 1 << 17
-        )
+        monkeypatch.setattr(launcher, {"_up_row": "MOST_ELEMENTS", "_up_many": "MOST_OF_MANY"}[kernel], 1 << 17)
     finish = launcher.plan_up(plan, q, up).finish
     y = q.new_empty(1, 1, heads, width)
     shares = torch.softmax(sums.double() * math.log(2), -1)

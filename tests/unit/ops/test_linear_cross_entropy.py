@@ -141,32 +141,22 @@ def test_a_target_outside_the_vocabulary_is_nan_where_the_host_does_not_wait() -
 
 def test_bad_input_is_refused_by_name() -> None:
     hidden, weight, targets = drawn(6, 4, 9, torch.float32)
-    with pytest.raises(
-        ConfigError, match=r"hidden \(6, 4\), weight \(4, 9\) and targets \(6,\), expected \[N, M\]"
-    ):
+    with pytest.raises(ConfigError, match=r"hidden \(6, 4\), weight \(4, 9\) and targets \(6,\), expected \[N, M\]"):
         linear_cross_entropy(hidden, weight.t(), targets)
     with pytest.raises(ConfigError, match=r"targets torch.int32, expected floating point twice and int64"):
         linear_cross_entropy(hidden, weight, targets.int())
-    with pytest.raises(
-        ConfigError, match=r"logits have strides \(1, 6\) and losses \(1,\), expected 1 within a row"
-    ):
+    with pytest.raises(ConfigError, match=r"logits have strides \(1, 6\) and losses \(1,\), expected 1 within a row"):
         cross_entropy_rows(torch.empty(9, 6).t(), targets, torch.empty(6))
-    with pytest.raises(
-        ConfigError, match=r"losses torch.float64, expected floating point, int64 and torch.float32"
-    ):
+    with pytest.raises(ConfigError, match=r"losses torch.float64, expected floating point, int64 and torch.float32"):
         cross_entropy_rows(torch.empty(6, 9), targets, torch.empty(6, dtype=torch.float64))
     targets[3] = 9
-    with pytest.raises(
-        ConfigError, match=r"target 9 of row 3 is outside the vocabulary of 9; expected 0 to 8"
-    ):
+    with pytest.raises(ConfigError, match=r"target 9 of row 3 is outside the vocabulary of 9; expected 0 to 8"):
         linear_cross_entropy(hidden, weight, targets)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 2e-2)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 def test_on_the_gpu(dtype: torch.dtype, tolerance: float, weight_dtype: torch.dtype | None) -> None:
     kernels.load("cuda")
@@ -245,9 +235,7 @@ def test_a_target_outside_the_vocabulary_on_the_gpu() -> None:
 def test_gradients_have_one_scale_whichever_way_they_are_scaled(dtype: torch.dtype, way: str) -> None:
     """The scale of a mean, 17 / 13 here, is not rounded to 16 bits where the graph is kept or traced."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(rows, 8, generator=generator).to(dtype).requires_grad_() for rows in (17, 33)
-    )
+    hidden, weight = (torch.randn(rows, 8, generator=generator).to(dtype).requires_grad_() for rows in (17, 33))
     targets = torch.randint(33, (17,), generator=generator)
     targets[:4] = -100
 

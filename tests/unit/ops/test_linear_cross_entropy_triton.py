@@ -12,9 +12,7 @@ from caramba.ops.backend import attach, implementation
 from caramba.ops.linear_cross_entropy import reference_linear_cross_entropy
 from tests.unit.ops.linear_cross_entropy_cases import dense, drawn
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process")
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 2e-3)])

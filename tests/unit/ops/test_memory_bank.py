@@ -69,9 +69,7 @@ def recurrence(
                     written += 1
                 low = max(place - window + 1, begin)
                 some = mass > 0
-                scores = torch.cat(
-                    (k[b, kv, low : place + 1] @ q[b, head, t], keys[some] @ slot_q[b, head, t])
-                )
+                scores = torch.cat((k[b, kv, low : place + 1] @ q[b, head, t], keys[some] @ slot_q[b, head, t]))
                 seen = torch.cat((v[b, kv, low : place + 1], values[some]))
                 out[b, head, t] = scores.softmax(0) @ seen
             for into, x in zip(after, (keys, values, mass), strict=True):
@@ -142,9 +140,7 @@ def test_memory_bank_gradients_with_state(n_keys: int) -> None:
         return out, state.keys, state.values
 
     state = some_state()
-    assert torch.autograd.gradcheck(
-        outputs, (state.keys, state.values, *arguments(T, n_keys)), fast_mode=True
-    )
+    assert torch.autograd.gradcheck(outputs, (state.keys, state.values, *arguments(T, n_keys)), fast_mode=True)
 
 
 def test_write_slots_in_parts_equals_at_once() -> None:

@@ -87,8 +87,7 @@ def states_of(dtype: torch.dtype, masters: bool) -> list[list[Tensor]]:
 def test_adamw_is_its_reference_in_float64_within_a_rounding(dtype: torch.dtype, masters: bool) -> None:
     p, m, v, g, t, w = states_of(dtype, masters)
     given: dict[str, Any] = {
-        name: torch.tensor(value, device=DEVICE)
-        for name, value in (("lr", 0.01), ("clip", 0.5), ("grad_scale", 4.0))
+        name: torch.tensor(value, device=DEVICE) for name, value in (("lr", 0.01), ("clip", 0.5), ("grad_scale", 4.0))
     }
     for step in range(3):
         # From the same bits at every step, so that what one rounds is not an error of the next.
@@ -111,9 +110,7 @@ def test_adamw_is_its_reference_in_float64_within_a_rounding(dtype: torch.dtype,
         for xs, ys in zip((p, m, v), wide, strict=True):
             for x, y in zip(xs, ys, strict=True):
                 torch.testing.assert_close(x.double(), y, rtol=unit, atol=4e-6)
-        assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(w, p, strict=False)), (
-            "weights are masters rounded"
-        )
+        assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(w, p, strict=False)), "weights are masters rounded"
 
 
 @pytest.mark.parametrize("is_aligned", [True, False])
@@ -201,9 +198,7 @@ def test_adamw_steps_masters_in_the_moments_as_its_reference(is_aligned: bool) -
     nothing = [torch.zeros_like(x) for x in g]
     kept = [unpack_masters(*one) for one in zip(*ours, strict=True)]
     adamw_step(*ours, t, nothing, lr=0.0, in_moments=True)
-    assert all(
-        torch.equal(unpack_masters(*one), x) for one, x in zip(zip(*ours, strict=True), kept, strict=True)
-    )
+    assert all(torch.equal(unpack_masters(*one), x) for one, x in zip(zip(*ours, strict=True), kept, strict=True))
     ours[1][1][0] = torch.nan
     adamw_step(*ours, t, nothing, lr=0.1, in_moments=True)
     for xs in (ours[0], ours[1]):

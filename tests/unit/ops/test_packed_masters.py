@@ -17,9 +17,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_every_float32_comes_back_from_the_nearest_bfloat16_and_two_moments() -> None:
     draws = torch.Generator().manual_seed(0)
     patterns = torch.randint(-(2**31), 2**31, (200_000,), generator=draws).int()
-    halves = torch.arange(
-        0x3F80_0000, 0x3F90_0000, 0x8000, dtype=torch.int32
-    )  # bfloat16 and ties between two
+    halves = torch.arange(0x3F80_0000, 0x3F90_0000, 0x8000, dtype=torch.int32)  # bfloat16 and ties between two
     x = torch.cat((patterns.view(torch.float32), halves.view(torch.float32), torch.tensor(SPECIAL)))
     x = x[~x.isnan()]
     m = torch.randn(x.shape, generator=draws) * 1e-3
@@ -56,9 +54,7 @@ def test_new_moments_keep_nothing_and_nan_stays() -> None:
         held = pack_masters(*given)
         found = (unpack_masters(*held), *moments_of(*held[1:]))
         assert [bool(x.isnan().any()) for x in found] == [index == at for index in range(3)]
-    all_ones = torch.tensor([0x7FFF_FFFF], dtype=torch.int32).view(
-        torch.float32
-    )  # what a GPU's arithmetic makes
+    all_ones = torch.tensor([0x7FFF_FFFF], dtype=torch.int32).view(torch.float32)  # what a GPU's arithmetic makes
     held = pack_masters(all_ones, all_ones, all_ones)
     assert all(x.isnan().all() for x in (held[0], unpack_masters(*held), *moments_of(*held[1:])))
 
@@ -74,9 +70,7 @@ def test_a_mean_of_gradients_is_that_in_float32(beta: float) -> None:
         wide = unpack_masters(weight, m, v)
         m, v = moments_of(m, v)
         exact, exact_v = exact + (1 - beta) * (grad - exact), exact_v + 0.001 * (grad.square() - exact_v)
-        weight, m, v = pack_masters(
-            wide * 0.999, m + (1 - beta) * (grad - m), v + 0.001 * (grad.square() - v)
-        )
+        weight, m, v = pack_masters(wide * 0.999, m + (1 - beta) * (grad - m), v + 0.001 * (grad.square() - v))
     m, v = moments_of(m, v)
     assert float((m - exact).abs().max()) < 2e-3 * float(exact.abs().mean())
     assert float(((v - exact_v) / exact_v).abs().max()) < 1e-3

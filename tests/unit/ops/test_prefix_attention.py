@@ -23,8 +23,7 @@ def random_inputs(
     wide = torch.promote_types(dtype, torch.float32)
     widths = ((qk, dtype), (qk, dtype), (value, dtype), (value, wide), (1, wide))
     found = [
-        torch.randn(*shape, width, generator=generator, dtype=torch.float64).to(DEVICE, kind)
-        for width, kind in widths
+        torch.randn(*shape, width, generator=generator, dtype=torch.float64).to(DEVICE, kind) for width, kind in widths
     ]
     return [x.requires_grad_() for x in found]
 

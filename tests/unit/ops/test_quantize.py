@@ -180,9 +180,7 @@ def test_bad_input_is_named() -> None:
     codes, scales = quantize(rows(2, 32), "q4_0")
     with pytest.raises(ConfigError, match=r"do not hold 40 elements of q4_0; expected codes \[..., 2, 16\]"):
         dequantize(codes, scales, "q4_0", 40)
-    with pytest.raises(
-        ConfigError, match=r"scales torch.float32 on cpu, q4_0 has torch.uint8 and torch.float16"
-    ):
+    with pytest.raises(ConfigError, match=r"scales torch.float32 on cpu, q4_0 has torch.uint8 and torch.float16"):
         dequantize(codes, scales.float(), "q4_0", 32)
     with pytest.raises(ConfigError, match=r"expected uint8 rows of a multiple of 34 bytes"):
         from_ggml(torch.zeros(35, dtype=torch.uint8), "q8_0")
@@ -201,9 +199,7 @@ def test_blocks_of_another_kind_are_not_written_as_bytes() -> None:
         with pytest.raises(ConfigError, match=r"ggml q8_0: got codes .*expected torch.int8 \[..., N, 32\]"):
             to_ggml(codes, scales, "q8_0")
     for blocks in (eight, four):
-        with pytest.raises(
-            ConfigError, match=r"bitsandbytes nf4: got codes .*expected torch.uint8 \[..., N, 32\]"
-        ):
+        with pytest.raises(ConfigError, match=r"bitsandbytes nf4: got codes .*expected torch.uint8 \[..., N, 32\]"):
             to_bitsandbytes(*blocks)
     packed = torch.zeros(32, dtype=torch.uint8)
     for maxima in (torch.ones(1).half(), torch.tensor(1.0), torch.ones(2)):

@@ -31,9 +31,7 @@ def tables(*before: int, tokens: int = 5, dtype: torch.dtype = torch.float64) ->
 
 def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
     heads = (HEADS, KV_HEADS, KV_HEADS)
-    return tuple(
-        permuted(2, n, 5, 2 * PAIRS, seed=at, dtype=dtype).requires_grad_() for at, n in enumerate(heads)
-    )
+    return tuple(permuted(2, n, 5, 2 * PAIRS, seed=at, dtype=dtype).requires_grad_() for at, n in enumerate(heads))
 
 
 def in_steps(joined: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -72,8 +70,7 @@ def test_one_pass_gives_what_steps_give(before: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         assert got.transpose(1, 2).is_contiguous()
     grads = [
-        torch.autograd.grad([(x * w).sum() for x, w in zip(xs, weights, strict=True)], joined)[0]
-        for xs in (ours, want)
+        torch.autograd.grad([(x * w).sum() for x, w in zip(xs, weights, strict=True)], joined)[0] for xs in (ours, want)
     ]
     assert grads[0].is_contiguous()
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
@@ -85,9 +82,7 @@ def test_what_does_not_fit_is_refused() -> None:
         rope_qkv(drawn(2, 4, WIDTH), cos, sin, HEADS, KV_HEADS)
     with pytest.raises(ConfigError, match="cos and sin require gradients"):
         rope_qkv(drawn(2, 5, WIDTH), cos.requires_grad_(), sin, HEADS, KV_HEADS)
-    with pytest.raises(
-        ConfigError, match=r"scale_: x is torch.float64 on cpu and the factor torch.float64 \(2,\)"
-    ):
+    with pytest.raises(ConfigError, match=r"scale_: x is torch.float64 on cpu and the factor torch.float64 \(2,\)"):
         scale_(drawn(3), drawn(2))
 
 

@@ -73,8 +73,6 @@ def test_scale(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         ours = x.clone()
         scale_(ours, torch.tensor(by, device=DEVICE))
         want = x.double() * torch.tensor(by).double().to(DEVICE)
-        torch.testing.assert_close(
-            ours.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-7, equal_nan=True
-        )
+        torch.testing.assert_close(ours.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-7, equal_nan=True)
     every_second = drawn(8, dtype=dtype)[::2]
     assert torch.equal(scale_(every_second, torch.tensor(2.0, device=DEVICE)), drawn(8, dtype=dtype)[::2] * 2)

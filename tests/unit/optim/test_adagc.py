@@ -26,9 +26,7 @@ def gradient(tensor: int, step: int) -> Tensor | None:
         return None  # a block that does not train at this step
     torch.manual_seed(100 * step + tensor)
     spike = 50.0 if step in (4, 7) else 1.0
-    return torch.randn(SHAPES[tensor], dtype=torch.float64) * (
-        0.0 if tensor == LATE and step < WARMUP else spike
-    )
+    return torch.randn(SHAPES[tensor], dtype=torch.float64) * (0.0 if tensor == LATE and step < WARMUP else spike)
 
 
 def test_clipping_is_the_published_algorithm_and_goes_on_from_its_state() -> None:

@@ -81,9 +81,7 @@ def test_steps_and_states_are_torchs_and_each_goes_on_from_the_others(taken: lis
             mine.load_state_dict(saved[1])
             its.load_state_dict(saved[0])
         rate = torch.tensor(0.02 / (step + 1), device=DEVICE) if step == 4 else 0.02 / (step + 1)
-        scaled = (
-            {"grad_scale": torch.tensor(8.0), "found_inf": torch.tensor(float(step == 5))} if step > 3 else {}
-        )
+        scaled = {"grad_scale": torch.tensor(8.0), "found_inf": torch.tensor(float(step == 5))} if step > 3 else {}
         for optimizer, parameters in ((mine, ours), (its, theirs)):
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -101,9 +99,7 @@ def test_steps_and_states_are_torchs_and_each_goes_on_from_the_others(taken: lis
     assert float(mine.state[ours[0]]["step"]) == 5.0, "what is not finite is not counted"
 
 
-def test_masters_take_one_pass_with_the_bits_of_copies(
-    taken: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masters_take_one_pass_with_the_bits_of_copies(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(is_one_pass: bool) -> tuple[MasterWeights, list[torch.nn.Parameter]]:
         held = weights()
         named = [(f"topology.{index}", w) for index, w in enumerate(held)]
@@ -147,9 +143,7 @@ def test_a_clip_is_left_to_one_step_and_seen_by_the_norms(taken: list[int]) -> N
             # Far below the norm, then above it.
             limit = 0.5 if step == 0 else 1e6
             total = clip_gradients([held], limit, hand_over=taker.take_clip if is_handed_over else None)
-            stays = [
-                torch.equal(w.grad, x) for w, x in zip(held, gradients, strict=False) if w.grad is not None
-            ]
+            stays = [torch.equal(w.grad, x) for w, x in zip(held, gradients, strict=False) if w.grad is not None]
             assert all(stays) == (is_handed_over or step == 1)
             optimizer.step()
             assert optimizer.clip is None

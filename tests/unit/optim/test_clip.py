@@ -21,9 +21,7 @@ def groups_of(*sizes: tuple[int, ...]) -> list[list[nn.Parameter]]:
 
 @pytest.mark.parametrize("sizes", [((3, 4), (5, 6)), ((3, 4, 5), (7,)), ((6, 2, 3),)], ids=str)
 @pytest.mark.parametrize("limit", [1.0, 20.0])
-def test_every_group_is_scaled_as_torch_scales_it_alone(
-    sizes: tuple[tuple[int, ...], ...], limit: float
-) -> None:
+def test_every_group_is_scaled_as_torch_scales_it_alone(sizes: tuple[tuple[int, ...], ...], limit: float) -> None:
     groups = groups_of(*sizes)
     idle = [nn.Parameter(torch.zeros(2))]  # a block that does not train at this step
     theirs = copy.deepcopy(groups)

@@ -32,11 +32,7 @@ def test_groups_follow_the_formula_and_a_state_goes_on_bit_equal() -> None:
             if name == "idle.weight":
                 continue
             torch.manual_seed(10 * step + at)
-            grad = (
-                torch.randn(value.shape[::-1], dtype=torch.float64).t()
-                if value.ndim > 1
-                else value.detach().sin()
-            )
+            grad = torch.randn(value.shape[::-1], dtype=torch.float64).t() if value.ndim > 1 else value.detach().sin()
             value.grad = grad
             decay = 0.5 if name == "up.weight" else 0.0
             want[name] = want[name] * (1 - 0.01 * decay) - 0.01 * torch.sign(0.9 * momenta[name] + 0.1 * grad)
@@ -57,11 +53,7 @@ def test_groups_follow_the_formula_and_a_state_goes_on_bit_equal() -> None:
 
 def test_what_lion_cannot_use_is_refused() -> None:
     assert PhaseConfig(**PHASE, betas=(0.95, 0.98)).betas == (0.95, 0.98)
-    with pytest.raises(
-        ValueError, match=r"lr=auto uses AdamW's .* got optimizer=lion; give lr, 3 to 10 times"
-    ):
+    with pytest.raises(ValueError, match=r"lr=auto uses AdamW's .* got optimizer=lion; give lr, 3 to 10 times"):
         PhaseConfig(**{**PHASE, "lr": "auto"})
-    with pytest.raises(
-        ConfigError, match=r"lion: betas=\[0.9, 1.0\], expected two numbers from 0 to below 1"
-    ):
+    with pytest.raises(ConfigError, match=r"lion: betas=\[0.9, 1.0\], expected two numbers from 0 to below 1"):
         Lion([nn.Parameter(torch.zeros(2))], lr=0.1, betas=(0.9, 1.0))

@@ -129,9 +129,7 @@ def test_no_update_is_lost_that_the_moments_hold() -> None:
     held = [torch.nn.Parameter(x.bfloat16()) for x in (torch.full((1000,), 1.5), turned)]
     exact = torch.nn.Parameter(torch.full((), 1.5))
     named = [(f"w{index}", weight) for index, weight in enumerate(held)]
-    wide = MasterWeights(
-        named, lambda copies: AdamW([w for _, w in copies], **options), keeps=False, in_moments=True
-    )
+    wide = MasterWeights(named, lambda copies: AdamW([w for _, w in copies], **options), keeps=False, in_moments=True)
     plain = torch.optim.AdamW([exact], **options)
     for step in range(60):  # of 1/128 of a unit of bfloat16 each
         for weight in held:
@@ -152,9 +150,7 @@ def test_no_update_is_lost_that_the_moments_hold() -> None:
 def stepped(weight: Tensor, grad: Tensor, seed: int, **options: Any) -> tuple[Tensor, MasterWeights]:
     """A weight after one step of AdamW that rounds at random."""
     held = torch.nn.Parameter(weight.clone())
-    optimizer = MasterWeights(
-        [("w", held)], lambda named: AdamW([w for _, w in named], **options), keeps=False
-    )
+    optimizer = MasterWeights([("w", held)], lambda named: AdamW([w for _, w in named], **options), keeps=False)
     held.grad = grad
     torch.manual_seed(seed)
     optimizer.step()
@@ -186,9 +182,7 @@ def test_adamw_steps_bfloat16_weights_to_the_float32_update_in_the_mean() -> Non
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "lion", "muon"])
-def test_copies_of_a_part_at_a_time_step_as_copies_of_all(
-    optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_a_part_at_a_time_step_as_copies_of_all(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained() -> tuple[int, dict[str, Tensor]]:
         torch.manual_seed(3)
         made, weights = run(3, optimizer=optimizer, **RANDOM)
@@ -254,13 +248,9 @@ def test_what_has_no_place_in_the_moments_is_refused() -> None:
 def test_what_is_not_rounded_at_random_is_refused() -> None:
     x, half, seed = torch.zeros(3), torch.zeros(3, dtype=torch.float16), torch.tensor(1)
     t = torch.zeros(())
-    with pytest.raises(
-        ConfigError, match=r"parameters of torch.float16 with 0 weights, and a seed; expected bfloat16"
-    ):
+    with pytest.raises(ConfigError, match=r"parameters of torch.float16 with 0 weights, and a seed; expected bfloat16"):
         adamw_step([half], [x], [x], [t], [half], lr=0.1, seed=seed)
-    with pytest.raises(
-        ConfigError, match=r"stochastic_round: tensor 0 is \(3,\) of torch.float32 .* torch.float16"
-    ):
+    with pytest.raises(ConfigError, match=r"stochastic_round: tensor 0 is \(3,\) of torch.float32 .* torch.float16"):
         stochastic_round([x], [half], seed)
     with pytest.raises(ConfigError, match=r"seed is \(\) of torch.float32 on cpu; expected one int64"):
         stochastic_round([x], [half.bfloat16()], t)

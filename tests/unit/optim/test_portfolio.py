@@ -122,13 +122,8 @@ def test_every_hand_over_keeps_the_size_of_the_update_and_its_direction(first: s
     optimizer.switch(second)
     ratio = update_of(optimizer, ours, 100) / update_of(stays, theirs, 100)
     assert ratio == pytest.approx(1.0, abs=0.03)
-    moved = [
-        torch.tensor(after) - torch.tensor(before) for after, before in zip(values(ours), start, strict=True)
-    ]
-    other = [
-        torch.tensor(after) - torch.tensor(before)
-        for after, before in zip(values(theirs), start, strict=True)
-    ]
+    moved = [torch.tensor(after) - torch.tensor(before) for after, before in zip(values(ours), start, strict=True)]
+    other = [torch.tensor(after) - torch.tensor(before) for after, before in zip(values(theirs), start, strict=True)]
     cosine = torch.cosine_similarity(torch.cat(moved), torch.cat(other), dim=0)
     assert float(cosine) > 0.3, "the averages have gone over: a fresh optimiser knows one noisy gradient"
     train(optimizer, ours, range(101, 150))
@@ -157,9 +152,7 @@ def test_adam_takes_over_only_once_squares_were_averaged_long_enough() -> None:
     optimizer, named = built(phase_of("lion", "conservative_adamw"))
     train(optimizer, named, range(19))
     assert not optimizer.is_ready("conservative_adamw")
-    with pytest.raises(
-        ConfigError, match=r"conservative_adamw needs averages of g\^2 over 20 steps, lion has 19"
-    ):
+    with pytest.raises(ConfigError, match=r"conservative_adamw needs averages of g\^2 over 20 steps, lion has 19"):
         optimizer.switch("conservative_adamw")
     train(optimizer, named, range(19, 20))
     optimizer.switch("conservative_adamw")

@@ -20,9 +20,7 @@ from caramba.runs.manifest import canonical_json, manifest_sha256
 SAMPLE = Path(__file__).parents[1] / "artifacts" / "sample_run.py"
 PROXY = "teacher, pretrained here for 300 steps"
 # A picture of one pixel, which LaTeX can include: drawing takes seconds and is what the artifact tests test.
-PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
-)
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 
 _frozen = functools.cache(lambda overrides: freeze(["experiment=smoke", *overrides]).manifest)
 
@@ -37,9 +35,7 @@ def sample_result() -> RunResult:
     return module.make_result()
 
 
-def write_run(
-    run_dir: Path, *, labels: dict[str, Any] | None = None, overrides: tuple[str, ...] = ()
-) -> Manifest:
+def write_run(run_dir: Path, *, labels: dict[str, Any] | None = None, overrides: tuple[str, ...] = ()) -> Manifest:
     """Write manifest.json and artifacts/ of a finished run; its teacher is a proxy unless `labels` says otherwise."""
     manifest = _frozen(overrides)
     write_whole(run_dir / "manifest.json", canonical_json(manifest))

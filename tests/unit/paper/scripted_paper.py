@@ -23,9 +23,7 @@ def section(name: str, body: str) -> dict[str, str]:
 
 def whole(results: str = RESULTS) -> Answer:
     """A reply that writes the whole paper."""
-    return calls(
-        ("write_tex_file", {"sections": [section("abstract", ABSTRACT), section("results", results)]})
-    )
+    return calls(("write_tex_file", {"sections": [section("abstract", ABSTRACT), section("results", results)]}))
 
 
 def drafted(config: PaperConfig, run: Path, output_dir: Path | None = None, **named: Any) -> Drafted:

@@ -83,20 +83,14 @@ class StubModel:
         body = (
             results["body"]
             + " The rate was varied: "
-            + (
-                r"\result{research.lower_lr.candidate}."
-                if "research." in messages[1]["content"]
-                else "not yet."
-            )
+            + (r"\result{research.lower_lr.candidate}." if "research." in messages[1]["content"] else "not yet.")
         )
         return called(("update_section", {"section": "results", "body": body, "base_hash": results["hash"]}))
 
     def judge(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         if messages[-1]["role"] == "user":
             self.n_reviews += 1
-            return called(
-                ("read_paper_section", {"section": "results"}), ("propose_experiment", self.proposal)
-            )
+            return called(("read_paper_section", {"section": "results"}), ("propose_experiment", self.proposal))
         is_second = r"The rate was varied" in messages[3]["content"]
         return called(("submit_review", self._review(2 if is_second else 1)))
 

@@ -29,11 +29,7 @@ def problems(body: str, evidence: Evidence, **named: bool) -> str:
 
 
 def test_problems_say_where(evidence: Evidence) -> None:
-    assert (
-        problems("Fine.\n\nIt is 12 % 13\nand 14.", evidence)
-        .splitlines()[0]
-        .startswith("results, line 3: '12'")
-    )
+    assert problems("Fine.\n\nIt is 12 % 13\nand 14.", evidence).splitlines()[0].startswith("results, line 3: '12'")
     assert "results, line 4: '14'" in problems("Fine.\n\nIt is 12 % 13\nand 14.", evidence)
 
 

@@ -33,9 +33,7 @@ def test_searches_that_fail_are_told_and_citations_off_have_none(
     assert not [name for name in names if name.startswith("search")]
 
 
-def test_abstracts_reach_the_writer_as_typed_fields(
-    config: Make, own: Path, literature: LiteratureServer
-) -> None:
+def test_abstracts_reach_the_writer_as_typed_fields(config: Make, own: Path, literature: LiteratureServer) -> None:
     with chat_server(calls(("search_arxiv", {"query": "x"})), whole(), says("done")) as server:
         drafted(config(server.url), own)
         misshapen, condensed = server.results()[0]["records"]

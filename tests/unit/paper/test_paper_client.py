@@ -23,9 +23,7 @@ from caramba.paper.client import LanguageModel
 need("litellm")
 
 MESSAGES = [{"role": "user", "content": "write"}]
-TOOLS = [
-    {"type": "function", "function": {"name": "look", "description": "x", "parameters": {"type": "object"}}}
-]
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "x", "parameters": {"type": "object"}}}]
 Make = Callable[..., PaperConfig]
 
 
@@ -40,18 +38,14 @@ def asked(
     waits: list[float] = []
     noted: list[tuple[str, dict[str, Any]]] = []
     model = LanguageModel(config, sleep=waits.append)
-    reply = model.ask(
-        MESSAGES, TOOLS, book or ledger(), lambda event, **fields: noted.append((event, fields))
-    )
+    reply = model.ask(MESSAGES, TOOLS, book or ledger(), lambda event, **fields: noted.append((event, fields)))
     return reply, noted, waits
 
 
 def test_a_request_is_sent_as_configured(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-mine ")
     with chat_server(calls(("look", {"at": 1}))) as server:
-        plain = config(
-            server.url, temperature=0.5, api={"key_env": "MY_KEY"}, budget={"max_reply_tokens": 99}
-        )
+        plain = config(server.url, temperature=0.5, api={"key_env": "MY_KEY"}, budget={"max_reply_tokens": 99})
         reply, _, _ = asked(plain)
         (request,) = server.requests
     assert server.keys == ["Bearer sk-mine"]
@@ -67,9 +61,7 @@ def test_a_request_is_sent_as_configured(config: Make, monkeypatch: pytest.Monke
     assert "temperature" not in server.requests[0]
 
 
-def test_a_key_of_another_provider_is_not_sent_to_a_server(
-    config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_of_another_provider_is_not_sent_to_a_server(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     with chat_server(says("hello")) as server:
         asked(config(server.url))
@@ -114,9 +106,7 @@ def test_what_may_pass_is_tried_again(failure: Answer, config: Make) -> None:
 )
 def test_attempts_are_bounded(failure: Answer, config: Make) -> None:
     with chat_server(*[failure] * 5) as server:
-        plain = config(
-            server.url, api={"retries": 1, "max_wait_s": 0.1, "timeout_s": 0.4 if failure.delay_s else 20.0}
-        )
+        plain = config(server.url, api={"retries": 1, "max_wait_s": 0.1, "timeout_s": 0.4 if failure.delay_s else 20.0})
         with pytest.raises(AgentError, match=r"scripted at http://127.*attempt 2 of 2.*--update"):
             asked(plain)
     assert len(server.requests) == 2
@@ -153,9 +143,7 @@ def test_what_cannot_pass_is_not_tried_again(
 
 def test_a_key_that_a_server_repeats_is_shown_nowhere(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-mine-1234")
-    body = json.dumps(
-        {"error": {"message": "wrong key sk-mine-1234", "type": "x", "code": "invalid_api_key"}}
-    )
+    body = json.dumps({"error": {"message": "wrong key sk-mine-1234", "type": "x", "code": "invalid_api_key"}})
     noted: list[Any] = []
     with chat_server(Answer(body.encode(), 401)) as server:
         model = LanguageModel(config(server.url, api={"key_env": "MY_KEY"}))
@@ -164,9 +152,7 @@ def test_a_key_that_a_server_repeats_is_shown_nowhere(config: Make, monkeypatch:
     assert "sk-mine" not in f"{raised.value}{noted}"
 
 
-def test_other_secrets_that_a_server_repeats_are_shown_nowhere(
-    config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_secrets_that_a_server_repeats_are_shown_nowhere(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"HF_TOKEN": "tok-1234567", "AWS_SECRET": "tok-1234567-more", "OTHER_API_KEY": "key-123456"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -238,9 +224,7 @@ def test_prices(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LanguageModel(config()).price() is None
     given = config(budget={"usd_per_million_prompt": 1.0, "usd_per_million_reply": 4.0, "max_cost_usd": 0.5})
     assert LanguageModel(given).price() == Price(1e-6, 4e-6)
-    with pytest.raises(
-        ConfigError, match=r"paper\.budget\.max_cost_usd=0\.5: what scripted costs is not known"
-    ):
+    with pytest.raises(ConfigError, match=r"paper\.budget\.max_cost_usd=0\.5: what scripted costs is not known"):
         LanguageModel(config(budget={"max_cost_usd": 0.5})).price()
 
 
@@ -254,20 +238,14 @@ def test_models_and_keys_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> 
         assert os.environ.get("OPENAI_API_KEY") == value
     with pytest.raises(ConfigError, match=r"paper\.model=nonsense: litellm knows no provider"):
         LanguageModel(PaperConfig(model="nonsense"))
-    with pytest.raises(
-        ConfigError, match=r"paper\.api\.key_env=NO_SUCH: no such variable is set; export NO_SUCH"
-    ):
+    with pytest.raises(ConfigError, match=r"paper\.api\.key_env=NO_SUCH: no such variable is set; export NO_SUCH"):
         LanguageModel(PaperConfig.model_validate({"api": {"key_env": "NO_SUCH"}}))
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "two words", "sk-\u2013a", "line\nbreak", "\udcff"])
-def test_a_key_that_no_header_carries_is_refused_and_not_shown(
-    monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("MY_KEY", key)
-    with pytest.raises(
-        ConfigError, match=r"paper\.api\.key_env=MY_KEY: the variable holds blanks"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"paper\.api\.key_env=MY_KEY: the variable holds blanks") as refused:
         LanguageModel(PaperConfig.model_validate({"api": {"key_env": "MY_KEY"}}))
     assert key not in str(refused.value)
 
@@ -299,7 +277,5 @@ print("secret" if "FROM_DOTENV" in os.environ else "quiet", sys.modules["litellm
 
 def test_loading_litellm_connects_to_nothing_and_reads_no_dotenv(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("FROM_DOTENV=1\n")
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", OFFLINE], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["quiet", "False"], done.stderr

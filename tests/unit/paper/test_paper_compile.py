@@ -65,9 +65,7 @@ def test_latex_reads_no_file_outside_its_folder(body: str) -> None:
 
 
 @needs_latex
-def test_latex_writes_no_file_outside_and_runs_no_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latex_writes_no_file_outside_and_runs_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("openout_any", "a")
     monkeypatch.setenv("shell_escape", "t")
     target = tmp_path / "written"
@@ -103,13 +101,9 @@ def test_latex_sees_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert seen.splitlines()[-2:] == ["60", "200000"]
 
 
-def test_a_machine_without_latex_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_machine_without_latex_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"paper: pdflatex, bibtex, kpsewhich not found.*texlive-latex-recommended"
-    ):
+    with pytest.raises(ConfigError, match=r"paper: pdflatex, bibtex, kpsewhich not found.*texlive-latex-recommended"):
         need_latex("paper")
     for name in ("pdflatex", "bibtex", "kpsewhich"):
         (tmp_path / name).write_text("#!/bin/sh\necho /x/natbib.sty\n")

@@ -30,10 +30,7 @@ CITED = {
     ),
     "a2017x": Record("arxiv:1", "A title", ("A B",), "2017", abstract="It is 28.4 of all."),
 }
-DEEP = [
-    {"body": opening + "{" * 30_000, "says": ["more than 60 groups within each other"]}
-    for opening in ("", "$")
-]
+DEEP = [{"body": opening + "{" * 30_000, "says": ["more than 60 groups within each other"]} for opening in ("", "$")]
 
 ATTACKS = [*CORPUS["attacks"], *DEEP]
 
@@ -52,9 +49,7 @@ def test_honest_latex_passes(body: str, evidence: Evidence) -> None:
     assert problems(body, evidence) == ""
 
 
-@pytest.mark.parametrize(
-    "attack", ATTACKS, ids=lambda attack: attack["body"][:40].encode("unicode_escape").decode()
-)
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack["body"][:40].encode("unicode_escape").decode())
 def test_attack_is_refused_with_its_reason(attack: dict[str, Any], evidence: Evidence) -> None:
     found = problems(attack["body"], evidence)
     assert found

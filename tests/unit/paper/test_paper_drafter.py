@@ -88,9 +88,7 @@ def test_every_tool_leads_to_an_adopted_version(
     assert r"{perplexity.student.perplexity}{10.40\,$\pm$\,0.2184}" in numbers
     assert r"{1.042\textsuperscript{\emph{proxy}}}" in numbers  # what compares with a proxy carries it too
     references = (paper / "references.bib").read_text()
-    assert [key in references for key in ("vaswani2017attention", "ainslie2023grouped", "own2020")] == [
-        True
-    ] * 3
+    assert [key in references for key in ("vaswani2017attention", "ainslie2023grouped", "own2020")] == [True] * 3
     assert (paper / "figures/summary.png").read_bytes() == (own / "artifacts/summary.png").read_bytes()
     record = json.loads((paper / "versions/001/version.json").read_text())
     assert record["citations"]["own2020"] == "bib:own2020"
@@ -164,9 +162,7 @@ def test_a_paper_that_is_not_finished_is_not_adopted(config: Make, own: Path) ->
         says("Done."),
         calls(("update_section", section("results", dangling))),
         says("Done."),
-        lambda request: calls(
-            ("update_section", {**section("results", RESULTS), "base_hash": told(request)})
-        ),
+        lambda request: calls(("update_section", {**section("results", RESULTS), "base_hash": told(request)})),
         says("Done."),
     ) as server:
         assert drafted(config(server.url), own).version == 1

@@ -137,11 +137,7 @@ def test_a_paper_that_is_saved_while_its_first_draft_runs_is_kept(config: Make, 
     assert (own / "paper/paper.tex.edited-1").read_text() == "mine"
 
 
-REMOVED = (
-    "% caramba:section abstract\n\\begin{abstract}\n"
-    + ABSTRACT
-    + "\n\\end{abstract}\n% caramba:end abstract\n"
-)
+REMOVED = "% caramba:section abstract\n\\begin{abstract}\n" + ABSTRACT + "\n\\end{abstract}\n% caramba:end abstract\n"
 NOT_KEPT = {
     "heading": ((r"\section{Results}", r"\section{What we found}"),),
     "no heading": ((r"\section{Results}\label{sec:results}" + "\n", ""),),
@@ -188,9 +184,7 @@ def test_numbers_that_a_person_changed_are_kept_beside(config: Make, own: Path, 
     assert numbers.with_name("results.tex.edited-1").read_text() == original + "% mine\n"
 
 
-def test_an_edit_has_one_budget_however_often_it_is_gone_on_with(
-    config: Make, own: Path, version: Path
-) -> None:
+def test_an_edit_has_one_budget_however_often_it_is_gone_on_with(config: Make, own: Path, version: Path) -> None:
     change(version, ABSTRACT, "Mine.")
     look, two = calls(("list_artifacts", {})), {"max_iterations": 2}
     with chat_server(*[look] * 9) as server:

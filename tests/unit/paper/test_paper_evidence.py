@@ -90,9 +90,7 @@ def test_numbers_that_are_not_finite_are_refused(run: Path, tmp_path: Path) -> N
         read_evidence(copy, copy)
 
 
-@pytest.mark.parametrize(
-    "name", ["../evil.png", "a/b.png", "/tmp/evil.png", "a\\\\b.png", "..", "", ".hidden.png"]
-)
+@pytest.mark.parametrize("name", ["../evil.png", "a/b.png", "/tmp/evil.png", "a\\\\b.png", "..", "", ".hidden.png"])
 def test_artifacts_are_files_of_their_folder(name: str, run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     report = json.loads((copy / "artifacts/report.json").read_text())

@@ -34,10 +34,7 @@ def opened(root: Path) -> PaperFolder:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        *(
-            (path, "out of the paper's folder")
-            for path in ("../x.tex", "/etc/passwd", "a/../../x", "link/x.tex")
-        ),
+        *((path, "out of the paper's folder") for path in ("../x.tex", "/etc/passwd", "a/../../x", "link/x.tex")),
         ("versions/../../x", "out of the paper's folder"),
         ("\ud83d.tex", r"cannot be read \(UnicodeEncodeError\)"),
     ],
@@ -164,9 +161,7 @@ def test_a_draft_is_read_back(tmp_path: Path) -> None:
     assert load_draft(tmp_path / "none.json") == Draft()
     for text in ("{", "[]", '{"schema": 9}', '{"schema": 1, "sections": {"a": {}}}'):
         (tmp_path / "draft.json").write_text(text)
-        with pytest.raises(
-            ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to resume"
-        ):
+        with pytest.raises(ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to resume"):
             load_draft(tmp_path / "draft.json")
 
 
@@ -204,9 +199,7 @@ def test_an_edit_whose_versions_were_removed_is_not_overwritten(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"version\.json: cannot be read \(KeyError.*remove its folder"):
         PaperFolder(paper.root)
     shutil.rmtree(paper.root / "versions")
-    with pytest.raises(
-        ConfigError, match=r"paper\.tex: versions/ holds no version of it.*move paper\.tex away"
-    ):
+    with pytest.raises(ConfigError, match=r"paper\.tex: versions/ holds no version of it.*move paper\.tex away"):
         PaperFolder(paper.root)
     (paper.root / "paper.tex").unlink()
     assert PaperFolder(paper.root).head() is None

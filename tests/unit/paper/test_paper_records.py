@@ -12,9 +12,7 @@ from caramba.paper.untrusted import clean
 
 
 def test_titles_of_others_cannot_leave_their_field() -> None:
-    record = Record(
-        "s2:1", r"A }, note={x} \input{y} 50% & #1", ("Eve", "Smith, J. and others"), "2024", venue="V_1"
-    )
+    record = Record("s2:1", r"A }, note={x} \input{y} 50% & #1", ("Eve", "Smith, J. and others"), "2024", venue="V_1")
     entry = record.bibtex("eve2024a")
     assert entry.count("{") == entry.count("}")
     assert r"\textbackslash" in entry

@@ -41,9 +41,7 @@ Make = Callable[..., PaperConfig]
         ),
     ],
 )
-def test_a_spent_budget_keeps_the_draft(
-    budget: dict[str, Any], message: str, config: Make, own: Path
-) -> None:
+def test_a_spent_budget_keeps_the_draft(budget: dict[str, Any], message: str, config: Make, own: Path) -> None:
     look = calls(("get_experiment_results", {}))
     with chat_server(calls(("update_section", section("abstract", ABSTRACT))), *[look] * 40) as server:
         with pytest.raises(BudgetExceeded, match=message):
@@ -66,21 +64,13 @@ def test_a_spent_budget_keeps_the_draft(
 def test_a_model_that_fails_changes_no_version(failure: Answer, config: Make, own: Path) -> None:
     with chat_server(whole(), says("done")) as server:
         drafted(config(server.url), own)
-    before = {
-        file: file.read_bytes()
-        for file in (own / "paper").rglob("*")
-        if file.suffix in (".tex", ".pdf", ".bib")
-    }
+    before = {file: file.read_bytes() for file in (own / "paper").rglob("*") if file.suffix in (".tex", ".pdf", ".bib")}
     with (
         chat_server(calls(("get_paper_template", {})), *[failure] * 9) as server,
         pytest.raises((AgentError, ConfigError)),
     ):
         drafted(config(server.url, api={"max_wait_s": 0.01}), own, update=True)
-    after = {
-        file: file.read_bytes()
-        for file in (own / "paper").rglob("*")
-        if file.suffix in (".tex", ".pdf", ".bib")
-    }
+    after = {file: file.read_bytes() for file in (own / "paper").rglob("*") if file.suffix in (".tex", ".pdf", ".bib")}
     assert after == before
     with chat_server(says("Nothing to change.")) as server:
         assert drafted(config(server.url), own, update=True).version == 1
@@ -90,17 +80,13 @@ def test_a_model_that_fails_changes_no_version(failure: Answer, config: Make, ow
 def test_an_update_goes_on_from_the_last_version(config: Make, own: Path) -> None:
     with chat_server(whole(), says("done")) as server:
         drafted(config(server.url), own)
-        with pytest.raises(
-            ConfigError, match=r"holds version 1 of a paper; --update resumes it, --output-dir"
-        ):
+        with pytest.raises(ConfigError, match=r"holds version 1 of a paper; --update resumes it, --output-dir"):
             drafted(config(server.url), own)
 
     def improve(request: dict[str, Any]) -> Answer:
         sections = json.loads(request["messages"][-1]["content"])["sections"]
         assert [item["section"] for item in sections] == ["abstract", "results"]
-        return calls(
-            ("update_section", {**section("abstract", "We do better."), "base_hash": sections[0]["hash"]})
-        )
+        return calls(("update_section", {**section("abstract", "We do better."), "base_hash": sections[0]["hash"]}))
 
     with chat_server(calls(("read_tex_file", {})), improve, says("done")) as server:
         found = drafted(config(server.url), own, update=True)
@@ -143,9 +129,7 @@ def test_a_kill_between_any_two_steps_is_made_good(
     assert ABSTRACT in (own / "paper/paper.tex").read_text()
 
 
-def test_a_version_holds_all_that_an_update_needs(
-    config: Make, own: Path, literature: LiteratureServer
-) -> None:
+def test_a_version_holds_all_that_an_update_needs(config: Make, own: Path, literature: LiteratureServer) -> None:
     with chat_server(
         calls(("search_arxiv", {"query": "x"})),
         calls(("add_citation", {"source_id": "arxiv:1706.03762"})),

@@ -27,9 +27,7 @@ def planted() -> Iterator[tuple[str, str]]:
         yield (
             "wrong_direction",
             f"{CLEAN} "
-            + sentence(
-                lead or "Then ", rf"the loss \result{{{STUDENT}}} is lower than \result{{{TEACHER}}}."
-            ),
+            + sentence(lead or "Then ", rf"the loss \result{{{STUDENT}}} is lower than \result{{{TEACHER}}}."),
         )
         yield (
             "wrong_direction",
@@ -64,9 +62,7 @@ def planted() -> Iterator[tuple[str, str]]:
         )
         yield (
             "single_seed",
-            sentence(
-                lead or "Here ", rf"the proxy \result{{{TEACHER}}} is better than \result{{{STUDENT}}}."
-            ),
+            sentence(lead or "Here ", rf"the proxy \result{{{TEACHER}}} is better than \result{{{STUDENT}}}."),
         )
         yield "number_without_interval", f"{CLEAN} " + sentence(lead or "It ", r"takes \resultvalue{spread}.")
         yield (
@@ -80,9 +76,7 @@ def clean() -> Iterator[str]:
     for lead in LEADS:
         yield lead + CLEAN
         yield lead + rf"{CLEAN} Prior work reports the same \citep{{smith}}."
-        yield (
-            lead + rf"{CLEAN} Figure~\ref{{fig:summary.png}} shows it. \artifactfigure{{summary.png}}{{All.}}"
-        )
+        yield (lead + rf"{CLEAN} Figure~\ref{{fig:summary.png}} shows it. \artifactfigure{{summary.png}}{{All.}}")
         yield lead + rf"{CLEAN} It takes \result{{spread}}."
 
 

@@ -116,9 +116,7 @@ def test_no_more_experiments_than_allowed_and_none_where_off(run: Path, evidence
     manifest = read_manifest(run)
     tools = ReviewToolbox(ReviewConfig(max_proposed_experiments=1), evidence, SECTIONS, TITLES, manifest)
     assert "accepted" in tools.call("propose_experiment", json.dumps(PROPOSAL))
-    assert "as many as review allows" in tools.call(
-        "propose_experiment", json.dumps({**PROPOSAL, "name": "two"})
-    )
+    assert "as many as review allows" in tools.call("propose_experiment", json.dumps({**PROPOSAL, "name": "two"}))
     off = ReviewToolbox(ReviewConfig(auto_generate_experiments=False), evidence, SECTIONS, TITLES, manifest)
     assert "propose_experiment" not in off.tools()
 
@@ -137,16 +135,12 @@ def test_the_command_writes_a_review(own: Path, capsys: pytest.CaptureFixture[st
     paper = own / "paper"
     paper.mkdir()
     body = "".join(
-        f"% caramba:section {name}\n\\section{{X}}\n{body}\n% caramba:end {name}\n"
-        for name, body in SECTIONS.items()
+        f"% caramba:section {name}\n\\section{{X}}\n{body}\n% caramba:end {name}\n" for name, body in SECTIONS.items()
     )
     (paper / "paper.tex").write_text(body)
     with chat_server(calls(("submit_review", SUBMIT))) as server:
         assert (
-            command.main(
-                [str(own), "--model", "scripted", "--base-url", server.url, "--persona", "practitioner"]
-            )
-            == 0
+            command.main([str(own), "--model", "scripted", "--base-url", server.url, "--persona", "practitioner"]) == 0
         )
     plain = json.loads((paper / "review_iter1.json").read_text())
     assert (plain["score"], plain["persona"], plain["is_blocked"]) == (6.5, "practitioner", True)

@@ -29,9 +29,7 @@ def test_recent_works_come_first_if_asked(literature: LiteratureServer) -> None:
     assert [record.year for record in found] == ["2024", "2017"]
 
 
-def test_semantic_scholar_answers_become_records(
-    literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_semantic_scholar_answers_become_records(literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = Literature(CitationsConfig()).search("semantic_scholar", "grouped", 3)
     assert found.id == "s2:" + "a" * 40
     assert (found.title, found.year, found.venue, found.doi) == (
@@ -74,9 +72,7 @@ def test_no_results_are_no_error(literature: LiteratureServer) -> None:
 
 
 def test_records_without_an_id_are_left_out(literature: LiteratureServer) -> None:
-    literature.scholar = Answer(
-        b'{"data": [{"paperId": "../x", "title": "T"}, {"paperId": null, "title": "T"}]}'
-    )
+    literature.scholar = Answer(b'{"data": [{"paperId": "../x", "title": "T"}, {"paperId": null, "title": "T"}]}')
     assert Literature(CitationsConfig()).search("semantic_scholar", "x", 5) == []
 
 
@@ -87,9 +83,7 @@ def test_a_source_that_is_down_is_not_asked_for_ever(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "ARXIV_URL", f"http://127.0.0.1:{port}/arxiv")
     asked = Literature(CitationsConfig())
     for _ in range(module.MOST_FAILURES):
-        with pytest.raises(
-            SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"
-        ):
+        with pytest.raises(SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"):
             asked.search("arxiv", "x", 5)
     with pytest.raises(SearchFailed, match="failed 3 times in this draft and is not asked again"):
         asked.search("arxiv", "x", 5)
@@ -102,9 +96,7 @@ def test_a_source_that_is_off_is_not_asked(literature: LiteratureServer) -> None
     assert literature.queries == []
 
 
-def test_arxiv_is_asked_at_the_pace_it_wishes(
-    literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arxiv_is_asked_at_the_pace_it_wishes(literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     asked = Literature(CitationsConfig(), sleep=waits.append)
     asked.search("arxiv", "x", 5)
@@ -116,9 +108,7 @@ def test_arxiv_is_asked_at_the_pace_it_wishes(
     assert 2 < waits[0] <= module.ARXIV_PAUSE_S
 
 
-def test_a_server_that_drips_runs_into_the_limit(
-    literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_drips_runs_into_the_limit(literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte every tenth of a second never makes one read late."""
     for part in ("body", "headers"):
         with dripping_server(part) as url:

@@ -23,9 +23,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Rules."},
     {"role": "user", "content": "write"},
 ]
-TOOLS = [
-    {"type": "function", "function": {"name": "look", "description": "x", "parameters": {"type": "object"}}}
-]
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "x", "parameters": {"type": "object"}}}]
 CALL = json.dumps({"calls": [{"name": "look", "arguments": {"at": 1}}]})
 Make = Callable[..., PaperConfig]
 
@@ -37,9 +35,7 @@ def ask(config: PaperConfig, journal: Journal | None = None, text: str = "write"
         budget = LoopBudget(journal.file.parent, LoopBudgetConfig())
         model = RecordedModel(journal, budget, config, sleep=lambda seconds: None)
     messages = [MESSAGES[0], {"role": "user", "content": text}]
-    return model.ask(
-        messages, TOOLS, BudgetLedger(BudgetConfig(), Spent(), None), lambda event, **fields: None
-    )
+    return model.ask(messages, TOOLS, BudgetLedger(BudgetConfig(), Spent(), None), lambda event, **fields: None)
 
 
 def test_calls_are_read_from_text(config: Make) -> None:
@@ -72,9 +68,7 @@ def test_an_answer_out_of_form_is_asked_for_twice_more(bad: str, config: Make) -
 def test_a_conversation_becomes_turns_of_text() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{"}}
     tool = {"role": "tool", "tool_call_id": "c", "content": "seen"}
-    made = as_text(
-        [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}, tool, MESSAGES[1]], TOOLS
-    )
+    made = as_text([*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}, tool, MESSAGES[1]], TOOLS)
     assert [item["role"] for item in made] == ["system", "user", "assistant", "user"]
     assert made[-1]["content"] == "Result of c: seen\nwrite"
 
@@ -96,9 +90,7 @@ def test_a_recorded_call_is_not_paid_again_and_is_replayed(config: Make, tmp_pat
     replayed.step = "iter1/draft"
     assert ask(plain, replayed) == first
     assert (tmp_path / "new" / CALLS).read_bytes() == file.read_bytes()
-    with pytest.raises(
-        AgentError, match=r'(?s)iter1/draft:.*-   "content": "write".*\+   "content": "rewrite"'
-    ):
+    with pytest.raises(AgentError, match=r'(?s)iter1/draft:.*-   "content": "write".*\+   "content": "rewrite"'):
         ask(plain, replayed, "rewrite")
 
 

@@ -36,9 +36,7 @@ HARMFUL = [
 
 
 @pytest.mark.parametrize(("call", "message"), HARMFUL, ids=range(len(HARMFUL)))
-def test_no_call_stops_a_draft(
-    call: tuple[str, dict[str, Any] | str], message: str, config: Make, own: Path
-) -> None:
+def test_no_call_stops_a_draft(call: tuple[str, dict[str, Any] | str], message: str, config: Make, own: Path) -> None:
     with chat_server(calls(call), whole(), says("done \ud83d")) as server:
         assert drafted(config(server.url), own).version == 1
         assert re.search(message, server.results()[0]["error"])

@@ -76,9 +76,7 @@ class Hostile:
             ("write_tex_file", "write_tex_file", "update_section", "add_citation", "read_tex_file", "shell")
         )
         attack = chance.choice(corpus.ATTACKS)["body"]
-        good = chance.choice(
-            (*HONEST, rf"It has \result{{{NLL}}}.", r"\artifacttable{comparison} lists all.")
-        )
+        good = chance.choice((*HONEST, rf"It has \result{{{NLL}}}.", r"\artifacttable{comparison} lists all."))
         bodies = {
             key: chance.choice((good, good, attack, f"{good} {attack}", rf"{good} \citep{{a2018x}}"))
             for key in ("abstract", "results")
@@ -148,17 +146,13 @@ def find_faults(output: Path, evidence: Evidence) -> Counter[str]:
     works = (output / BIBLIOGRAPHY).read_text(encoding="utf-8")
     for name, body in read_paper(file).items():
         keys = {key.strip() for keys in _CITING.findall(body) for key in keys.split(",")}
-        found["unverifiable_citations"] += any(
-            key not in corpus.CITED or f"{{{key}," not in works for key in keys
-        )
+        found["unverifiable_citations"] += any(key not in corpus.CITED or f"{{{key}," not in works for key in keys)
         problems = check_section(name, body, evidence, corpus.CITED).problems
         found["ungrounded_numbers"] += bool(loose_digits(body) or problems)
     return found
 
 
-def test_fuzzed_sessions_leave_nothing_ungrounded(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fuzzed_sessions_leave_nothing_ungrounded(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checked").mkdir()
     counts = run_sessions(own, tmp_path / "checked", examples(30), monkeypatch)
     assert counts["adopted"] > 0

@@ -137,9 +137,7 @@ def test_unequal_trials_with_a_new_chain_are_found(
     Comparison(tmp_path / "c", base, GATE, launch=Launcher()).run(proposal(base, trials=TRIALS))
     forged, is_first = Ledger(tmp_path / "d"), True
     for line in Ledger(tmp_path / "c").events:
-        fields = {
-            key: value for key, value in line.items() if key not in ("n", "previous", "sha256", "event")
-        }
+        fields = {key: value for key, value in line.items() if key not in ("n", "previous", "sha256", "event")}
         if line["event"] == event and is_first:
             is_first = False
             if changes is None:
@@ -203,9 +201,7 @@ def test_forged_decision_with_a_new_chain_is_found(base: Path, tmp_path: Path) -
     events = Ledger(tmp_path / "c").events
     forged = Ledger(tmp_path / "d")
     for line in events:
-        fields = {
-            key: value for key, value in line.items() if key not in ("n", "previous", "sha256", "event")
-        }
+        fields = {key: value for key, value in line.items() if key not in ("n", "previous", "sha256", "event")}
         forged.append(line["event"], **{**fields, **({"state": "accepted"} if "state" in fields else {})})
     os.rename(forged.file, tmp_path / "c" / LEDGER)
     with pytest.raises(ConfigError, match="its runs give"):
@@ -264,9 +260,7 @@ def test_proposals_outside_the_schema_are_refused(keys: dict[str, Any], message:
 def test_arms_have_their_seed_in_every_phase_and_differ_in_the_patches_alone(base: Path) -> None:
     manifest = read_manifest(base)
     arms = [arm_manifest(manifest, 7), arm_manifest(manifest, 7, proposal(base))]
-    seeds = [
-        (run.seed, run.train.seed) for arm in arms for run in arm.groups[0].runs if run.train is not None
-    ]
+    seeds = [(run.seed, run.train.seed) for arm in arms for run in arm.groups[0].runs if run.train is not None]
     assert set(seeds) == {(7, 7)}
     changed = list(differences(*(arm.model_dump(mode="json") for arm in arms)))
     assert all(line.startswith("origin") or ".lr" in line for line in changed), changed

@@ -53,17 +53,13 @@ def settings(base: Path, **keys: Any) -> ResearchLoopConfig:
     return parse_as(ResearchLoopConfig, plain)
 
 
-def looped(
-    base: Path, model: StubModel, launcher: Launcher, patch: pytest.MonkeyPatch, **named: Any
-) -> LoopResult:
+def looped(base: Path, model: StubModel, launcher: Launcher, patch: pytest.MonkeyPatch, **named: Any) -> LoopResult:
     patch.setattr(client, "open_transport", model.open)
     config = named.pop("config", None) or settings(base)
     return ResearchLoop(PAPER, REVIEW, config, launch=launcher, **named).run_sync(base)
 
 
-def test_a_loop_writes_reviews_experiments_and_is_approved(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_writes_reviews_experiments_and_is_approved(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, launcher = StubModel(), Launcher()
     result = looped(base, model, launcher, monkeypatch)
     assert (result.reason, result.winner, len(result.rounds)) == ("approved", "lower_lr", 2)
@@ -208,9 +204,7 @@ def test_the_parent_budget_ends_the_loop_and_is_never_crossed(
     assert all(spent[name.removeprefix("max_")] <= limit for name, limit in budget.items())
 
 
-def test_a_person_confirms_and_an_edited_proposal_is_named(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_person_confirms_and_an_edited_proposal_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(base, auto_run_experiments=False)
     launcher = Launcher()
     result = looped(base, StubModel(), launcher, monkeypatch, config=config)
@@ -225,9 +219,7 @@ def test_a_person_confirms_and_an_edited_proposal_is_named(
     assert result.reason == "approved"
 
 
-def test_what_cannot_be_decided_is_refused_before_anything_is_paid(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_decided_is_refused_before_anything_is_paid(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = StubModel()
     config = settings(base, gate=GATE.model_dump())
     with pytest.raises(ConfigError, match="no held-out tokens there"):

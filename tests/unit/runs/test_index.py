@@ -55,16 +55,12 @@ def test_states_and_rows_of_the_index_equal_those_of_the_files(
     assert [row.words for row in rows] == [{"lr": f"{value}"} for value in (2.0, 3.0, 4.0)]
     read = Path.read_text
     opened: list[Path] = []
-    monkeypatch.setattr(
-        Path, "read_text", lambda file, *args, **more: opened.append(file) or read(file, *args, **more)
-    )
+    monkeypatch.setattr(Path, "read_text", lambda file, *args, **more: opened.append(file) or read(file, *args, **more))
     assert (read_states(folder, runs), read_rows(folder, runs)) == (states, rows)
     assert opened == [], "the second time no file of a run is read"
     monkeypatch.undo()
     monkeypatch.setattr(index, "FEWEST", 100)
-    assert (read_states(folder, runs), read_rows(folder, runs)) == (states, rows), (
-        "without the index as with it"
-    )
+    assert (read_states(folder, runs), read_rows(folder, runs)) == (states, rows), "without the index as with it"
 
 
 def test_a_changed_a_locked_and_a_removed_run_are_read_again(runs: list[Path]) -> None:

@@ -46,9 +46,7 @@ def test_a_part_goes_once_its_writer_was_killed_and_not_before(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_that_goes_with_its_writer_is_no_abandoned_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_goes_with_its_writer_is_no_abandoned_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap: two writers removed the same folder at once, and one of them failed with FileNotFoundError."""
     remove = shutil.rmtree
 

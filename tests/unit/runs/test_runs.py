@@ -78,9 +78,7 @@ def test_the_git_state_is_kept(manifest, tmp_path, monkeypatch):
     (tmp_path / "f.txt").write_text("two\n")
     run = mint(manifest, [])
     assert "+two" in (run / "git.patch").read_text()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert json.loads((run / "env.json").read_text())["git_commit"] == commit
     assert stat.S_IMODE((run / "git.patch").stat().st_mode) == 0o600, "uncommitted changes may hold keys"
     monkeypatch.setenv("CARAMBA_GIT_PATCH", "off")
@@ -336,9 +334,7 @@ def test_the_newest_result_of_a_manifest_says_whether_benchmarks_are_left(manife
     (run / "checkpoints" / "fit.safetensors").touch()
     assert find_unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl"))
     anew = manifest.model_copy(update={"resume": "never"})
-    write_json(
-        mint(anew, [], tmp_path) / "result.json", {"status": "finished", "benchmarks": [], "verdicts": []}
-    )
+    write_json(mint(anew, [], tmp_path) / "result.json", {"status": "finished", "benchmarks": [], "verdicts": []})
     assert find_unmeasured_run(manifest, tmp_path) is None, "resume=never is the same experiment, whole since"
     ended("failed", "ladder")
     assert find_unmeasured_run(manifest, tmp_path) is None

@@ -308,9 +308,7 @@ def test_the_signal_after_one_that_was_swallowed_stops_and_one_while_it_stops_do
 
     def work() -> None:
         with stop_on_signals():
-            with contextlib.suppress(
-                BaseException
-            ):  # as code does that takes anything for a failure of its own
+            with contextlib.suppress(BaseException):  # as code does that takes anything for a failure of its own
                 tell(signal.SIGUSR1)
             try:
                 tell(signal.SIGTERM)

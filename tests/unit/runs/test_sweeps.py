@@ -88,9 +88,7 @@ def test_a_sweep_is_found_by_its_experiment_and_read_back(manifest, tmp_path):
     assert experiment_sha256(other) == experiment_sha256(manifest), "how it is launched is no part of it"
     assert experiment_sha256(manifest.model_copy(update={"seed": 2})) != experiment_sha256(manifest)
     points = [Point(number, [f"seed={number}"], f"e{number}") for number in range(2)]
-    sweep = create_sweep(
-        "demo", ["seed=0,1"], "abcdef0123", [(point, manifest) for point in points], root=tmp_path
-    )
+    sweep = create_sweep("demo", ["seed=0,1"], "abcdef0123", [(point, manifest) for point in points], root=tmp_path)
     assert sweep.folder.parent == tmp_path / "demo" / "sweeps"
     assert sweep.folder.name.endswith("-abcdef01")
     assert read_sweep(sweep.folder) == sweep

@@ -13,9 +13,7 @@ def test_other_ranks_than_the_manifest_asks_for_are_refused(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert get_world_size() == 2
     with (
-        pytest.raises(
-            ConfigError, match="WORLD_SIZE=2, and parallel=single is one process; add parallel=ddp"
-        ),
+        pytest.raises(ConfigError, match="WORLD_SIZE=2, and parallel=single is one process; add parallel=ddp"),
         join_ranks(ParallelConfig(), "cpu"),
     ):
         pass

@@ -51,9 +51,7 @@ def test_memory_is_what_the_system_recommends_less_what_is_allocated(monkeypatch
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
     assert free_bytes(MPS) == 700
     assert is_out_of_memory(RuntimeError("Invalid buffer size: 24.00 GB"))
-    assert is_out_of_memory(
-        RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GB, max allowed: 18 GB)")
-    )
+    assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GB, max allowed: 18 GB)"))
 
 
 def test_the_fallback_variable_is_reported_and_not_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,7 @@ from caramba.runtime import activations_on_host
 
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-    ),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
 ]
 
 

@@ -62,9 +62,7 @@ def test_what_a_device_lacks_is_refused_with_what_it_has() -> None:
     text = r"train.tf32=true: the device cpu supports float32, bfloat16, float16; remove tf32"
     with pytest.raises(ConfigError, match=text):
         planned(tf32=True)
-    with pytest.raises(
-        ConfigError, match=r"train.optimizer_offload: on the device cpu all is in the host's memory"
-    ):
+    with pytest.raises(ConfigError, match=r"train.optimizer_offload: on the device cpu all is in the host's memory"):
         planned(optimizer_offload=True)
     with pytest.raises(
         ConfigError,
@@ -79,9 +77,7 @@ def test_a_profile_of_one_gpu_is_refused_on_another_device() -> None:
     assert phase is not None
     assert (manifest.device, manifest.settings.gpu) == ("cuda", "H200")
     assert phase.measured_keys == ("compile_model", "num_workers", "activation_checkpointing")
-    own = freeze(["device=cuda_h200", "model=tiny", "train=pretrain", "train.compile=false"]).manifest.groups[
-        0
-    ]
+    own = freeze(["device=cuda_h200", "model=tiny", "train=pretrain", "train.compile=false"]).manifest.groups[0]
     assert own.runs[0].train is not None
     assert own.runs[0].train.compile_model is False
     check_gpu(torch.device("cpu"), None)
@@ -127,9 +123,7 @@ def test_a_profile_of_a_gpu_composes_with_sharded_weights_and_by_its_values_with
         assert phase.activation_checkpoint_granularity == "layer"
 
 
-def test_a_damaged_plan_of_a_run_is_set_aside_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_plan_of_a_run_is_set_aside_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, made = tmp_path / "plan.json", planned()
     assert read_valid_plans(path) == {}
     save_plan(path, made)

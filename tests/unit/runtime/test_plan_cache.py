@@ -48,9 +48,7 @@ def test_plans_are_replayed_exactly_or_not_at_all(
     monkeypatch.setenv("CARAMBA_HOME", str(tmp_path))
     signature = signature_of(PHASE, FACTS)
     assert cached_plan(signature) is None
-    made = RuntimePlan(
-        "x", signature, FACTS, {"batch_size": Decision(24, "auto: measured", {"peak_bytes": 3.0})}
-    )
+    made = RuntimePlan("x", signature, FACTS, {"batch_size": Decision(24, "auto: measured", {"peak_bytes": 3.0})})
     path = store_plan(made)
     assert path.parent == tmp_path / "runtime_plans"
     assert cached_plan(signature) == made
@@ -77,7 +75,5 @@ def test_memory_is_measured_and_its_end_recognised() -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**50, dtype=torch.float64)
     assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
-    )
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))

@@ -44,16 +44,12 @@ def test_the_fastest_leads_and_a_refusal_counts_against() -> None:
     one = BackendTimings(Family(64, 64), {"cudnn": 2.0, "flash": 1.0, "efficient": 3.0})
     assert rank([one], "x").order == ("flash", "cudnn", "efficient", "math")
     assert not rank([one], "x").keeps_two_widths
-    two = BackendTimings(
-        Family(128, 64), {"cudnn": 1.0, "flash": None, "efficient": 3.0, "flash" + PADDED: 2.5}
-    )
+    two = BackendTimings(Family(128, 64), {"cudnn": 1.0, "flash": None, "efficient": 3.0, "flash" + PADDED: 2.5})
     both = rank([one, two], "x")
     # sqrt(2 * 1), sqrt(3 * 3), sqrt(1 * 10); all padded flash would take sqrt(1 * 2.5)
     assert both.order == ("cudnn", "efficient", "flash", "math")
     assert both.keeps_two_widths
-    padded = BackendTimings(
-        Family(128, 64), {"cudnn": 9.0, "flash": None, "efficient": 8.0, "flash" + PADDED: 1.5}
-    )
+    padded = BackendTimings(Family(128, 64), {"cudnn": 9.0, "flash": None, "efficient": 8.0, "flash" + PADDED: 1.5})
     assert rank([one, padded], "x").order[:2] == ("flash", "cudnn")  # type: ignore[index]
     assert not rank([one, padded], "x").keeps_two_widths
 
@@ -105,9 +101,7 @@ def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
 
 
 def test_families_are_those_that_training_runs() -> None:
-    grouped = AttentionLayerConfig.model_validate(
-        {"mode": "gqa", "d_model": 64, "n_heads": 4, "n_kv_heads": 2}
-    )
+    grouped = AttentionLayerConfig.model_validate({"mode": "gqa", "d_model": 64, "n_heads": 4, "n_kv_heads": 2})
     assert families_of([grouped, grouped]) == [Family(16, 16, is_grouped=True)]
 
 
@@ -124,9 +118,7 @@ def changed(**values: Any) -> str:
         ("{", "JSONDecodeError"),
         ('{"format": 1, "devices": {"cpu": {}}}', "KeyError: 'attention'"),
         (
-            json.dumps(
-                {"format": 1, "devices": {"cpu": {"attention": [{"d_qk": 8, "d_v": 8, "ms": {"fast": 1}}]}}}
-            ),
+            json.dumps({"format": 1, "devices": {"cpu": {"attention": [{"d_qk": 8, "d_v": 8, "ms": {"fast": 1}}]}}}),
             r"attention has \['fast'\], expected a time of one of cudnn, flash",
         ),
         (changed(d_qk=0), "attention has a family .*'d_qk': 0.*, expected widths of 1 or more"),

@@ -74,9 +74,7 @@ def test_a_completion_is_what_generate_gives_whole_and_streamed(client: httpx.Cl
         assert (last["choices"], last["usage"]) == ([], found["usage"])
         choices = [chunk["choices"][0] for chunk in chunks]
         assert "".join(one["text"] for one in choices) == row.text
-        assert [p for one in choices for p in one["logprobs"]["token_logprobs"]] == pytest.approx(
-            row.logprobs
-        )
+        assert [p for one in choices for p in one["logprobs"]["token_logprobs"]] == pytest.approx(row.logprobs)
         assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
         assert choices[-1]["finish_reason"] == choice["finish_reason"]
         assert len({chunk["id"] for chunk in chunks}) == 1
@@ -97,9 +95,7 @@ def test_a_chat_is_answered_in_the_plain_format(client: httpx.Client, model: Mod
     (choice,) = found["choices"]
     assert choice["message"] == {"role": "assistant", "content": row.text.lstrip()}
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(row.logprobs)
-    first, *chunks = events(
-        client.post("/v1/chat/completions", json=body | {"max_tokens": 20, "stream": True})
-    )
+    first, *chunks = events(client.post("/v1/chat/completions", json=body | {"max_tokens": 20, "stream": True}))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks) == row.text.lstrip()
 

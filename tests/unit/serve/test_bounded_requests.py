@@ -18,10 +18,7 @@ TALK = [{"role": "developer", "name": "me", "content": "be brief"}, {"role": "us
 
 def test_parse_request_accepts_options_without_effect() -> None:
     assert parse_request(CompletionRequest, {"prompt": "a", **NO_OP}).model is None
-    assert (
-        parse_request(ChatRequest, {"model": "m", "messages": TALK, "tools": [], **NO_OP}).messages[0].name
-        == "me"
-    )
+    assert parse_request(ChatRequest, {"model": "m", "messages": TALK, "tools": [], **NO_OP}).messages[0].name == "me"
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,7 @@ AMBIGUOUS = {
 CLEAR = {
     "length": POST + LENGTH + b"\r\n" + BODY,
     "chunks": POST + CHUNKED + b"\r\n" + CHUNKS,
-    "chunks_of_three": POST
-    + CHUNKED
-    + b"\r\n3;a=b\r\n"
-    + BODY[:3]
-    + b"\r\n001a\r\n"
-    + BODY[3:]
-    + b"\r\n0\r\n\r\n",
+    "chunks_of_three": POST + CHUNKED + b"\r\n3;a=b\r\n" + BODY[:3] + b"\r\n001a\r\n" + BODY[3:] + b"\r\n0\r\n\r\n",
     "trailer": POST + b"transfer-encoding:CHUNKED \t\r\n\r\n" + CHUNKS[:-2] + b"X: a\r\n\r\n",
     "probe": PROBE,
 }
@@ -166,9 +160,7 @@ def test_random_requests_are_split_as_they_were_joined(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_mutated_bytes_never_add_a_request(
-    address: Address, seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mutated_bytes_never_add_a_request(address: Address, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(1000 + seed)
     with caplog.at_level(logging.ERROR):
         for _ in range(5):
@@ -177,9 +169,7 @@ def test_mutated_bytes_never_add_a_request(
             for _ in range(rng.randint(1, 3)):
                 at = rng.randrange(end)
                 kind = rng.randrange(3)
-                text[at : at + (kind != 0)] = (
-                    b"" if kind == 2 else bytes([rng.choice(b"\r\n \t:,;0\x00\xffa")])
-                )
+                text[at : at + (kind != 0)] = b"" if kind == 2 else bytes([rng.choice(b"\r\n \t:,;0\x00\xffa")])
             last = PROBE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
             sent = bytes(text) + last + b"\r\n" * 2 + b"x" * 200 + b"\r\n\r\n"
             statuses, found = answers(address, *cut(rng, sent))

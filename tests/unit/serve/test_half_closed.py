@@ -94,9 +94,7 @@ def test_half_closed_client_gets_all_answers_to_pipelined_requests(port: int) ->
 
 
 @pytest.mark.usefixtures("slow")
-def test_half_closed_client_that_waits_long_gets_one_interim_answer(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_closed_client_that_waits_long_gets_one_interim_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "PROBE_SECONDS", 0.02)
     monkeypatch.setattr(connections, "PEER_CHECK_SECONDS", 0.02)
     found = half_closed(port, request(max_tokens=40))

@@ -26,8 +26,7 @@ def tokens(n_alternatives: int) -> list[SampledToken]:
     alternatives = tuple(Alternative(i, TEXTS[i % 6], -0.1 * i) for i in range(n_alternatives))
     values = (-0.5, -math.inf, -1e-17, -123.456, -2.0, -3.0)
     return [
-        SampledToken(text, value, i, alternatives, i)
-        for i, (text, value) in enumerate(zip(TEXTS, values, strict=True))
+        SampledToken(text, value, i, alternatives, i) for i, (text, value) in enumerate(zip(TEXTS, values, strict=True))
     ]
 
 

@@ -73,9 +73,7 @@ def test_completion_logprobs_are_the_models_own(
         assert whole.logprobs.top_logprobs is None
     else:
         assert whole.logprobs.top_logprobs is not None
-        for row, own, token, text in zip(
-            whole.logprobs.top_logprobs, table, new, whole.logprobs.tokens, strict=True
-        ):
+        for row, own, token, text in zip(whole.logprobs.top_logprobs, table, new, whole.logprobs.tokens, strict=True):
             best = own.topk(n)
             is_among = token in best.indices.tolist()
             assert len(row) == n + (not is_among)
@@ -104,18 +102,14 @@ def test_chat_logprobs_are_the_models_own(served: Served, n: int) -> None:
     assert choice.logprobs is not None
     assert choice.logprobs.content
     prompt = Dialogue(tokenizer).encode(turns)
-    (row,) = generate(
-        model, [prompt], tokenizer, max_new_tokens=12, stop=("\nUser:",), temperature=1.0, seed=2
-    )
+    (row,) = generate(model, [prompt], tokenizer, max_new_tokens=12, stop=("\nUser:",), temperature=1.0, seed=2)
     table = expected(model, prompt, row.tokens)
     for item, own, token in zip(choice.logprobs.content, table, row.tokens, strict=True):
         best = own.topk(n)
         assert item.token == tokenizer.decode([token])
         close([item.logprob], own[token][None])
         close([other.logprob for other in item.top_logprobs], best.values)
-        assert [other.token for other in item.top_logprobs] == [
-            tokenizer.decode([int(i)]) for i in best.indices
-        ]
+        assert [other.token for other in item.top_logprobs] == [tokenizer.decode([int(i)]) for i in best.indices]
         for other in item.top_logprobs:
             assert other.bytes == (None if "\ufffd" in other.token else list(other.token.encode()))
     parts = list(client.chat.completions.create(**asked, stream=True))
@@ -133,9 +127,7 @@ def test_chat_logprobs_are_the_models_own(served: Served, n: int) -> None:
         ("chat/completions", {"top_logprobs": 1}, "top_logprobs"),
     ],
 )
-def test_logprobs_out_of_range_are_refused_by_name(
-    served: Served, path: str, body: dict[str, Any], param: str
-) -> None:
+def test_logprobs_out_of_range_are_refused_by_name(served: Served, path: str, body: dict[str, Any], param: str) -> None:
     if path != "completions":
         body = {"messages": [{"role": "user", "content": "a"}], **body}
     answer = httpx.post(f"{served[3]}/v1/{path}", json=body)

@@ -173,12 +173,7 @@ def test_values_without_effect_are_accepted_together(
 
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
-    [
-        (kind, name, value)
-        for kind in UNSUPPORTED
-        for name, values in UNSUPPORTED[kind].items()
-        for value in values
-    ],
+    [(kind, name, value) for kind in UNSUPPORTED for name, values in UNSUPPORTED[kind].items() for value in values],
 )
 def test_unsupported_value_is_refused_by_name(create: Create, kind: str, name: str, value: Any) -> None:
     from openai import BadRequestError

@@ -58,9 +58,7 @@ def test_damaged_weights_are_named_with_layer_and_batch() -> None:
     name, layer = teacher.attention_layers()[1]
     with torch.no_grad():
         layer.projection.k.weight[0, 0] = float("nan")
-    with pytest.raises(
-        CheckpointError, match=rf"calibration of {name}: batch 0 gave values that are not finite"
-    ):
+    with pytest.raises(CheckpointError, match=rf"calibration of {name}: batch 0 gave values that are not finite"):
         calibrate(teacher, CalibrationText(tokens(2, 8, 1), tokens(1, 8, 2)))
     with pytest.raises(CheckpointError, match=rf"held-out text gave values in {name} that are not finite"):
         capture(teacher, teacher.attention_layers(), tokens(1, 8, 2))
@@ -82,9 +80,7 @@ def test_a_second_surgery_reads_the_first_ones_statistics(teacher: Model, tmp_pa
     assert len(list(tmp_path.glob("*.safetensors"))) == 3, "other text is measured"
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda body: body[: len(body) // 2], lambda body: body[:-9] + b"x" + body[-8:]]
-)
+@pytest.mark.parametrize("damage", [lambda body: body[: len(body) // 2], lambda body: body[:-9] + b"x" + body[-8:]])
 def test_damaged_statistics_are_measured_again(
     damage: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,9 +166,7 @@ def test_a_layer_that_runs_twice_is_measured_twice() -> None:
     assert held.relative(latent_output(held, maps)) < 1e-6
 
 
-def test_rotations_come_from_windows_spread_over_the_text(
-    teacher: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotations_come_from_windows_spread_over_the_text(teacher: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect_module, "BATCH_TOKENS", 12)  # one window a batch
     windows, layers = tokens(9, 12, 4), teacher.attention_layers()
     found = collect_statistics(teacher, layers, windows, rotation_windows=3)

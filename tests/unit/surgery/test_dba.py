@@ -104,9 +104,7 @@ def test_absorbed_expanded_and_cached_decode_agree(teacher: Model, calibration: 
     text = tokens(2, 14, 8)
     whole = student(text)
     context = student.new_context(2, 14)
-    pieces = torch.cat(
-        [student(text[:, start:stop], context) for start, stop in ((0, 7), (7, 8), (8, 14))], 1
-    )
+    pieces = torch.cat([student(text[:, start:stop], context) for start, stop in ((0, 7), (7, 8), (8, 14))], 1)
     torch.testing.assert_close(pieces, whole, rtol=1e-3, atol=1e-3)
 
 
@@ -122,9 +120,7 @@ def test_error_never_rises_with_rank(layout: str, teacher: Model, calibration: C
                 ranks = [(r, geo // KV // 2 * 2, r) for r in range(2, DIM + 1, 2)]
                 found = [
                     held.relative(
-                        per_head_output(
-                            held, per_head_maps(layer, state, state.queries, widths, centres_values=True)
-                        )
+                        per_head_output(held, per_head_maps(layer, state, state.queries, widths, centres_values=True))
                     )
                     for widths in ranks
                 ]
@@ -153,9 +149,7 @@ def test_cached_bytes_are_those_of_the_widths(teacher: Model, calibration: Calib
     assert [layer.teacher_cached for layer in report.layers] == [32, 32]
 
 
-def test_components_of_one_frequency_are_orthogonal_and_complete(
-    teacher: Model, calibration: Calibration
-) -> None:
+def test_components_of_one_frequency_are_orthogonal_and_complete(teacher: Model, calibration: Calibration) -> None:
     state, held = calibration.of(teacher.attention_layers()[0][1])
     geometry = select_geometry(state, state.queries, FULL, KV)
     k = held.k.transpose(1, 2).flatten(2)
@@ -170,9 +164,7 @@ def test_dba_beats_weights_alone_at_every_width(teacher: Model, calibration: Cal
     text = tokens(6, 24, 11)
     for widths in (latent_spec(12, 4), latent_spec(16, 8), per_head_spec(4, 4, 8), per_head_spec(8, 8, 12)):
         dba = errors(teacher, student_of(teacher, widths, calibration), text)
-        svd = errors(
-            teacher, student_of(teacher, widths, calibration, SurgeryConfig(method="weight_svd")), text
-        )
+        svd = errors(teacher, student_of(teacher, widths, calibration, SurgeryConfig(method="weight_svd")), text)
         assert dba < svd
 
 
@@ -188,9 +180,7 @@ def test_dba_beats_weights_alone_at_every_width(teacher: Model, calibration: Cal
         ({}, {"head_dim": 4}, "queries are 4 wide, the teacher's 8; set head_dim: 8"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(
-    theirs: dict[str, object], ours: dict[str, object], message: str
-) -> None:
+def test_what_cannot_be_mapped_is_refused(theirs: dict[str, object], ours: dict[str, object], message: str) -> None:
     widths = {"sem_dim": 8, "geo_dim": 4} | ours
     student = spec(1, mode="decoupled", layout="latent", **widths)
     with pytest.raises(ConfigError, match=message):

@@ -124,9 +124,7 @@ def test_statistics_of_first_tokens_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match="windows have 6 tokens, and exact_first_tokens=6 leaves none"):
         collect_statistics(teacher, layers, tokens(2, 6, 1), first_tokens=6)
     ids = torch.arange(3).repeat_interleave(4)[None]
-    with pytest.raises(
-        ConfigError, match="no document of the calibration text has more than exact_first_tok"
-    ):
+    with pytest.raises(ConfigError, match="no document of the calibration text has more than exact_first_tok"):
         collect_statistics(teacher, layers, tokens(1, 12, 1), documents=ids, first_tokens=4)
     text = CalibrationText(tokens(2, 6, 1), tokens(1, 6, 2))
     assert calibration_key(teacher, text) != calibration_key(teacher, text, 1)
@@ -168,7 +166,5 @@ def test_what_it_cannot_hold_is_refused_by_name() -> None:
         AttentionLayerConfig.model_validate({**base, "mode": "gqa"})
     teacher = attention_configs(spec().topology)[0]
     student = attention_configs(latent_spec(4, 2, exact_first_tokens=2, n_kv_heads=4).topology)[0]
-    with pytest.raises(
-        ConfigError, match="keeps the teacher's keys and values, of 2 heads, and the student has"
-    ):
+    with pytest.raises(ConfigError, match="keeps the teacher's keys and values, of 2 heads, and the student has"):
         check_pair(teacher, student, SurgeryConfig())

@@ -100,9 +100,7 @@ def test_rounded_maps_give_what_a_student_of_that_format_does() -> None:
         ),
     ],
 )
-def test_what_no_budget_can_choose_is_refused(
-    surgery: dict[str, object], student: ModelSpec, message: str
-) -> None:
+def test_what_no_budget_can_choose_is_refused(surgery: dict[str, object], student: ModelSpec, message: str) -> None:
     model = {
         **student.model_dump(mode="json"),
         "teacher": {"manifest": spec().model_dump(mode="json")},
@@ -112,9 +110,7 @@ def test_what_no_budget_can_choose_is_refused(
         check_surgery(ModelConfig.model_validate(model))
 
 
-def test_a_second_budget_reads_the_choices_of_the_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_budget_reads_the_choices_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher = make_teacher()
     calibration = calibrate(teacher, CalibrationText(tokens(24, 24, 1), tokens(6, 24, 2)), cache=tmp_path)
     surgeries = [SurgeryConfig(kv_budget_bytes=n, kv_budget_formats=("fp16", "q8_0")) for n in (72, 100)]

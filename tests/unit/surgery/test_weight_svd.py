@@ -144,9 +144,7 @@ def test_every_weight_is_accounted_for(teacher: Model) -> None:
     assert not set(report.copied) & set(report.initialised)
     assert report.unmapped_teacher == ()
     random = transplant(teacher, build_model(student_spec(4, 8, 8), seed=9), SurgeryConfig(method="random"))
-    assert [layer.energy_kept for layer in random.layers] == [None, None], (
-        "a share that nobody measured is no 0"
-    )
+    assert [layer.energy_kept for layer in random.layers] == [None, None], "a share that nobody measured is no 0"
     assert len(random.unmapped_teacher) == len(teacher.state_dict()) - len(random.copied)
 
 
@@ -160,15 +158,11 @@ def test_every_weight_is_accounted_for(teacher: Model) -> None:
 )
 def test_what_cannot_be_mapped_is_refused(teacher: Model, change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        transplant(
-            teacher, build_model(student_spec(4, 8, 8, **change), seed=9), SurgeryConfig(method="weight_svd")
-        )
+        transplant(teacher, build_model(student_spec(4, 8, 8, **change), seed=9), SurgeryConfig(method="weight_svd"))
 
 
 def test_more_rotary_width_than_the_teacher_has_is_refused(teacher: Model) -> None:
-    with pytest.raises(
-        ConfigError, match="geo_dim=32 is wider than the teacher, which has 16; use at most 16"
-    ):
+    with pytest.raises(ConfigError, match="geo_dim=32 is wider than the teacher, which has 16; use at most 16"):
         transplant(teacher, build_model(student_spec(4, 32, 8), seed=9), SurgeryConfig(method="weight_svd"))
 
 

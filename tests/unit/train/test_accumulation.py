@@ -77,16 +77,12 @@ def train(
 @pytest.mark.parametrize(
     "windows", [PackedDataset(TOKENS, STARTS, BLOCK, pad_id=0), DocumentDataset(TOKENS, STARTS, BLOCK)]
 )
-def test_micro_batches_weigh_as_their_targets_do(
-    windows: PackedDataset | DocumentDataset, tmp_path: Path
-) -> None:
+def test_micro_batches_weigh_as_their_targets_do(windows: PackedDataset | DocumentDataset, tmp_path: Path) -> None:
     losses, weights = train(windows, 6, 1, tmp_path)
     assert losses.running == pytest.approx(sum(losses.found) / STEPS, rel=1e-6)
     for times in (2, 6):
         others, theirs = train(windows, 6 // times, times, tmp_path)
-        assert others.found == pytest.approx(losses.found, rel=1e-5), (
-            "of the step, not of its last micro-batch"
-        )
+        assert others.found == pytest.approx(losses.found, rel=1e-5), "of the step, not of its last micro-batch"
         assert others.running == pytest.approx(losses.running, rel=1e-5), "of steps, not of micro-batches"
         for ours, other in zip(weights, theirs, strict=True):
             torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-6)

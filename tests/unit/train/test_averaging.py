@@ -19,9 +19,7 @@ from tests.unit.model.model_specs import NORM, spec
 IN_16_BITS = {"dtype": "bfloat16", "use_amp": False}
 
 
-def averaging(
-    parallel: dict[str, Any], phase: dict[str, Any]
-) -> tuple[GradientAveraging, GradientAverage, Any]:
+def averaging(parallel: dict[str, Any], phase: dict[str, Any]) -> tuple[GradientAveraging, GradientAverage, Any]:
     objective = LanguageModelObjective(build_model(spec(NORM)))
     module: Any = SimpleNamespace(objective=objective, model=objective.model)
     callback = GradientAveraging(

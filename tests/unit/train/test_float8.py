@@ -11,18 +11,14 @@ from caramba.train.callbacks.model_changes import float8_layers
 
 def test_layers_of_one_product_are_as_wide_as_it_and_others_are_named() -> None:
     parts = {
-        "attention": build_node(
-            AttentionLayerConfig(d_model=32, mode=AttentionMode.GQA, n_heads=2, n_kv_heads=1)
-        ),
+        "attention": build_node(AttentionLayerConfig(d_model=32, mode=AttentionMode.GQA, n_heads=2, n_kv_heads=1)),
         "ffn": build_node(SwiGLULayerConfig(d_model=32, d_ff=40)),
         "head": nn.Linear(32, 64),
     }
     model = nn.ModuleDict(parts)
     names = [f"attention.projection.{name}" for name in "qkv"]
     chosen, left = float8_layers(model, 32, is_compiled=True)
-    assert list(chosen) == [*names, "attention.out"], (
-        "k and v are 16 wide, and parts of a product that is 64 wide"
-    )
+    assert list(chosen) == [*names, "attention.out"], "k and v are 16 wide, and parts of a product that is 64 wide"
     assert left == {
         f"ffn.{name}": f"{sizes} features, of which one is no multiple of 16"
         for name, sizes in (("gate", "32 to 40"), ("up", "32 to 40"), ("down", "40 to 32"))

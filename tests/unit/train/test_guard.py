@@ -46,9 +46,7 @@ class Spike(pl.Callback):
                 state["exp_avg_sq"].mul_(1e-6)
         elif self.kind == "rate":
             rate = module._learning_rate
-            module._learning_rate = lambda step, steps: (
-                rate(step, steps) * (30.0 if step == self.step else 1.0)
-            )
+            module._learning_rate = lambda step, steps: rate(step, steps) * (30.0 if step == self.step else 1.0)
         elif self.kind == "weights":
             with torch.no_grad():
                 for p in module.model.parameters():
@@ -88,9 +86,7 @@ def test_after_going_back_the_safety_strategy_steps(tmp_path: Path) -> None:
     found = train(orchestrated(**KEYS), tmp_path, [Spike("moments", 50)])
     first, second = [one for one in found.decisions if one.get("safety") == "undo"][:2]
     assert (first["step"], first["back_to"], first["choice"]) == (50, 50, "conservative_adamw")
-    assert (second["step"], second["choice"]) == (51, "spike_resistant"), (
-        "states make such updates: they go back"
-    )
+    assert (second["step"], second["choice"]) == (51, "spike_resistant"), "states make such updates: they go back"
     assert second["back_to"] <= 49
     assert found.callback is not None
     assert found.callback.portfolio.active == "spike_resistant"
@@ -113,9 +109,7 @@ def test_a_run_killed_between_an_answer_and_its_reading_goes_on_bit_equal(tmp_pa
         except KilledError:
             continue
     assert again.weights == whole.weights
-    assert [one for one in again.decisions if "safety" in one] == [
-        one for one in whole.decisions if "safety" in one
-    ]
+    assert [one for one in again.decisions if "safety" in one] == [one for one in whole.decisions if "safety" in one]
 
 
 def test_answers_are_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,7 @@ from caramba.errors import ConfigError
 from caramba.train.loggers.named import build_named_loggers
 
 
-def test_a_logger_that_cannot_begin_is_named_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_that_cannot_begin_is_named_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: CSVLogger, **arguments: object) -> None:
         raise ValueError("needs a key")
 

@@ -170,9 +170,7 @@ def test_replay_follows_decisions_without_trials(whole: Trained, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"decisions of another manifest, \w{16}, expected \w{16}"):
         train(orchestrated(**SWITCHES, **keys, lr=2e-2), tmp_path / "run")
     path.write_text('{"step": 3}\n')
-    with pytest.raises(
-        ConfigError, match=r"earlier.jsonl:1: expected a JSON object with phase, step and choice"
-    ):
+    with pytest.raises(ConfigError, match=r"earlier.jsonl:1: expected a JSON object with phase, step and choice"):
         train(orchestrated(**SWITCHES, **keys), tmp_path / "run")
     path.unlink()
     with pytest.raises(ConfigError, match=r"no such file; give the decisions\.jsonl of a run"):
@@ -205,9 +203,7 @@ def test_a_budget_that_is_spent_ends_the_trials(tmp_path: Path) -> None:
     assert "of the budget are spent, a decision takes" in found.decisions[-1]["reason"]
 
 
-def test_a_trial_that_runs_out_of_memory_scores_infinity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_runs_out_of_memory_scores_infinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_ = Trials._train
 
     def short_of_memory(self: Trials, *arguments: Any) -> None:
@@ -249,9 +245,7 @@ def test_windows_that_score_are_read_by_no_step(tmp_path: Path) -> None:
     read = {sampler.window(sample) for sample in range((20 + 3 * 4) * 4)}
     assert len(data.held_out) == 64
     assert not read & set(data.held_out)
-    with pytest.raises(
-        ConfigError, match="leave 0 to score decisions by, expected 8 or more; use fewer steps"
-    ):
+    with pytest.raises(ConfigError, match="leave 0 to score decisions by, expected 8 or more; use fewer steps"):
         train(orchestrated(steps=300), tmp_path)
 
 
@@ -259,16 +253,12 @@ def test_a_portfolio_that_does_not_fit_is_refused_with_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("caramba.train.orchestration.build.free_bytes", lambda device: 1000)
-    with pytest.raises(
-        ConfigError, match=r"states of the portfolio take [\d,]+ bytes .* the 1,000 free on cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"states of the portfolio take [\d,]+ bytes .* the 1,000 free on cpu"):
         train(orchestrated(), tmp_path)
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_jump_is_kept_only_if_it_helps(
-    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_jump_is_kept_only_if_it_helps(is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forecast of noise is undone to the bit; one of much better weights stays."""
     keys: dict[str, Any] = {
         "save_every": None,

@@ -24,9 +24,7 @@ NO_LAUNCH = ("detach", "slice", "select", "view", "alias", "unbind", "lift_fresh
 
 
 def launches(ops: Counter[str]) -> int:
-    return sum(
-        n for name, n in ops.items() if name not in NO_LAUNCH and not name.startswith("_record_function")
-    )
+    return sum(n for name, n in ops.items() if name not in NO_LAUNCH and not name.startswith("_record_function"))
 
 
 class Ops(TorchDispatchMode):
@@ -70,9 +68,7 @@ def test_a_step_waits_no_more_than_a_plain_one_and_launches_little_more(tmp_path
     assert {key: plain[key] for key in READS} == {key: alone[key] for key in READS}
     assert plain["_local_scalar_dense"] == 0
     assert launches(monitor) - launches(plain) == 1, "the loss is kept"
-    assert launches(alone) - launches(plain) <= 20, (
-        "five passes over the weights, the others of single numbers"
-    )
+    assert launches(alone) - launches(plain) <= 20, "five passes over the weights, the others of single numbers"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

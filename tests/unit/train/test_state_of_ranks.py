@@ -30,9 +30,7 @@ def test_a_rank_takes_its_own_part_and_a_new_one_that_of_rank_0(
     assert checkpoint == {"global_step": 3, "ranks": parts, "rng": rng, "running_loss": loss}
 
 
-def test_stages_of_another_number_of_ranks_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_of_another_number_of_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's part holds the weights of its own blocks, which are others' when the stack is cut otherwise."""
     phase = PhaseConfig(phase="pretrain", steps=1, batch_size=2, block_size=8)
     watch = NonFiniteWatch(phase, tmp_path, "pretrain", lambda _: ())

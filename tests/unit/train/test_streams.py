@@ -163,13 +163,9 @@ def test_instruments_are_settled_into_a_console_and_streams() -> None:
     manifest = freeze([*words, "settings.instrument=[plot,hdf5,csv]", "logger.tensorboard=false"]).manifest
     assert manifest.settings.console == "plot"
     assert (manifest.logger.hdf5, manifest.logger.tensorboard, manifest.logger.wandb) == (True, False, False)
-    with pytest.raises(
-        ConfigError, match="instrument names plain and rich, and the console shows one of them"
-    ):
+    with pytest.raises(ConfigError, match="instrument names plain and rich, and the console shows one of them"):
         freeze([*words, "settings.instrument=[plain,rich]"])
     with pytest.raises(ConfigError, match=r"settings.instrument: got 'hdf6'.*did you mean 'hdf5'"):
         freeze([*words, "settings.instrument=hdf6"])
-    with pytest.raises(
-        ConfigError, match=r"no_such: nothing_here is not installed; pip install 'caramba\[hdf5\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"no_such: nothing_here is not installed; pip install 'caramba\[hdf5\]'"):
         need_library("nothing_here", "hdf5", "no_such")

@@ -43,9 +43,7 @@ class Means(pl.Callback):
     def __init__(self) -> None:
         self.found: list[float] = []
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found.append(float(outputs["loss"]))
 
 
@@ -79,9 +77,7 @@ def rank_main(rank: int, folder: str) -> None:
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(windows, batch_size=1)
     trainer.fit(module, loader)
     held = [parameter.detach() for parameter in module.model.parameters()]
-    assert not any(torch.equal(x, y) for x, y in zip(held, before, strict=True)), (
-        "rank 0 has used every weight"
-    )
+    assert not any(torch.equal(x, y) for x, y in zip(held, before, strict=True)), "rank 0 has used every weight"
     assert len(means.found) == STEPS
     for value in (*held, torch.tensor(means.found)):
         others = [torch.empty_like(value) for _ in range(RANKS)]

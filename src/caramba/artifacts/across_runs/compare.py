@@ -144,9 +144,7 @@ def compare_models(
     Raises:
         ConfigError: a file that is not one of `caramba eval`.
     """
-    ours, theirs = (
-        read_main_items(path, model, texts) for path, model in zip((first, second), models, strict=True)
-    )
+    ours, theirs = (read_main_items(path, model, texts) for path, model in zip((first, second), models, strict=True))
     return compare_items(ours, theirs)
 
 

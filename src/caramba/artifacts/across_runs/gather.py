@@ -95,9 +95,7 @@ def _told_apart(rows: list[RunRow]) -> list[RunRow]:
         for key in row.words.keys() & row.sources:
             values.setdefault(key, set()).add(row.words[key])
     alike = {key for key, found in values.items() if len(found) == 1}
-    return [
-        replace(row, words={key: word for key, word in row.words.items() if key not in alike}) for row in rows
-    ]
+    return [replace(row, words={key: word for key, word in row.words.items() if key not in alike}) for row in rows]
 
 
 def _gathered(text: str) -> Gathered:
@@ -109,9 +107,7 @@ def _gathered(text: str) -> Gathered:
         sweeps = list_sweeps(folder)
         if sweeps:
             return _of_sweep(sweeps[-1])
-        raise ConfigError(
-            f"{text}: neither a sweep nor a run is there; give a sweep, runs/NAME, or a folder of runs"
-        )
+        raise ConfigError(f"{text}: neither a sweep nor a run is there; give a sweep, runs/NAME, or a folder of runs")
     return Gathered(folder.absolute(), folder.absolute().name, read_rows(folder, runs))
 
 
@@ -143,10 +139,7 @@ def _read_row(run: Path) -> RunRow:
 
 
 def _to_json(row: RunRow) -> str:
-    metrics = {
-        key: [item.value, item.unit, item.std, item.n, item.standard_error]
-        for key, item in row.metrics.items()
-    }
+    metrics = {key: [item.value, item.unit, item.std, item.n, item.standard_error] for key, item in row.metrics.items()}
     # ASCII, so that names that are not UTF-8 pass.
     return json.dumps([row.state, row.words, metrics, row.proxy, sorted(row.sources), row.problem])
 
@@ -209,9 +202,7 @@ def swept_keys(rows: Iterable[RunRow]) -> list[str]:
     listed = list(rows)
     keys = dict.fromkeys(key for row in listed for key in row.words)
     return [
-        key
-        for key in keys
-        if key.split(".")[0] not in _NOT_SWEPT and len({row.words.get(key) for row in listed}) > 1
+        key for key in keys if key.split(".")[0] not in _NOT_SWEPT and len({row.words.get(key) for row in listed}) > 1
     ]
 
 

@@ -31,17 +31,13 @@ def draw_sweep(
         return None
     along, lines = _roles(shown, keys)
     with styled():
-        figure = (
-            new_figure(7.2, 4.6) if along is not None else new_figure(max(6.0, 1.8 * (len(keys) + 1)), 4.8)
-        )
+        figure = new_figure(7.2, 4.6) if along is not None else new_figure(max(6.0, 1.8 * (len(keys) + 1)), 4.8)
         axes = figure.subplots()
         if along is None:
             _parallel(figure, axes, shown, keys, metric, is_higher=is_higher)
         else:
             _lines(axes, shown, along, lines, keys, metric)
-        has_bars = along is not None and any(
-            (spread := group.spread(metric)) and spread.std for group in shown
-        )
+        has_bars = along is not None and any((spread := group.spread(metric)) and spread.std for group in shown)
         axes.set_title(title + ("\nbars: standard deviation over runs" if has_bars else ""), fontsize=11)
         return to_png(figure, labels or {})
 
@@ -58,9 +54,7 @@ def _roles(groups: Sequence[Group], keys: Sequence[str]) -> tuple[int | None, in
     return (along, 1 - along) if distinct[1 - along] <= _MOST_LINES else (None, None)
 
 
-def _lines(
-    axes: Any, groups: Sequence[Group], along: int, lines: int | None, keys: Sequence[str], metric: str
-) -> None:
+def _lines(axes: Any, groups: Sequence[Group], along: int, lines: int | None, keys: Sequence[str], metric: str) -> None:
     ticks = list(dict.fromkeys(group.values[along] for group in groups))
     numbers = [as_number(text) for text in ticks]
     is_numeric = all(value is not None for value in numbers)
@@ -71,9 +65,7 @@ def _lines(
     names = list(dict.fromkeys(group.values[lines] for group in groups)) if lines is not None else [""]
     for name, colour in zip(names, COLOURS, strict=False):
         members = [group for group in groups if lines is None or group.values[lines] == name]
-        spreads = [
-            (place[group.values[along]], spread) for group in members if (spread := group.spread(metric))
-        ]
+        spreads = [(place[group.values[along]], spread) for group in members if (spread := group.spread(metric))]
         axes.errorbar(
             [x for x, _ in spreads],
             [spread.mean for _, spread in spreads],
@@ -123,9 +115,7 @@ def _parallel(
     best = best_group(groups, metric, is_higher=is_higher)
     for group, mean in zip(groups, means, strict=True):
         ys = [heights[index][value] for index, value in enumerate(group.values)] + [float(scale(mean))]
-        axes.plot(
-            range(len(ys)), ys, color=colours.to_rgba(mean), lw=3.5 if group is best else 1.4, alpha=0.9
-        )
+        axes.plot(range(len(ys)), ys, color=colours.to_rgba(mean), lw=3.5 if group is best else 1.4, alpha=0.9)
     for share in (0.0, 0.5, 1.0):
         value = low + share * (high - low)
         axes.text(len(keys) + 0.03, share, short_number(value), ha="left", va="center", fontsize=9)

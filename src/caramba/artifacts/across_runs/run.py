@@ -79,9 +79,7 @@ class Run:
         if file.is_file():
             return json.loads(file.read_text(encoding="utf-8"))
         groups = [found.parents[1].name for found in sorted(self.path.glob("groups/*/artifacts/report.json"))]
-        what = (
-            f"one report for each group: {', '.join(groups)}" if groups else f"no report; it is {self.state}"
-        )
+        what = f"one report for each group: {', '.join(groups)}" if groups else f"no report; it is {self.state}"
         raise ConfigError(f"{self.name}: has {what}")
 
     def history(self, phase: str | None = None, group: str | None = None) -> list[dict[str, Any]]:

@@ -20,9 +20,7 @@ def spread_text(spread: MeanAndDeviation | None) -> str:
     return mean_text(spread.mean, spread.std)
 
 
-def text_table(
-    groups: Sequence[Group], keys: Sequence[str], metrics: Sequence[str], higher: dict[str, bool]
-) -> str:
+def text_table(groups: Sequence[Group], keys: Sequence[str], metrics: Sequence[str], higher: dict[str, bool]) -> str:
     """Return the table with aligned columns; a star marks the best mean of each metric."""
     best = {metric: best_group(groups, metric, is_higher=higher[metric]) for metric in metrics}
     rows = [[*keys, *metrics, "n"]]

@@ -134,9 +134,7 @@ def build_data(
 
 def build_page(data: dict[str, Any], *, is_live: bool = False) -> str:
     """Return the page. Its policy loads nothing; a live page may ask its own server for new data."""
-    style = (_VENDOR / "uPlot.min.css").read_text(encoding="utf-8") + (_HERE / "studio.css").read_text(
-        encoding="utf-8"
-    )
+    style = (_VENDOR / "uPlot.min.css").read_text(encoding="utf-8") + (_HERE / "studio.css").read_text(encoding="utf-8")
     scripts = {
         "uplot": (_VENDOR / "uPlot.iife.min.js").read_text(encoding="utf-8"),
         "studio": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),

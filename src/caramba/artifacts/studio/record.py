@@ -78,9 +78,7 @@ def read_record(run: Path) -> tuple[RunRecord, list[Curve]]:
 
     manifest: dict[str, Any] = read(MANIFEST, lambda: _read_dict(run / MANIFEST), {})
     record.config = read(MANIFEST, lambda: "\n".join(flatten(manifest)) if manifest else "", "")
-    record.manifest_sha256 = read(
-        MANIFEST, lambda: hashlib.sha256((run / MANIFEST).read_bytes()).hexdigest(), ""
-    )
+    record.manifest_sha256 = read(MANIFEST, lambda: hashlib.sha256((run / MANIFEST).read_bytes()).hexdigest(), "")
     words = read(OVERRIDES, lambda: split_words(read_overrides(run)), {})
     record.words = words | read(SOURCES, lambda: plugin_sources(run), {})
     measured = read("artifacts/report.json", lambda: read_metrics(run), {})

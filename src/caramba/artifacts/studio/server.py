@@ -80,9 +80,7 @@ def make_server(folder: Path, port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer((_HOST, port), handler)
     except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"studio: --port {port}: cannot listen there: {error}; give another, or 0"
-        ) from None
+        raise ConfigError(f"studio: --port {port}: cannot listen there: {error}; give another, or 0") from None
 
 
 def serve(folder: Path, port: int) -> int:

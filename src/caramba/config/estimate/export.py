@@ -83,9 +83,7 @@ def _node(cost: Cost) -> dict[str, Any]:
             "layers": [_node(child) for child in cost.children],
         }
     elif cost.kv:
-        node["cached_streams"] = [
-            {"name": name, "heads": heads, "width": width} for name, heads, width in cost.kv[0]
-        ]
+        node["cached_streams"] = [{"name": name, "heads": heads, "width": width} for name, heads, width in cost.kv[0]]
     return node
 
 
@@ -106,11 +104,7 @@ def _cache(row: CacheRow) -> dict[str, Any]:
 
 
 def _stage(stage: StagePlan) -> dict[str, Any]:
-    values = {
-        field.name: getattr(stage, field.name)
-        for field in dataclasses.fields(stage)
-        if field.name != "estimate"
-    }
+    values = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage) if field.name != "estimate"}
     estimate = stage.estimate
     memory = None
     if estimate is not None:

@@ -139,9 +139,7 @@ def _scaled(node: Any, scale: Scale, anchors: _Anchors, *, is_outermost: bool) -
             is_outermost = False
             if scale.repeat is not None and anchors.repeat is not None:
                 changes["repeat"] = max(1, round(Fraction(node.repeat * scale.repeat, anchors.repeat)))
-        changes["layers"] = tuple(
-            _scaled(child, scale, anchors, is_outermost=is_outermost) for child in node.layers
-        )
+        changes["layers"] = tuple(_scaled(child, scale, anchors, is_outermost=is_outermost) for child in node.layers)
     elif isinstance(node, AttentionLayerConfig):
         changes = _attention(node, scale)
     elif isinstance(node, SwiGLULayerConfig):

@@ -247,16 +247,12 @@ def estimate_phase(
     flops = training_flops(phase, trained, teacher, keeps_copied=keeps_copied)
     running = teacher if runs_teacher(phase) else None
     held = holdings(phase, trained, spread or ParallelLayout())
-    memory = max(
-        (_on_rank(phase, trained, running, params, one) for one in held), key=lambda one: one.total_bytes
-    )
+    memory = max((_on_rank(phase, trained, running, params, one) for one in held), key=lambda one: one.total_bytes)
     uncounted = () if blockwise else trained.undeclared("activations")
     return PhaseEstimate(params, flops, memory, uncounted)
 
 
-def rank_bytes(
-    phase: PhaseConfig, trained: ModelCost, spread: ParallelLayout, *, keeps_whole: bool = False
-) -> int:
+def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: ParallelLayout, *, keeps_whole: bool = False) -> int:
     """Return how much more a rank stores at its peak than one device at the peak of the same step.
 
     At most: of what ranks share only what is there throughout a step counts. With `keeps_whole` the whole model waits
@@ -301,8 +297,7 @@ def _on_rank(
         weights_bytes=weights,
         gradients_bytes=params * width,
         optimizer_bytes=params * _optimizer_bytes(phase),
-        activations_bytes=alive * kept * _activation_bytes(phase)
-        + 4 * rows * vocabularies * trained.vocab_size,
+        activations_bytes=alive * kept * _activation_bytes(phase) + 4 * rows * vocabularies * trained.vocab_size,
         gathered_bytes=held.gathered_bytes,
     )
 

@@ -62,9 +62,7 @@ class ModelCost:
     @property
     def attention_params(self) -> int:
         """Trainable elements of all attention layers: what blockwise distillation trains."""
-        return sum(
-            leaf.params * copies for leaf, _, copies in self.topology.leaves() if leaf.type in ATTENTION
-        )
+        return sum(leaf.params * copies for leaf, _, copies in self.topology.leaves() if leaf.type in ATTENTION)
 
     @property
     def copied_params(self) -> int:
@@ -116,9 +114,7 @@ class ModelCost:
     def attention_flops_per_token(self, context: int) -> float:
         """Forward FLOPs per token of the attention layers alone, projections included."""
         return sum(
-            runs * leaf.flops_per_token(context)
-            for leaf, runs, _ in self.topology.leaves()
-            if leaf.type in ATTENTION
+            runs * leaf.flops_per_token(context) for leaf, runs, _ in self.topology.leaves() if leaf.type in ATTENTION
         )
 
     def flops_of_copied_weights(self) -> float:
@@ -174,9 +170,7 @@ def _check_output(topology: Cost, embedded: Width) -> None:
     if topology.width_out != embedded:
         last = f"layers[{len(topology.children) - 1}]"
         message = f"feeds the head: expects width {embedded.d_model} out, the embedder's"
-        raise WidthError(
-            message, topology.width_out.label, f"end it with width {embedded.d_model}", source=last
-        )
+        raise WidthError(message, topology.width_out.label, f"end it with width {embedded.d_model}", source=last)
 
 
 def runs_teacher(phase: PhaseConfig) -> bool:

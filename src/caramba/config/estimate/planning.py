@@ -145,9 +145,7 @@ def plan(
             for group in groups
             for run, phase in group.trained
         ),
-        benchmarks=tuple(
-            f"{bench.id} ({bench.config.type})" for group in groups for bench in group.benchmarks
-        ),
+        benchmarks=tuple(f"{bench.id} ({bench.config.type})" for group in groups for bench in group.benchmarks),
         notes=notes,
         fit=fit,
     )

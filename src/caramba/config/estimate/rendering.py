@@ -52,18 +52,14 @@ def command_line(plan: ExperimentPlan) -> str:
 def render_text(plan: ExperimentPlan) -> str:
     """Return the plan as plain text, without control sequences."""
     buffer = io.StringIO()
-    Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(
-        render(plan)
-    )
+    Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(render(plan))
     lines = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
     return lines + command_line(plan)
 
 
 def _model(model: ModelCost, title: str, context: int, checkpoint: str | None) -> list[RenderableType]:
     origin = f", from {checkpoint}" if checkpoint else ""
-    head = Text.assemble(
-        (f"{title} ", "bold"), f"{model.name}: {format_count(model.params)} parameters{origin}"
-    )
+    head = Text.assemble((f"{title} ", "bold"), f"{model.name}: {format_count(model.params)} parameters{origin}")
     tree = Tree(head, guide_style="dim")
     positions = f" + {model.max_positions} positions" if model.max_positions else ""
     tree.add(
@@ -112,9 +108,7 @@ def _branch(tree: Tree, cost: Cost) -> None:
 
 def _line(name: str, label: str, shape: str, params: int) -> Text:
     count = f"  {short_count(params)}" if params else ""
-    return Text.assemble(
-        (name, "cyan"), f" {label}" if label else "", (f"  {shape}", "green"), (count, "dim")
-    )
+    return Text.assemble((name, "cyan"), f" {label}" if label else "", (f"  {shape}", "green"), (count, "dim"))
 
 
 def _table(title: str, first: int, *columns: str) -> Table:
@@ -180,9 +174,7 @@ def _names(stages: tuple[StagePlan, ...]) -> list[str]:
 
 
 def _stage_table(stages: tuple[StagePlan, ...]) -> Table:
-    table = _table(
-        "Stages", 4, "stage", "phase", "trains", "loss", "steps", "batch", "block", "tokens", "lr", "FLOPs"
-    )
+    table = _table("Stages", 4, "stage", "phase", "trains", "loss", "steps", "batch", "block", "tokens", "lr", "FLOPs")
     for name, stage in zip(_names(stages), stages, strict=True):
         batch = f"{stage.batch_size}" + (f" x {stage.accumulation}" if stage.accumulation > 1 else "")
         loss = stage.objective if stage.phase in ("pretrain", "global") else "block L1"

@@ -42,9 +42,7 @@ def variant(model: ModelSpec, exp: ExperimentName) -> ModelSpec:
     target, now = model_cost(model).params, model_cost(changed).params
     slope = model_cost(_widened(changed, 1)).params - now
     if slope == 0:
-        raise ConfigError(
-            f"exp={exp}: the model has no SwiGLU layer whose d_ff could match its parameters; add one"
-        )
+        raise ConfigError(f"exp={exp}: the model has no SwiGLU layer whose d_ff could match its parameters; add one")
     step = round((target - now) / slope)
     narrowest = min(feed_forward_widths(changed))
     if narrowest + step < 1:

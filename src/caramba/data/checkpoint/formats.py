@@ -112,9 +112,7 @@ def _labels(folder: Path) -> dict[str, str]:
     try:
         return {str(key): str(value) for key, value in json.loads((folder / DCP_LABELS).read_text()).items()}
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / DCP_LABELS}: not JSON ({error}); export the folder again"
-        ) from error
+        raise CheckpointError(f"{folder / DCP_LABELS}: not JSON ({error}); export the folder again") from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -188,17 +186,13 @@ def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
         tensors: dict[str, Any] = {}
         for name, entry in index.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(
-                    f"{folder}: {name} is not a tensor; a model's folder holds tensors alone"
-                )
+                raise CheckpointError(f"{folder}: {name} is not a tensor; a model's folder holds tensors alone")
             tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # torch wraps what its threads meet in several kinds
-        raise CheckpointError(
-            f"{folder}: cannot be read as a distributed checkpoint: {reason_of(error)}"
-        ) from error
+        raise CheckpointError(f"{folder}: cannot be read as a distributed checkpoint: {reason_of(error)}") from error
     return tensors
 
 
@@ -256,9 +250,7 @@ def save_sharded_state(
     dist.barrier()
 
 
-def load_sharded_state(
-    place: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
+def load_sharded_state(place: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Read what `save_sharded_state` wrote into a sharded model and its optimiser, whatever ranks wrote it, and return
     the loop's state.
 

@@ -107,9 +107,7 @@ def _open(file: Path) -> GGUFReader:
     try:
         return GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        if "is not a valid GGMLQuantizationType" in str(error) or "is not a valid GGUFValueType" in str(
-            error
-        ):
+        if "is not a valid GGMLQuantizationType" in str(error) or "is not a valid GGUFValueType" in str(error):
             raise CheckpointError(
                 f"{file}: newer than the gguf package ({error}); pip install -U gguf, or convert the file to F16"
             ) from None
@@ -170,13 +168,9 @@ def hf_config(metadata: Mapping[str, Any], tensors: _Tensors, where: str) -> dic
         return value
 
     if keys.get("expert_count", 0):
-        raise CheckpointError(
-            f"{where}: a mixture of {keys['expert_count']} experts, and no expert layer is read"
-        )
+        raise CheckpointError(f"{where}: a mixture of {keys['expert_count']} experts, and no expert layer is read")
     if "token_embd.weight" not in tensors:
-        raise CheckpointError(
-            f"{where}: has no token_embd.weight; it is one part of a split file, merge the parts"
-        )
+        raise CheckpointError(f"{where}: has no token_embd.weight; it is one part of a split file, merge the parts")
     heads = number("attention.head_count")
     width = number("embedding_length")
     rope: dict[str, Any] = {"rope_theta": _short(number("rope.freq_base", 10000.0))}
@@ -237,9 +231,7 @@ def _scaling(keys: Mapping[str, Any], tensors: _Tensors, theta: float, where: st
     if kind == "yarn":
         original = keys.get("rope.scaling.original_context_length", keys.get("context_length"))
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise CheckpointError(
-        f"{where}: rope.scaling.type={quote(kind)} is not read; expected none, linear or yarn"
-    )
+    raise CheckpointError(f"{where}: rope.scaling.type={quote(kind)} is not read; expected none, linear or yarn")
 
 
 def llama3_factors(width: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:

@@ -60,9 +60,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     with open(path, "rb") as file:
         first = file.read(8)
         if len(first) < 8:
-            raise CheckpointError(
-                f"{path}: the file is truncated: {size} bytes, a safetensors file has at least 8"
-            )
+            raise CheckpointError(f"{path}: the file is truncated: {size} bytes, a safetensors file has at least 8")
         (length,) = struct.unpack("<Q", first)
         if length > _MAX_HEADER_BYTES:
             raise CheckpointError(

@@ -110,11 +110,7 @@ def _block(first: tuple[str, NodeConfig], second: tuple[str, NodeConfig], allows
 def _branch(name: str, node: NodeConfig) -> tuple[tuple[str, RMSNormLayerConfig], tuple[str, LayerConfig]]:
     if isinstance(node, ResidualTopologyConfig) and len(node.layers) == 2:
         norm, layer = node.layers
-        if (
-            isinstance(norm, RMSNormLayerConfig)
-            and norm.elementwise_affine
-            and isinstance(layer, LayerConfig)
-        ):
+        if isinstance(norm, RMSNormLayerConfig) and norm.elementwise_affine and isinstance(layer, LayerConfig):
             return (f"{name}.layers.0", norm), (f"{name}.layers.1", layer)
     raise _refusal(f"{name} is not a ResidualTopology of a scaled RMSNormLayer and a layer")
 

@@ -86,9 +86,7 @@ def _ask(hub_id: str) -> None:
 
 def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
     try:
-        return Path(
-            _client().snapshot_download(hub_id, allow_patterns=list(patterns), cache_dir=str(hub_cache()))
-        )
+        return Path(_client().snapshot_download(hub_id, allow_patterns=list(patterns), cache_dir=str(hub_cache())))
     except (OSError, ValueError, RuntimeError) as error:
         raise _refused(error) from error
 

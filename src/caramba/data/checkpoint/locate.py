@@ -159,9 +159,7 @@ def _references(run_dir: Path) -> dict[str, dict[str, str]]:
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return {
-            role: {key: str(entry[key]) for key in ("path", "signature")} for role, entry in found.items()
-        }
+        return {role: {key: str(entry[key]) for key in ("path", "signature")} for role, entry in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: cannot be read as the record of folders ({type(error).__name__}); restore it"

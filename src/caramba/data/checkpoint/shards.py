@@ -164,9 +164,7 @@ def match_stored(
     Raises:
         CheckpointError: names each tensor that is missing, unexpected, or of another shape or kind, with its file.
     """
-    own = {
-        key: item for key, item in module.state_dict(keep_vars=True).items() if isinstance(item, torch.Tensor)
-    }
+    own = {key: item for key, item in module.state_dict(keep_vars=True).items() if isinstance(item, torch.Tensor)}
     _, aliases = without_aliases(own)
     stored_name = {key: (names or {}).get(key, key) for key in own}
     problems: list[str] = []

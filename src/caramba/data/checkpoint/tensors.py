@@ -32,9 +32,7 @@ def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
     return {name: tensor for name, tensor in state.items() if name not in aliases}, aliases
 
 
-def save_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors, on any device, to a safetensors file: the old file or the new one is there, never a part.
 
     Raises:
@@ -94,9 +92,7 @@ def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], wher
     _, aliases = without_aliases(own)
     given = {aliases.get(name, name) for name in tensors}
     problems = [
-        f"missing {name} {describe(tensor)}"
-        for name, tensor in own.items()
-        if aliases.get(name, name) not in given
+        f"missing {name} {describe(tensor)}" for name, tensor in own.items() if aliases.get(name, name) not in given
     ]
     for name, tensor in tensors.items():
         target = own.get(name)

@@ -37,9 +37,7 @@ def save_training_state(path: Path, state: dict[str, Any]) -> None:
         try:
             torch.save(state, temporary)
         except RuntimeError as error:  # torch's writer reports a full disk as one
-            raise OSError(
-                f"{path}: {_reason(path.parent)}could not write the training state: {error}"
-            ) from error
+            raise OSError(f"{path}: {_reason(path.parent)}could not write the training state: {error}") from error
 
 
 def _reason(folder: Path) -> str:
@@ -98,9 +96,7 @@ def _check_plain(path: Path, value: Any, where: str) -> None:
     if kind in (dict, OrderedDict):
         for key, item in value.items():
             if type(key) not in (str, int, float, bool):
-                raise CheckpointError(
-                    f"{path}: {where} has key {key!r} of {type(key).__name__}; use text or integers"
-                )
+                raise CheckpointError(f"{path}: {where} has key {key!r} of {type(key).__name__}; use text or integers")
             _check_plain(path, item, f"{where}[{key!r}]")
     elif kind in (list, tuple):
         for index, item in enumerate(value):

@@ -62,9 +62,7 @@ def largest_batch(
             ended = "time"
             break
         if trials and not fits and not budget.left:
-            budget.skip(
-                candidate, f"{budget.spent:.0f} s of {budget.seconds:.0f} s went into batches that do not fit"
-            )
+            budget.skip(candidate, f"{budget.spent:.0f} s of {budget.seconds:.0f} s went into batches that do not fit")
             ended = "time"
             break
         trial = measure(candidate)
@@ -129,9 +127,7 @@ def _foretold(fits: list[Trial], target_bytes: float) -> int:
 def _expected_s(last: Trial, candidate: StepCandidate) -> float:
     """Seconds of a trial, were its time that of the last in proportion to its batch, with as long a start."""
     growth = candidate.batch_size / last.candidate.batch_size
-    return (
-        OVERHEAD_S + last.start_seconds + growth * last.step_seconds * (candidate.warm_up + candidate.timed)
-    )
+    return OVERHEAD_S + last.start_seconds + growth * last.step_seconds * (candidate.warm_up + candidate.timed)
 
 
 def _is_past_best(fits: list[Trial]) -> bool:

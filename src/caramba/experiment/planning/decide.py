@@ -52,9 +52,7 @@ class PlanningContext:
         return f", a peak being one process's {how[0]} {_gb(abs(self.rank_bytes))} that {self.ranks} ranks {how[1]}"
 
 
-def decide(
-    phase: PhaseConfig, ground: PlanningContext, measure: Measure, budget: Budget
-) -> dict[str, Decision]:
+def decide(phase: PhaseConfig, ground: PlanningContext, measure: Measure, budget: Budget) -> dict[str, Decision]:
     """Return the decisions of dtype, checkpointing, batch size and compilation, with what was measured for each.
 
     In this order, since each is measured with those before it: checkpointing changes how many sequences fit, and the
@@ -151,9 +149,7 @@ class _Planner:
         trial: Trial | None = None
         for way in ways:
             is_known = known is not None and known.candidate.activation_checkpointing == way
-            trial = self._with(
-                replace(candidate, activation_checkpointing=way), known=known if is_known else None
-            )
+            trial = self._with(replace(candidate, activation_checkpointing=way), known=known if is_known else None)
             if not trial.refusal and (way == ways[-1] or trial.peak_bytes <= self._limit(way, ways)):
                 break
             notes.append(f"{way} {'does not fit' if trial.refusal else f'takes {_gb(trial.peak_bytes)}'}")
@@ -246,9 +242,7 @@ class _Planner:
         best = min(totals, key=lambda mode: totals[mode])
         shown = ", ".join(f"{_mode(mode)} {total:.1f} s" for mode, total in totals.items())
         figures = {
-            f"{_mode(mode)}.{key}": value
-            for mode, trial in trials.items()
-            for key, value in trial.figures().items()
+            f"{_mode(mode)}.{key}": value for mode, trial in trials.items() for key, value in trial.figures().items()
         }
         self.decisions["compile_model"] = Decision(
             best, f"auto: over {micro_batches} micro-batches, compilation included: {shown}", figures

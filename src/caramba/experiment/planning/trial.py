@@ -58,9 +58,7 @@ class Stopwatch(pl.Callback):
         synchronize(self.device)
         self._clock = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.micro_steps:
             return
         synchronize(self.device)
@@ -132,9 +130,7 @@ def run_trial(
     torch.manual_seed(SEED)
     objective = objective_of(settled, plan)
     watch = Stopwatch(device, steps, accumulation)
-    windows = RandomWindows(
-        candidate.batch_size * accumulation * 2, phase.block_size, vocab_size, has_documents
-    )
+    windows = RandomWindows(candidate.batch_size * accumulation * 2, phase.block_size, vocab_size, has_documents)
     meter.start()
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -409,9 +409,7 @@ class Batch:
         if self.stats.memory is None or len(text) <= self._window:
             return
         if self._n_beyond % MEASURED_EVERY == 0:
-            tokens = torch.tensor(
-                [text[: self._window + self.config.prefill_chunk]], device=self.slots.device
-            )
+            tokens = torch.tensor([text[: self._window + self.config.prefill_chunk]], device=self.slots.device)
             found = self.slots.model.get_memory_stats(tokens)
             self.stats.memory = {key: found[key] for key in STATISTICS}
         self._n_beyond += 1
@@ -432,9 +430,7 @@ class Batch:
             self.requests[slot] = None
             self.finish(request, reason, error)
 
-    def finish(
-        self, request: EngineRequest, reason: FinishReason, error: BaseException | None = None
-    ) -> None:
+    def finish(self, request: EngineRequest, reason: FinishReason, error: BaseException | None = None) -> None:
         """Tell a request its end, whether it had a slot or not."""
         counted = {"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")
         setattr(self.stats, counted, getattr(self.stats, counted) + 1)

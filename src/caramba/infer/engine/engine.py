@@ -123,16 +123,12 @@ class Engine:
             QueueFull: `max_queue` requests wait already.
             EngineClosed: after `close`.
         """
-        settings = parse_as(
-            GenerateConfig, ({} if config is None else config.model_dump(exclude_unset=True)) | values
-        )
+        settings = parse_as(GenerateConfig, ({} if config is None else config.model_dump(exclude_unset=True)) | values)
         prompt = [int(token) for token in prompt_ids]
         self._refuse(prompt, settings)
         eos_ids = self.eos_ids if settings.eos_token_id is None else settings.eos_ids
         # Text is needed to find where it stops; other callers decode the tokens.
-        (row,) = GenerationRow.of(
-            [prompt], settings, eos_ids, self.tokenizer if settings.stop else None, None
-        )
+        (row,) = GenerationRow.of([prompt], settings, eos_ids, self.tokenizer if settings.stop else None, None)
         ticket = RequestHandle(row, on_event, self._wake)
         with self._news:
             if self._is_closed or self._is_draining:

@@ -170,9 +170,7 @@ class PromptForwards:
         self._graphs: dict[tuple[int, int], ChunkedGraph] = {}
         # Pieces of what runs that have not been launched, the next one last.
         self._rest: list[torch.cuda.CUDAGraph] = []
-        self._running: tuple[int, ChunkedGraph] | None = (
-            None  # what they are of, and how many prompts it takes
-        )
+        self._running: tuple[int, ChunkedGraph] | None = None  # what they are of, and how many prompts it takes
         is_cuda = is_captured and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
         self._ran = torch.cuda.Event() if is_cuda else None
@@ -268,9 +266,7 @@ class PromptForwards:
             for n_prompts in reversed(self.counts(size)):
                 given = torch.tensor(pack_prompts([slot], [[0] * size], size, n_prompts))
                 run = functools.partial(self._forward, n_prompts)
-                made = capture_in_chunks(
-                    given.to(self._device), run, places, -(-size // PIECE), pool, self._stream
-                )
+                made = capture_in_chunks(given.to(self._device), run, places, -(-size // PIECE), pool, self._stream)
                 graphs[size, n_prompts] = made
                 self.captures += 1
         self._graphs = graphs
@@ -279,9 +275,7 @@ class PromptForwards:
         return fill_slots(self.model, self.ctx, given, n_prompts)
 
 
-def pack_prompts(
-    slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int
-) -> list[int]:
+def pack_prompts(slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int) -> list[int]:
     """Return what `fill_slots` reads of prompts in a row of `size` tokens: slots and the places of last tokens, N each,
     where prompts begin, N + 1, and the tokens. Those of the N that are not there have no tokens."""
     starts, tokens = [0], list[int]()

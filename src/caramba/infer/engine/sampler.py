@@ -52,10 +52,7 @@ class SlotSampler:
         configs = [config for config in self._configs if config is not None]
         return (
             any(config.temperature > 0 for config in configs),
-            any(
-                config.temperature > 0 and (config.top_k is not None or config.top_p < 1)
-                for config in configs
-            ),
+            any(config.temperature > 0 and (config.top_k is not None or config.top_p < 1) for config in configs),
             any(config.temperature > 0 and config.min_p > 0 for config in configs),
             any(config.repetition_penalty != 1.0 for config in configs),
         )
@@ -69,9 +66,7 @@ class SlotSampler:
         row[N_SETTINGS:] = uniforms(seed, config.max_new_tokens)
         self._rows[slot, :n_all].copy_(row, non_blocking=self._is_cuda)
         if config.repetition_penalty != 1.0 and self.seen is None:
-            self.seen = torch.zeros(
-                len(self.token), self.vocab_size, dtype=torch.bool, device=self.token.device
-            )
+            self.seen = torch.zeros(len(self.token), self.vocab_size, dtype=torch.bool, device=self.token.device)
         if self.seen is not None:
             self.seen[slot].zero_().index_fill_(0, upload(prompt, self.seen.device), True)
 
@@ -130,9 +125,7 @@ class SlotSampler:
         scores = logits.to(self.temperature.dtype) if samples or penalises else logits
         if penalises and self.seen is not None:
             penalty = self.penalty
-            scores = torch.where(
-                self.seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores
-            )
+            scores = torch.where(self.seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
         chosen = scores.argmax(-1)
         if samples:
             is_greedy = self.temperature == 0

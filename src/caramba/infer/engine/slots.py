@@ -182,9 +182,7 @@ class Slots:
     def move(self, row: int, slot: int) -> None:
         """Copy a prefilled spare row's cache, logits and length into a free slot."""
         assert self._all_logits is not None
-        memory, into = (
-            [part for cache in self.rows[index].caches for part in cache.memory] for index in (row, slot)
-        )
+        memory, into = ([part for cache in self.rows[index].caches for part in cache.memory] for index in (row, slot))
         torch._foreach_copy_(into, memory)  # pyright: ignore[reportPrivateImportUsage]
         self._all_logits[slot].copy_(self._all_logits[row])
         self.lengths[slot] = self.lengths[row]
@@ -307,11 +305,7 @@ class Slots:
     def _hold(self, step: DeviceContext) -> None:
         slots = range(self.n_slots)
         lengths = [self.lengths[slot] if self.is_decoding[slot] else IDLE for slot in slots]
-        packed = (
-            None
-            if step.packed is None
-            else [row.caches[0].n_packed or 0 for row in self.rows[: self.n_slots]]
-        )
+        packed = None if step.packed is None else [row.caches[0].n_packed or 0 for row in self.rows[: self.n_slots]]
         step.set_lengths(lengths, packed)
 
     def _forward(self, step: DeviceContext, longest: int) -> None:
@@ -353,9 +347,7 @@ class Slots:
         failed: dict[int, Exception] = {}
         for slot in decoding:
             try:
-                self.logits[slot] = decode_step(
-                    self.model, self.sampler.token[slot : slot + 1], self.rows[slot]
-                )[0]
+                self.logits[slot] = decode_step(self.model, self.sampler.token[slot : slot + 1], self.rows[slot])[0]
                 self.lengths[slot] += 1
             except Exception as error:
                 failed[slot] = error

@@ -42,6 +42,4 @@ class CommandArguments(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true")
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            f"{self.command}: {message}; usage: caramba {self.command} {COMMANDS[self.command].usage}"
-        )
+        raise ConfigError(f"{self.command}: {message}; usage: caramba {self.command} {COMMANDS[self.command].usage}")

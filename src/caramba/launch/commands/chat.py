@@ -26,9 +26,7 @@ def main(argv: list[str]) -> int:
     opened, generator = open_generator(args, config)
     assert generator.tokenizer is not None
     dialogue = Dialogue(generator.tokenizer, chat_template(opened, args), args.system)
-    style = (
-        "the tokenizer's chat template" if dialogue.template is not None else "lines of User: and Assistant:"
-    )
+    style = "the tokenizer's chat template" if dialogue.template is not None else "lines of User: and Assistant:"
     logger.info(f"{opened.path}: {style}, {generator.config.max_seq_len} tokens of context; /help for help")
     generator.keeps_seen = type(generator) is Generator
     session = ChatSession(generator, dialogue)

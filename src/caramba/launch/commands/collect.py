@@ -50,9 +50,7 @@ def main(argv: list[str]) -> int:
             print_stderr(f"collect: {row.run}: omitted: {row.problem}")
     if not found.finished:
         if args.csv or args.tex or args.plot or args.metric:
-            raise ConfigError(
-                f"collect: no run of {found.title} has finished, so there is no number to write yet"
-            )
+            raise ConfigError(f"collect: no run of {found.title} has finished, so there is no number to write yet")
         return 0
     metrics = choose_metrics(found.finished, args.metric)
     groups = group_rows(found.finished, keys)
@@ -84,9 +82,7 @@ def main(argv: list[str]) -> int:
 
 def _headline(found: Gathered) -> str:
     states = [row.state for row in found.rows]
-    rest = ", ".join(
-        f"{states.count(state)} {state}" for state in dict.fromkeys(states) if state != "finished"
-    )
+    rest = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states) if state != "finished")
     proxy = f"; proxy teacher: {found.labels['proxy']}" if found.labels else ""
     return f"{found.title}: {len(found.finished)} of {len(states)} runs finished" + (
         f" ({rest}){proxy}" if rest else proxy
@@ -98,9 +94,7 @@ def _figure(
 ) -> bytes:
     if not metrics:
         raise ConfigError("collect: --plot: the runs measured nothing; benchmark=quick measures")
-    drawn = draw_sweep(
-        groups, keys, metrics[0], found.title, is_higher=higher[metrics[0]], labels=found.labels
-    )
+    drawn = draw_sweep(groups, keys, metrics[0], found.title, is_higher=higher[metrics[0]], labels=found.labels)
     if drawn is None:
         raise ConfigError(
             "collect: --plot: the runs differ in no key but seeds; name one with --by, or leave out --plot"

@@ -82,9 +82,7 @@ def main(argv: list[str]) -> int:
         state = run_state(run)
         where = f", {state.phase} step {state.step}/{state.steps}" if state.phase else ""
         proxy = read_labels(run).get("proxy")
-        print(
-            f"{letter}  {state.name}  {state.state}{where}" + (f"; proxy teacher: {proxy}" if proxy else "")
-        )
+        print(f"{letter}  {state.name}  {state.state}{where}" + (f"; proxy teacher: {proxy}" if proxy else ""))
     changed = manifest_differences(first, second)
     print(f"\nmanifest, A -> B: {len(changed) or 'no'} differences")
     for line in changed:
@@ -93,9 +91,7 @@ def main(argv: list[str]) -> int:
     comparisons = compare_models(first, second, models, args.metric)
     if comparisons:
         print(f"\n{format_comparisons(comparisons)}")
-    return _draw(
-        (first, second), args.out or Path(f"compare-{first.name}-{second.name}.png"), "neither run has"
-    )
+    return _draw((first, second), args.out or Path(f"compare-{first.name}-{second.name}.png"), "neither run has")
 
 
 def _draw(runs: Sequence[Path], out: Path, nobody: str) -> int:
@@ -121,9 +117,7 @@ def _compare_many(names: Sequence[str], models: tuple[str, str], args: argparse.
     runs = [resolve_run(name) for name in names]
     for index, run in enumerate(runs):
         if run in runs[:index]:
-            raise ConfigError(
-                f"compare: {names[index]} is {runs[index].name}, which is named twice; name each once"
-            )
+            raise ConfigError(f"compare: {names[index]} is {runs[index].name}, which is named twice; name each once")
     for run in runs:
         check_readable(run)
     for index, run in enumerate(runs):
@@ -135,11 +129,7 @@ def _compare_many(names: Sequence[str], models: tuple[str, str], args: argparse.
         raise ConfigError(
             f"compare: --metric {' '.join(args.metric)}: no metric with that in its key is in two reports"
         )
-    print(
-        f"\n{metrics}"
-        if metrics
-        else "\nno metrics in two of them: a run has its report once it has finished"
-    )
+    print(f"\n{metrics}" if metrics else "\nno metrics in two of them: a run has its report once it has finished")
     paired = compare_with_first(runs, models[0], args.metric)
     if paired:
         print(f"\n{format_paired(paired)}")
@@ -163,20 +153,14 @@ def _source(text: str) -> Path:
 def _print_metrics(first: Path, second: Path, texts: list[str]) -> None:
     found = metric_differences(first, second, texts)
     if texts and not found:
-        raise ConfigError(
-            f"compare: --metric {' '.join(texts)}: no metric with that in its key is in both reports"
-        )
+        raise ConfigError(f"compare: --metric {' '.join(texts)}: no metric with that in its key is in both reports")
     if not found:
         print("\nno metrics in both: a run has its report once it has finished")
         return
     shown = (
-        found
-        if texts or len(found) <= _MOST
-        else [item for item in found if item.is_clear or item.half_width is None]
+        found if texts or len(found) <= _MOST else [item for item in found if item.is_clear or item.half_width is None]
     )
-    print(
-        "\nmetrics with 95% intervals where the reports have them; * the interval of the difference leaves out 0"
-    )
+    print("\nmetrics with 95% intervals where the reports have them; * the interval of the difference leaves out 0")
     rows = [("", "A", "B", "B - A")]
     for item in shown[: None if texts else _MOST]:
         interval = f" ± {number(item.half_width)}" if item.half_width else ""

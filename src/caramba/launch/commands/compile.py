@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Run `caramba compile ARGV` and return its exit status."""
     # The plan is what compile prints; with --json, --print-plan prints it too, to stderr.
-    args = parse_command(
-        [word for word in argv if word not in ("--json", "--print-plan")], value_flags=("--group",)
-    )
+    args = parse_command([word for word in argv if word not in ("--json", "--print-plan")], value_flags=("--group",))
     files, overrides = split_files(args)
     if len(files) > 1:
         raise ConfigError(f"compile: expected overrides or one manifest file, got {files}")
@@ -84,9 +82,7 @@ def _finished(manifest: Manifest) -> dict[tuple[str, str], str]:
         return {}
     run_dir = found[0]
     groups = manifest.groups_to_run()
-    folders = {
-        group.name: run_dir if len(groups) == 1 else run_dir / "groups" / group.name for group in groups
-    }
+    folders = {group.name: run_dir if len(groups) == 1 else run_dir / "groups" / group.name for group in groups}
     return {
         (name, file.stem.split("-", 1)[1]): show_path(run_dir)
         for name, folder in folders.items()

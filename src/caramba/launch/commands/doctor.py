@@ -71,18 +71,14 @@ def findings() -> Iterator[Diagnosis]:
     for name, folder in (("runs", Path("runs").absolute()), ("cache", home())):
         yield _folder(name, folder)
     yield Diagnosis("git", shutil.which("git") or "not found; runs will not record a commit")
-    yield Diagnosis(
-        "pdflatex", shutil.which("pdflatex") or "not found; tables.tex is written, papers are not compiled"
-    )
+    yield Diagnosis("pdflatex", shutil.which("pdflatex") or "not found; tables.tex is written, papers are not compiled")
     yield Diagnosis("sbatch", shutil.which("sbatch") or "not found; no SLURM here")
     yield from slurm_task(os.environ)
 
 
 def _torch() -> Iterator[Diagnosis]:
     """Ask torch in a process of its own: a broken driver cannot take this report down."""
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         yield Diagnosis("torch import", last, False)
@@ -109,9 +105,7 @@ def _torch() -> Iterator[Diagnosis]:
 def _metal(metal: Mapping[str, Any], is_there: bool) -> Iterator[Diagnosis]:
     """Report Apple's GPU, its memory, and which ops have kernels for it, or why none runs."""
     if is_there:
-        bf16 = (
-            "bfloat16" if metal["bfloat16"] else "no exact bfloat16: trains in float32, generates in float16"
-        )
+        bf16 = "bfloat16" if metal["bfloat16"] else "no exact bfloat16: trains in float32, generates in float16"
         room = f"{metal['allocated_bytes'] / 1e9:.1f} of {metal['recommended_bytes'] / 1e9:.1f} GB allocated"
         yield Diagnosis("mps", f"{metal['chip']}, macOS {metal['macos']}, {room}, {bf16}")
     else:
@@ -120,9 +114,7 @@ def _metal(metal: Mapping[str, Any], is_there: bool) -> Iterator[Diagnosis]:
     yield Diagnosis("mps fallback", f"PYTORCH_ENABLE_MPS_FALLBACK {fallback}")
     ops = ", ".join(op for op, backend in metal["kernels"].items() if backend == "metal")
     where = "" if is_there else "; none runs here, there is no MPS device"
-    yield Diagnosis(
-        "metal kernels", f"{ops}; other ops run the reference{where} (not run on Apple hardware yet)"
-    )
+    yield Diagnosis("metal kernels", f"{ops}; other ops run the reference{where} (not run on Apple hardware yet)")
 
 
 def slurm_task(variables: Mapping[str, str]) -> Iterator[Diagnosis]:

@@ -34,15 +34,11 @@ def main(argv: list[str]) -> int:
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()]
     suites = [task for task in tasks if task.endswith(SUITE_SUFFIXES)]
     if suites and len(suites) < len(tasks) and args.eval_data is None:
-        raise ConfigError(
-            "eval: --tasks mixes suites with tasks of lm-evaluation-harness; call eval once for each"
-        )
+        raise ConfigError("eval: --tasks mixes suites with tasks of lm-evaluation-harness; call eval once for each")
     if args.eval_data is not None or suites:
         return _evaluate_local(args, [task for task in tasks if task not in suites], suites)
     manager = task_manager(tasks, args.include_path, where="eval", option="--include-path")
-    opened = load_model(
-        args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer
-    )
+    opened = load_model(args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer)
     log_power(count_documents(tasks, manager, args.limit), args.smallest_difference, "eval")
     results = run_harness(
         opened.model,
@@ -72,9 +68,7 @@ def _evaluate_local(args: argparse.Namespace, names: list[str], suites: list[str
         )
     tasks = open_tasks(args.eval_data, names, limit=args.limit, where="eval") if names or not suites else []
     files = open_suites(suites, limit=args.limit, allow_code=args.allow_code, where="eval")
-    opened = load_model(
-        args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer
-    )
+    opened = load_model(args.run, role=args.which, device=choose_device(args.device), tokenizer=args.tokenizer)
     tokenizer = need_tokenizer(opened, "eval")
     counted = [(task.name, len(task.items)) for task in tasks if task.items] + count_items(files)
     log_power(counted, args.smallest_difference, "eval")
@@ -95,9 +89,7 @@ def _evaluate_local(args: argparse.Namespace, names: list[str], suites: list[str
             "kind": result.kind,
             "main": result.main,
             "n": result.n,
-            "scores": {
-                key: {"value": value, "stderr": error} for key, (value, error) in result.scores.items()
-            },
+            "scores": {key: {"value": value, "stderr": error} for key, (value, error) in result.scores.items()},
             "items": result.items,
         }
         for result in results
@@ -126,9 +118,7 @@ def _harness_items(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _write(
-    opened: ModelBundle, args: argparse.Namespace, names: Sequence[str], found: dict[str, Any]
-) -> None:
+def _write(opened: ModelBundle, args: argparse.Namespace, names: Sequence[str], found: dict[str, Any]) -> None:
     file = Path(args.out).expanduser() if args.out is not None else None
     if file is None and opened.run_dir is not None:
         file = opened.run_dir / "evals" / f"{args.which}-{'+'.join(names)[:80]}.json"

@@ -61,9 +61,7 @@ def main(argv: list[str]) -> int:
     for note in done.notes:
         logger.info(note)
     size = sum((done.folder / name).stat().st_size for name in done.files)
-    print(
-        f"{args.which} of {opened.path} as {done.architecture}: {len(done.files)} files, {size / 1e6:.1f} MB"
-    )
+    print(f"{args.which} of {opened.path} as {done.architecture}: {len(done.files)} files, {size / 1e6:.1f} MB")
     print(f"exported: {done.folder}")
     if args.check:
         if args.format in STREAMED:

@@ -43,9 +43,7 @@ def main(argv: list[str]) -> int:
         return _generate(args, config, prompts, mesh)
 
 
-def _generate(
-    args: argparse.Namespace, config: GenerateConfig, prompts: list[str], mesh: DeviceMesh | None
-) -> int:
+def _generate(args: argparse.Namespace, config: GenerateConfig, prompts: list[str], mesh: DeviceMesh | None) -> int:
     opened, generator = open_generator(args, config, mesh)
     is_streamed = len(prompts) == 1 and not args.json
     if args.spec_compare and not isinstance(generator, SpeculativeGenerator):
@@ -122,9 +120,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"generate: --prompt-file {file}: {error}; name a UTF-8 text file") from None
     if not prompts:
-        raise ConfigError(
-            "generate: no prompt; give --prompt TEXT (more than once for a batch) or --prompt-file FILE"
-        )
+        raise ConfigError("generate: no prompt; give --prompt TEXT (more than once for a batch) or --prompt-file FILE")
     return prompts
 
 

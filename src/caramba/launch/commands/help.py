@@ -38,15 +38,11 @@ FLAGS = (
 def help_text(config_dirs: Iterable[Path] = ()) -> str:
     """Return the help, with every group on the search path."""
     lines = [USAGE, "", "commands:"]
-    lines += [
-        _row(f"{name} {command.usage}".strip(), command.summary, 44) for name, command in COMMANDS.items()
-    ]
+    lines += [_row(f"{name} {command.usage}".strip(), command.summary, 44) for name, command in COMMANDS.items()]
     lines += ["", "flags:", *(_row(flag, text, 33) for flag, text in FLAGS), "", "groups and options:"]
     for group, options in sorted(groups(config_dirs).items()):
         lines.append(f"  {group}")
-        lines += [
-            f"    {_row(option, description(file), 20).lstrip()}" for option, file in sorted(options.items())
-        ]
+        lines += [f"    {_row(option, description(file), 20).lstrip()}" for option, file in sorted(options.items())]
     lines += [
         "",
         "keys: any key of the composition, e.g. train.steps=100 train.phases.blockwise.lr=1e-3 seed=1 group=NAME",
@@ -67,15 +63,11 @@ def command_help(command: str) -> str:
 def _wrapped(words: str, indent: str) -> str:
     """Break a line of options between them, under one another."""
     whole = re.sub(r"\[[^][]*\]", lambda option: option[0].replace(" ", "\0"), words)
-    lines = textwrap.fill(
-        whole, 102, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    lines = textwrap.fill(whole, 102, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\0", " ")
 
 
 def _row(name: str, text: str, width: int) -> str:
     shown = _wrapped(f"  {name}", " " * 6)
     head = f"  {name:<{width}}" if len(name) < width else f"{shown}\n{'':{width + 2}}"
-    return head + ("\n" + " " * (width + 2)).join(
-        textwrap.wrap(text, 100 - width, break_on_hyphens=False) or [""]
-    )
+    return head + ("\n" + " " * (width + 2)).join(textwrap.wrap(text, 100 - width, break_on_hyphens=False) or [""])

@@ -95,9 +95,7 @@ def _section(path: str) -> dict[str, Any]:
     if isinstance(loaded, dict) and isinstance(loaded.get("paper"), dict):
         loaded = loaded["paper"]
     if not isinstance(loaded, dict):
-        raise ConfigError(
-            f"--config {path}: expected the keys of a paper section, got {type(loaded).__name__}"
-        )
+        raise ConfigError(f"--config {path}: expected the keys of a paper section, got {type(loaded).__name__}")
     return {str(key): value for key, value in loaded.items()}
 
 

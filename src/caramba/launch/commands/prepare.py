@@ -149,9 +149,7 @@ def _sample(given: argparse.Namespace, output: Path) -> None:
 
     if output.suffix == ".npy":
         raise ConfigError(f"--output {output.name}: prepare sample writes a token folder; give a folder")
-    opened = load_model(
-        given.model, role=given.which, device=choose_device(given.device), tokenizer=given.tokenizer
-    )
+    opened = load_model(given.model, role=given.which, device=choose_device(given.device), tokenizer=given.tokenizer)
     if given.dtype is not None:
         opened.model.to(DTYPES[given.dtype])
     tokenizer = need_tokenizer(opened, "prepare sample")
@@ -167,9 +165,7 @@ def _sample(given: argparse.Namespace, output: Path) -> None:
         shard_tokens=given.shard_tokens,
     )
     if not 2 <= request.length <= opened.max_positions:
-        raise ConfigError(
-            f"--length {request.length}: expected 2 to the model's context, {opened.max_positions}"
-        )
+        raise ConfigError(f"--length {request.length}: expected 2 to the model's context, {opened.max_positions}")
     dtype = str(opened.model.embedder.token.weight.dtype).removeprefix("torch.")
     identity = {"model": model_hash(opened.model), "dtype": dtype}
     start = time.perf_counter()
@@ -178,9 +174,7 @@ def _sample(given: argparse.Namespace, output: Path) -> None:
     seconds = time.perf_counter() - start
     if left_out:
         shown = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-        logger.info(
-            f"left out: {shown}; {sum(f['tokens'] for f in made.splits.values()) / seconds:,.0f} tokens/s"
-        )
+        logger.info(f"left out: {shown}; {sum(f['tokens'] for f in made.splits.values()) / seconds:,.0f} tokens/s")
     _report(made, seconds, wants_val=request.val_frac > 0)
 
 
@@ -235,33 +229,23 @@ def _meter(total_bytes: int | None, total_tokens: int | None) -> Iterator[Advanc
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = HelpArguments(
-        prog="caramba prepare", description="Turn text into tokens that data=tokens reads."
-    )
-    kinds: Any = parser.add_subparsers(
-        dest="corpus", required=True, parser_class=HelpArguments, metavar="CORPUS"
-    )
+    parser = HelpArguments(prog="caramba prepare", description="Turn text into tokens that data=tokens reads.")
+    kinds: Any = parser.add_subparsers(dest="corpus", required=True, parser_class=HelpArguments, metavar="CORPUS")
     text = kinds.add_parser("text", help="local text or code, files or folders")
     text.add_argument("paths", nargs="+", metavar="PATH")
-    text.add_argument(
-        "--suffix", default=".txt,.md,.py", help="of the files to take from folders (%(default)s)"
-    )
+    text.add_argument("--suffix", default=".txt,.md,.py", help="of the files to take from folders (%(default)s)")
     text.add_argument("--separator", help="text between the documents of a file, such as '<|endoftext|>'")
     web = kinds.add_parser("fineweb", help="FineWeb or another hub data set, streamed")
     web.add_argument("--dataset", default=FINEWEB, help="hub repository (%(default)s)")
     web.add_argument("--config", default=FINEWEB_SAMPLE, help="its configuration, '' for none (%(default)s)")
     web.add_argument("--revision", help="branch, tag or commit; the commit is recorded and kept on resume")
     web.add_argument("--field", default="text", help="column of the text (%(default)s)")
-    web.add_argument(
-        "--from", dest="files", nargs="+", metavar="PATH", help="local parquet or .jsonl instead"
-    )
+    web.add_argument("--from", dest="files", nargs="+", metavar="PATH", help="local parquet or .jsonl instead")
     stdlib = kinds.add_parser("stdlib", help="the interpreter's own library source, as data=stdlib has it")
     sample = kinds.add_parser("sample", help="text that a model writes itself, from a start token")
     sample.add_argument("model", metavar="MODEL", help="run, export, Hugging Face folder or GGUF file")
     sample.add_argument("--tokens", type=_count, required=True, help="how many, such as 33M")
-    sample.add_argument(
-        "--start", metavar="TOKEN", help="first token of every row, name or id (start or end mark)"
-    )
+    sample.add_argument("--start", metavar="TOKEN", help="first token of every row, name or id (start or end mark)")
     sample.add_argument(
         "--temperature",
         nargs="+",
@@ -281,20 +265,12 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--output", required=True, help="token folder to make")
     sample.add_argument("--val-frac", type=_fraction, help="share of documents held out (0.05)")
     for kind in (text, web, stdlib):
-        kind.add_argument(
-            "--output", required=True, help="token folder to make, or FILE.npy for one flat array"
-        )
-        kind.add_argument(
-            "--train-bpe", type=_entries, metavar="N", help="train a BPE of N entries on the text"
-        )
-        kind.add_argument(
-            "--val-frac", type=_fraction, help="share of documents held out (0.05; none for .npy)"
-        )
+        kind.add_argument("--output", required=True, help="token folder to make, or FILE.npy for one flat array")
+        kind.add_argument("--train-bpe", type=_entries, metavar="N", help="train a BPE of N entries on the text")
+        kind.add_argument("--val-frac", type=_fraction, help="share of documents held out (0.05; none for .npy)")
     for kind in (text, web):
         kind.add_argument("--tokens", type=_count, help="stop after this many, such as 100M")
-        kind.add_argument(
-            "--tokenizer", default="byte", help="byte, FOLDER, tokenizer.json or .tiktoken (byte)"
-        )
+        kind.add_argument("--tokenizer", default="byte", help="byte, FOLDER, tokenizer.json or .tiktoken (byte)")
         kind.add_argument("--shard-tokens", type=_count, default=SHARD_TOKENS, help="per shard (100M)")
     stdlib.add_argument("--tokenizer", choices=["byte", "bpe"], default="bpe")
     return parser

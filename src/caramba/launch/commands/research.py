@@ -67,9 +67,7 @@ def main(argv: list[str]) -> int:
     with lock(folder, "research"):
         seen = comparison.run(proposal)
     state = "not decided" if seen.state == "continue" else seen.state
-    print(
-        f"{proposal.name}: {state} after {seen.n_seeds} seeds, e-value {seen.e_value:.4g} of {gate.threshold:g}"
-    )
+    print(f"{proposal.name}: {state} after {seen.n_seeds} seeds, e-value {seen.e_value:.4g} of {gate.threshold:g}")
     print(f"ledger: {comparison.ledger.file}")
     return 0
 
@@ -118,7 +116,5 @@ def _loop(args: argparse.Namespace) -> int:
     result = loop.run_sync(run)
     spent = result.spent
     print(f"research: {result.reason}: {result.message}")
-    print(
-        f"{len(result.rounds)} rounds, {spent['calls']:g} calls, {spent['tokens']:,} tokens\nresult: {result.file}"
-    )
+    print(f"{len(result.rounds)} rounds, {spent['calls']:g} calls, {spent['tokens']:,} tokens\nresult: {result.file}")
     return 0

@@ -88,9 +88,7 @@ def _list(items: list[Archived]) -> int:
 def _undo(root: Path, args: argparse.Namespace) -> int:
     items = select_archived(root, args.runs) if args.runs else list_archive(root)
     if not items:
-        raise ConfigError(
-            f"rm: --undo: the archive of {root} is empty; --folder names another folder of runs"
-        )
+        raise ConfigError(f"rm: --undo: the archive of {root} is empty; --folder names another folder of runs")
     if not args.runs:
         items = [item for item in items if item.batch == items[-1].batch]
     restore_runs(items)

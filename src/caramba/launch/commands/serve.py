@@ -167,9 +167,7 @@ def _api_key(variable: str | None) -> str | None:
     key = os.environ.get(variable, "")
     if not fits_header(key):
         what = "is not set" if not key else "holds blanks or characters that a header cannot carry"
-        raise ConfigError(
-            f"serve: --api-key-env {variable}: the environment variable {what}; export a key in it"
-        )
+        raise ConfigError(f"serve: --api-key-env {variable}: the environment variable {what}; export a key in it")
     return key
 
 

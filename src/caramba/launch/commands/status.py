@@ -52,9 +52,7 @@ def main(argv: list[str]) -> int:
     states = [_in_queue(state) for state in read]
     if args.json:
         print(
-            json.dumps(
-                {"sweeps": [_plain_sweep(item) for item in sweeps], "runs": [_plain(item) for item in states]}
-            )
+            json.dumps({"sweeps": [_plain_sweep(item) for item in sweeps], "runs": [_plain(item) for item in states]})
         )
         return 0
     for sweep in sweeps:
@@ -94,9 +92,7 @@ def _in_queue(state: RunState) -> RunState:
 
 
 def _cells(state: RunState) -> tuple[str, ...]:
-    steps = (
-        f"{state.step}/{state.steps}" if state.steps is not None else str(state.step) if state.phase else ""
-    )
+    steps = f"{state.step}/{state.steps}" if state.steps is not None else str(state.step) if state.phase else ""
     note = " ".join((state.error or state.job or "").split())
     name = visible(state.name).replace("\n", "\\n").replace("\t", "\\t")
     return (name, state.state, state.phase or "", steps, _age(state.age_s), note[:100])

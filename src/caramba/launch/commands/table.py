@@ -107,9 +107,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "launch": Command("[overrides]", "compose, validate, freeze and run an experiment", {}),
-    "init": Command(
-        "DIR", "write a commented project: configuration, layer, test, and a manifest in one file", COMMON
-    ),
+    "init": Command("DIR", "write a commented project: configuration, layer, test, and a manifest in one file", COMMON),
     "run": Command("FILE [--group NAME] [overrides]", "run a single-file manifest", {**OVERRIDES, **COMMON}),
     "compile": Command(
         "[overrides | FILE] [--print-plan] [--json]",
@@ -127,9 +125,7 @@ COMMANDS: dict[str, Command] = {
     "resume": Command(
         "RUN | SWEEP", "resume an interrupted run (a run directory, runs/NAME, or latest), or sweep", COMMON
     ),
-    "rerun": Command(
-        "RUN | FILE", "run a run's manifest.json again from its start, in a directory of its own", COMMON
-    ),
+    "rerun": Command("RUN | FILE", "run a run's manifest.json again from its start, in a directory of its own", COMMON),
     "status": Command(
         "[DIR] [--json]",
         "state of every run and sweep: phase, step, age, state",
@@ -177,9 +173,7 @@ COMMANDS: dict[str, Command] = {
         "give a run tags, or print those that it has; caramba studio shows them and filters by them",
         {"--remove": "Remove these tags instead.", **COMMON},
     ),
-    "note": Command(
-        "RUN [TEXT]", "write a note to a run, or print it; caramba studio shows it; '' removes it", COMMON
-    ),
+    "note": Command("RUN [TEXT]", "write a note to a run, or print it; caramba studio shows it; '' removes it", COMMON),
     "rm": Command(
         "RUN... | --list | --undo [RUN...] | --purge RUN...|all [--folder DIR]",
         "move runs to the archive, from which --undo brings them back whole",

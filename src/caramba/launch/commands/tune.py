@@ -48,9 +48,7 @@ def main(argv: list[str]) -> int:
     given = _parser().parse_args([word for word in words if word != "--quiet"])
     device = choose_device(given.device)
     if device.type == "mps":
-        raise ConfigError(
-            "tune: device 'mps' has one attention backend, nothing to choose; use --device cpu or cuda"
-        )
+        raise ConfigError("tune: device 'mps' has one attention backend, nothing to choose; use --device cpu or cuda")
     out = tuning_path() if given.out is None else Path(given.out).expanduser()
     if out.is_dir():
         raise ConfigError(f"tune: --out {out} is a folder, expected a file; use --out {out / 'tuned.json'}")
@@ -94,9 +92,7 @@ def _need_place(out: Path) -> None:
         ) from None
 
 
-def tune_attention(
-    device: torch.device, seconds: float, families: Sequence[Family] = FAMILIES
-) -> list[BackendTimings]:
+def tune_attention(device: torch.device, seconds: float, families: Sequence[Family] = FAMILIES) -> list[BackendTimings]:
     """Measure the families in order of importance until the time is spent; the first is measured in any case.
 
     Raises:
@@ -116,9 +112,7 @@ def tune_attention(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if not rows:
-        raise ConfigError(
-            f"tune: no attention backend runs on {device_name(device)}; update torch or the driver"
-        )
+        raise ConfigError(f"tune: no attention backend runs on {device_name(device)}; update torch or the driver")
     if time.perf_counter() > ends and len(rows) < len(families):
         logger.warning(
             f"tune: {seconds:g} s were enough for {len(rows)} of {len(families)} families of shapes; "
@@ -136,9 +130,7 @@ def _show(device: torch.device, path: Path | None) -> None:
         if name in devices:
             logger.path(place, "table")
             machine = devices[name].get("machine", {})
-            logger.info(
-                ", ".join(f"{key} {value}" for key, value in machine.items() if isinstance(value, str))
-            )
+            logger.info(", ".join(f"{key} {value}" for key, value in machine.items() if isinstance(value, str)))
             _table(name, attention_rows(devices[name]))
             decode = len(devices[name].get("decode", {}))
             logger.info(f"decode attention: {f'{decode} shapes measured' if decode else 'not measured'}")
@@ -156,9 +148,7 @@ def _show(device: torch.device, path: Path | None) -> None:
 
 def _table(name: str, rows: Sequence[BackendTimings]) -> None:
     candidates = list(dict.fromkeys(candidate for row in rows for candidate in row.ms))
-    cells = [
-        [_name(row.family), *(_milliseconds(row.ms, candidate) for candidate in candidates)] for row in rows
-    ]
+    cells = [[_name(row.family), *(_milliseconds(row.ms, candidate) for candidate in candidates)] for row in rows]
     logger.table(f"attention on {name}, ms", ["family", *candidates], cells)
     reasons: dict[tuple[str, str], int] = {}
     for row in rows:

@@ -71,9 +71,7 @@ def _wait_for_saves() -> None:
     """Give ranks that a signal stops SAVE_S to end their step and save; PyTorch kills them after 30 s."""
     shutdown = LocalElasticAgent._shutdown
 
-    def patient(
-        self: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30
-    ) -> None:
+    def patient(self: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         shutdown(self, death_sig, SAVE_S if isinstance(sys.exception(), SignalException) else timeout)
 
     LocalElasticAgent._shutdown = patient

@@ -111,9 +111,7 @@ def run_torchrun(run_dir: Path, manifest: Manifest, flags: Sequence[str]) -> int
     """
     with SignalForwarder() as forwarder:
         status = _attempts(run_dir, manifest, flags, forwarder)
-    if (
-        status == 0 and forwarder.heard
-    ):  # too late for the ranks, and in time for what would follow, in a sweep
+    if status == 0 and forwarder.heard:  # too late for the ranks, and in time for what would follow, in a sweep
         raise KeyboardInterrupt(signal.Signals(forwarder.heard[0]).name)
     return status
 
@@ -175,9 +173,7 @@ def _log_folder(run_dir: Path) -> Path:
             return folder
 
 
-def _attempt(
-    run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str], forwarder: SignalForwarder
-) -> int:
+def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str], forwarder: SignalForwarder) -> int:
     ranks = ranks_per_node(manifest)
     threads = threads_each(ranks, manifest.launcher, os.environ)
     variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -244,16 +240,12 @@ def _ending(folder: Path, status: int, forwarder: SignalForwarder) -> int:
         failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         tail = last_lines(folder / "agent.log")
-        print_stderr(
-            f"failed: the agent that runs the ranks ended with status {status}:\n{tail}\nlogs: {folder}"
-        )
+        print_stderr(f"failed: the agent that runs the ranks ended with status {status}:\n{tail}\nlogs: {folder}")
         return 1
     rank, code = failure["rank"], failure["exit_status"]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
     is_alone = not (folder / "rank-1.err").exists()
-    print_stderr(
-        f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped"
-    )
+    print_stderr(f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped")
     if rank != 0 and (tail := last_lines(folder / f"rank-{rank}.err")):  # the output of rank 0 is shown live
         print_stderr(tail)
     if code != MISTAKE:  # of a mistake nothing more is in them

@@ -82,9 +82,7 @@ def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest
     except CarambaError as error:
         raise type(error)(f"point {name!r} of the sweep: {error}\nnothing was started") from None
     packed = zlib.compress(canonical_json(manifest).encode())
-    ready = CheckedPoint(
-        words, manifest.name, experiment_sha256(manifest), packed, manifest.resume == "never"
-    )
+    ready = CheckedPoint(words, manifest.name, experiment_sha256(manifest), packed, manifest.resume == "never")
     return manifest, ready
 
 

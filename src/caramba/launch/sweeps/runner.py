@@ -129,9 +129,7 @@ class SweepRunner:
             else:
                 yield job, start_worker(job.run_dir, read_manifest(job.run_dir), list(job.flags))
 
-    def _in_processes(
-        self, todo: Iterable[Point], most: int, device: str
-    ) -> Generator[tuple[Job, int], None, None]:
+    def _in_processes(self, todo: Iterable[Point], most: int, device: str) -> Generator[tuple[Job, int], None, None]:
         slots = make_slots(self.launcher, most, device)
         with Pool(slots) as pool:
             yield from pool.run(self._jobs(todo))
@@ -182,11 +180,7 @@ class SweepRunner:
         if point.state == FAILED:
             self.failed_now += 1
             point.error = found.error or last_lines(self.sweep.log_file(point)) or f"exit status {status}"
-            if (
-                status == MISTAKE
-                and job.run_dir in self.new_runs
-                and not (job.run_dir / "plan.json").exists()
-            ):
+            if status == MISTAKE and job.run_dir in self.new_runs and not (job.run_dir / "plan.json").exists():
                 shutil.rmtree(job.run_dir)  # the data or the device did not fit: nothing can be resumed
                 point.runs.pop()
         self.sweep.save()
@@ -219,9 +213,7 @@ class SweepRunner:
         if counts.get(FINISHED, 0) < total:
             others = total - counts.get(FINISHED, 0) - len(bad)
             also = f", {others} did not finish" if others else ""
-            print_stderr(
-                f"{len(bad)} of {total} points failed{also}; try again with: caramba resume {folder}"
-            )
+            print_stderr(f"{len(bad)} of {total} points failed{also}; try again with: caramba resume {folder}")
             return 1
         print_stderr(f"collect with: caramba collect {folder}")
         return 0

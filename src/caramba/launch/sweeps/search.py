@@ -207,17 +207,13 @@ def open_study(sweep: Sweep, settings: SearchConfig) -> optuna.Study:
     )
     seed = settings.seed + len(study.trials)
     samplers = optuna.samplers
-    study.sampler = (
-        samplers.TPESampler(seed=seed) if settings.sampler == "tpe" else samplers.RandomSampler(seed)
-    )
+    study.sampler = samplers.TPESampler(seed=seed) if settings.sampler == "tpe" else samplers.RandomSampler(seed)
     return study
 
 
 def _need_optuna() -> None:
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError(
-            f"{CHOICE}=optuna: Optuna is not installed; pip install 'caramba[sweep]', or leave it out"
-        )
+        raise ConfigError(f"{CHOICE}=optuna: Optuna is not installed; pip install 'caramba[sweep]', or leave it out")
 
 
 CHOICE, PREFIX = "hydra/sweeper", "hydra.sweeper."
@@ -294,9 +290,7 @@ def read_space(words: list[str], config_dirs: list[Path]) -> Space:
                 is_int = isinstance(value.start, int) and isinstance(value.end, int)
                 kind = IntDistribution if is_int else FloatDistribution
                 distributions[key] = kind(value.start, value.end, log=is_log)  # type: ignore[arg-type]
-            elif (
-                isinstance(value, RangeSweep) and isinstance(value.start, int) and isinstance(value.step, int)
-            ):
+            elif isinstance(value, RangeSweep) and isinstance(value.start, int) and isinstance(value.step, int):
                 assert value.stop is not None
                 last = range(value.start, int(value.stop), value.step)[-1]
                 distributions[key] = IntDistribution(value.start, last, step=value.step)

@@ -83,13 +83,10 @@ def measure_family(
     On CUDA the time is that of a replayed graph, so that what the host does is left out.
     """
     inputs = Inputs.random(family, device, size or Size.on(device))
-    timed: list[Timed] = [
-        Timed(candidate.name, inputs.call(candidate)) for candidate in candidates(family, device)
-    ]
+    timed: list[Timed] = [Timed(candidate.name, inputs.call(candidate)) for candidate in candidates(family, device)]
     times, refused = time_interleaved(timed, device, seconds)
     found: dict[str, float | None] = {
-        item.name: round(statistics.median(times[item.name]), 5) if item.name in times else None
-        for item in timed
+        item.name: round(statistics.median(times[item.name]), 5) if item.name in times else None for item in timed
     }
     return BackendTimings(family, found, refused), refused
 

@@ -79,9 +79,7 @@ def _cases(batch: int, tokens: int) -> Iterator[DecodeCase]:
 CASES = tuple(case for size in SIZES for case in _cases(*size))
 
 
-def tune_decode(
-    device: torch.device, seconds: float, cases: Sequence[DecodeCase] = CASES
-) -> dict[str, dict[str, Any]]:
+def tune_decode(device: torch.device, seconds: float, cases: Sequence[DecodeCase] = CASES) -> dict[str, dict[str, Any]]:
     """Return the fastest config of as many cases as the time allows, by the kernel's shape key.
 
     The first size of each format and layout gets the time first, because every config has to be compiled there; the
@@ -115,14 +113,10 @@ def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[st
     copies = _copies(case, device)
     q_sem, q_geo, kinds, *streams = copies[0]
     shape = launcher.decode_shape(q_sem, q_geo, kinds, *streams[:3], case.tokens)
-    processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    )
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     in_cuda = device.type == "cuda" and import_module("caramba.kernels.cuda.nvrtc").version() is not None
     # Most promising first; each tile config, which has to be compiled, comes with all its split counts.
-    configs = {
-        str(index): config for index, config in enumerate(table.candidates(shape, processors, in_cuda))
-    }
+    configs = {str(index): config for index, config in enumerate(table.candidates(shape, processors, in_cuda))}
     timed = [Timed(name, _call(launcher.launch, config, copies)) for name, config in configs.items()]
     times, refused = time_interleaved(timed, device, seconds, least=1)
     if not times:
@@ -139,9 +133,7 @@ def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[st
     return {}
 
 
-def _call(
-    launch: Callable[..., object], way: object, copies: Sequence[Sequence[Any]]
-) -> Callable[[], object]:
+def _call(launch: Callable[..., object], way: object, copies: Sequence[Sequence[Any]]) -> Callable[[], object]:
     refusal: type[Exception] = import_module("triton.errors").TritonError
 
     def every_copy() -> None:
@@ -166,17 +158,13 @@ def _copies(case: DecodeCase, device: torch.device, n: int | None = None) -> lis
     ]
     seqlens = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device)
     packed = seqlens[:1].clone() if any(kind in STORED for kind in case.kinds) else None
-    return [
-        [*queries, list(case.kinds), *_streams(case, device, generator), seqlens, packed] for _ in range(n)
-    ]
+    return [[*queries, list(case.kinds), *_streams(case, device, generator), seqlens, packed] for _ in range(n)]
 
 
 def _streams(case: DecodeCase, device: torch.device, generator: torch.Generator) -> list[list[torch.Tensor]]:
     streams: list[StoredStream] = []
     for kind, d in zip(case.kinds, case.dims, strict=False):
-        streams.append(
-            zero_keys(streams[0], d) if kind == ZEROS else _stored(case, kind, d, device, generator)
-        )
+        streams.append(zero_keys(streams[0], d) if kind == ZEROS else _stored(case, kind, d, device, generator))
     return [stream.tensors for stream in streams] + [[]] * (3 - len(streams))
 
 
@@ -188,23 +176,17 @@ def _probe(case: DecodeCase, device: torch.device) -> tuple[list[Any], Sequence[
     if packed is not None:
         packed -= min(small.tokens // 2, TAIL // 2)
     k_sem, k_geo, v = streams
-    wanted = reference_dba_decode(
-        q_sem.float(), q_geo.float(), kinds, k_sem, k_geo, v, seqlens, packed, [], 0, 0, 0
-    )
+    wanted = reference_dba_decode(q_sem.float(), q_geo.float(), kinds, k_sem, k_geo, v, seqlens, packed, [], 0, 0, 0)
     return [q_sem, q_geo, kinds, *streams, seqlens, packed], wanted
 
 
 def _error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """Return the larger relative error of output and sums; of what is no number, infinity."""
-    errors = [
-        float((ours.float() - right).norm() / right.norm()) for ours, right in zip(found, wanted, strict=True)
-    ]
+    errors = [float((ours.float() - right).norm() / right.norm()) for ours, right in zip(found, wanted, strict=True)]
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
-def _stored(
-    case: DecodeCase, kind: str, width: int, device: torch.device, generator: torch.Generator
-) -> StoredStream:
+def _stored(case: DecodeCase, kind: str, width: int, device: torch.device, generator: torch.Generator) -> StoredStream:
     """Draw a stream of `tokens` tokens as a cache of this format stores it."""
     shape = (case.batch, case.n_kv_heads, case.tokens, width)
     if kind in NUMBERS:
@@ -212,9 +194,7 @@ def _stored(
     row = torch.randn(1, case.tokens, case.n_kv_heads * width, device=device, generator=generator)
     codes, scales = quantize(row, kind)
     # Every sequence gets a copy of one sequence's codes: the values do not change the time.
-    codes, scales = (
-        x.transpose(1, 2).expand(case.batch, *(-1,) * (x.dim() - 1)).contiguous() for x in (codes, scales)
-    )
+    codes, scales = (x.transpose(1, 2).expand(case.batch, *(-1,) * (x.dim() - 1)).contiguous() for x in (codes, scales))
     tail = torch.randn(
         (case.batch, case.n_kv_heads, TAIL, width), device=device, dtype=torch.bfloat16, generator=generator
     )

@@ -85,9 +85,7 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) ->
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
-    ]
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=1)
 

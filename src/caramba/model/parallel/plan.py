@@ -61,9 +61,7 @@ def apply_tensor_parallel(
             f"tensor parallel: got a mesh of {mesh.ndim} dimensions, expected 1; pass the one of the split: mesh['tp']"
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ConfigError(
-            "tensor parallel: the model is split already; build a new one, and split it before FSDP does"
-        )
+        raise ConfigError("tensor parallel: the model is split already; build a new one, and split it before FSDP does")
     options = {"split_vocabulary": split_vocabulary, "split_sequence": split_sequence}
     plan = tensor_parallel_plan(model, mesh.size(), **options)
     parallelize_module(model, mesh, plan)
@@ -81,9 +79,7 @@ def tensor_parallel_plan(
     """
     entries = model.spec.embedder.vocab_size
     by_entry = split_vocabulary and entries % n_ranks == 0
-    plan: dict[str, ParallelStyle] = {
-        "embedder.token": VocabParallelEmbedding() if by_entry else Replicated()
-    }
+    plan: dict[str, ParallelStyle] = {"embedder.token": VocabParallelEmbedding() if by_entry else Replicated()}
     if model.embedder.position is not None:
         plan["embedder.position"] = Replicated()
     for name, layer in _layers(model.topology, "topology"):

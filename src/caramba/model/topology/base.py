@@ -45,18 +45,14 @@ def build_node(config: NodeConfig) -> nn.Module:
     try:
         cls = getattr(_imported(config, module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        why = (
-            user_traceback(error) if is_own(type(config)) and not isinstance(error, AttributeError) else error
-        )
+        why = user_traceback(error) if is_own(type(config)) and not isinstance(error, AttributeError) else error
         raise ConfigError(
             f"{config.type}: cannot find target {config.target!r} ({why}); expected 'package.module:Class'"
         ) from error
     except Exception as error:
         if not is_own(type(config)):
             raise
-        raise ConfigError(
-            f"{config.type}: cannot import target {config.target!r}: {user_traceback(error)}"
-        ) from error
+        raise ConfigError(f"{config.type}: cannot import target {config.target!r}: {user_traceback(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigError(f"{config.type}: target {config.target!r} is not a torch.nn.Module class; name one")
     if is_own_layer(config):
@@ -161,9 +157,7 @@ def applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mo
 
 def custom_layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (qualified name, layer) of each distinct custom layer, in execution order."""
-    return [
-        (name, layer) for name, layer in dict(applications(model)).items() if own_config(layer) is not None
-    ]
+    return [(name, layer) for name, layer in dict(applications(model)).items() if own_config(layer) is not None]
 
 
 def attention_applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, AttentionLayer]]:
@@ -209,9 +203,7 @@ class NestedTopology(Topology):
     def __init__(self, config: NestedTopologyConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.runs: tuple[nn.Module, ...] | None = (
-            None  # the repeats, where each runs as one: see checkpointing.py
-        )
+        self.runs: tuple[nn.Module, ...] | None = None  # the repeats, where each runs as one: see checkpointing.py
         for _ in range(config.repeat - 1):
             self.layers.extend(build_nodes(config.layers))
 

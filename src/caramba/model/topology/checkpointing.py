@@ -47,9 +47,7 @@ def repeats(nested: NestedTopology) -> Iterator[NodeRun]:
         yield NodeRun(nested.layers[at : at + n])
 
 
-def checkpoint_topology(
-    topology: nn.Module, mode: str, granularity: Granularity = "block"
-) -> list[nn.Module]:
+def checkpoint_topology(topology: nn.Module, mode: str, granularity: Granularity = "block") -> list[nn.Module]:
     """Run the parts of a topology under activation checkpointing from now on, wherever gradients are on.
 
     `full` keeps a part's input alone and computes the part again in backward; `selective` also keeps the outputs of
@@ -98,9 +96,7 @@ class _Checkpointed:
         return checkpoint(self.forward, x, ctx, use_reentrant=False)
 
 
-_keep_products = functools.partial(
-    create_selective_checkpoint_contexts, lambda ctx, op, *args, **kwargs: _policy(op)
-)
+_keep_products = functools.partial(create_selective_checkpoint_contexts, lambda ctx, op, *args, **kwargs: _policy(op))
 
 
 def _policy(op: Any) -> CheckpointPolicy:

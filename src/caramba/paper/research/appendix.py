@@ -32,9 +32,7 @@ def with_experiments(evidence: Evidence, events: Sequence[Mapping[str, Any]], me
             if values:
                 spread = statistics.stdev(values) if len(values) > 1 else None
                 key = f"research.{name}.{arm}"
-                results[key] = Result(
-                    key, statistics.fmean(values), unit, len(values), spread, LEDGER, is_proxy
-                )
+                results[key] = Result(key, statistics.fmean(values), unit, len(values), spread, LEDGER, is_proxy)
         looks = [line for line in events if line["event"] == "look" and line["proposal"] == name]
         key = f"research.{name}.e_value"
         results[key] = Result(key, looks[-1]["e_value"], "", n, None, LEDGER, False)
@@ -53,8 +51,7 @@ def _appendix(
 ) -> str:
     title = r"\section*{Every run of the research loop}"
     told = "; ".join(
-        rf"\texttt{{{escape(line['proposal'])}}}: {line['state']} after {line['n_seeds']} seeds"
-        for line in decided
+        rf"\texttt{{{escape(line['proposal'])}}}: {line['state']} after {line['n_seeds']} seeds" for line in decided
     )
     lines = [title, rf"{{\small\noindent Metric: \texttt{{{escape(metric)}}}. {told}.\par", ""]
     for line in runs:

@@ -123,9 +123,7 @@ class Comparison:
         proposals = {line["proposal"]["name"]: line["proposal"] for line in self.ledger.of("proposal")}
         if proposal.name in proposals:
             if proposals[proposal.name] != plain:
-                raise ConfigError(
-                    f"proposal {proposal.name} was changed after its registration; give it another name"
-                )
+                raise ConfigError(f"proposal {proposal.name} was changed after its registration; give it another name")
             return
         if len(proposals) >= self.gate.candidates:
             raise ConfigError(
@@ -214,10 +212,7 @@ def pair_of(seed: int, baseline: dict[str, Any], candidate: dict[str, Any], gate
     limit = 0.0 if gate.budget == "tokens" else gate.wall_tolerance
     spent = "tokens" if gate.budget == "tokens" else "seconds"
     if metric is not None and baseline["metric"] is not None:
-        is_over = (
-            candidate[spent] > baseline[spent]
-            and budget_difference(baseline[spent], candidate[spent]) > limit
-        )
+        is_over = candidate[spent] > baseline[spent] and budget_difference(baseline[spent], candidate[spent]) > limit
         metric = None if is_over else metric
     return Pair(seed, baseline["metric"], metric)
 
@@ -262,9 +257,7 @@ def _check_base(run: Path, manifest: Manifest, gate: GateConfig) -> None:
     for group in manifest.groups_to_run():
         data = group.data
         if getattr(data, "val_frac", 0) == 0 and getattr(data, "val_path", None) is None:
-            raise ConfigError(
-                f"{run}: group {group.name} has no held-out split; set data.val_frac or data.val_path"
-            )
+            raise ConfigError(f"{run}: group {group.name} has no held-out split; set data.val_frac or data.val_path")
 
 
 def launch_run(command: Sequence[str], folder: Path, timeout_s: float | None) -> int:

@@ -79,9 +79,7 @@ def _read(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
         lines = [json.loads(text) for text in whole_lines(file)]
         return {(line["step"], digest_of(line["request"])): line for line in lines}
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file}: not a record of calls ({type(error).__name__}); restore it from a copy"
-        ) from None
+        raise ConfigError(f"{file}: not a record of calls ({type(error).__name__}); restore it from a copy") from None
 
 
 def _lines(request: dict[str, Any]) -> list[str]:
@@ -104,9 +102,7 @@ class RecordedModel(LanguageModel):
         """Return what a token costs; of a replay, as configured."""
         return super().price() if self.journal.replay is None else price_in_config(self.config)
 
-    def ask(
-        self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]
-    ) -> ModelReply:
+    def ask(self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]) -> ModelReply:
         """Return the reply of the journal, of the replayed file, or of the model, as `LanguageModel.ask` does."""
         request = {"model": self.config.model, "messages": messages, "tools": tools}
         read = TypeAdapter(ModelReply).validate_python

@@ -92,9 +92,7 @@ def read_ledger(file: Path) -> list[dict[str, Any]]:
 
 
 def _hash(line: dict[str, Any]) -> str:
-    return hashlib.sha256(
-        _text({key: value for key, value in line.items() if key != "sha256"}).encode()
-    ).hexdigest()
+    return hashlib.sha256(_text({key: value for key, value in line.items() if key != "sha256"}).encode()).hexdigest()
 
 
 def _text(line: dict[str, Any]) -> str:

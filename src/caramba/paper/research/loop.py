@@ -95,9 +95,7 @@ class ResearchLoop:
         """Like `run_sync`, in a thread."""
         return await asyncio.to_thread(self.run_sync, run_dir)
 
-    def run_sync(
-        self, run_dir: str | Path | None = None, *, manifest_path: str | Path | None = None
-    ) -> LoopResult:
+    def run_sync(self, run_dir: str | Path | None = None, *, manifest_path: str | Path | None = None) -> LoopResult:
         """Run or resume the loop on a finished run, named by its folder or by its manifest.json.
 
         Raises:
@@ -148,9 +146,7 @@ class _Session:
         self.comparison: Comparison | None = None
         if loop.config.gate is not None:
             timeout_s = loop.config.experiment_timeout_s
-            self.comparison = Comparison(
-                folder, run, loop.config.gate, timeout_s=timeout_s, launch=self._launch
-            )
+            self.comparison = Comparison(folder, run, loop.config.gate, timeout_s=timeout_s, launch=self._launch)
         self.ledger = Ledger(folder) if self.comparison is None else self.comparison.ledger
         self.rounds: list[dict[str, Any]] = []
 
@@ -223,9 +219,7 @@ class _Session:
         recorded = self._line("review", number)
         if recorded is not None:
             if sha256_of(self.paper / name) != recorded["file_sha256"]:
-                raise ConfigError(
-                    f"{self.paper / name}: not the review of {self.ledger.file}, line {recorded['n']}"
-                )
+                raise ConfigError(f"{self.paper / name}: not the review of {self.ledger.file}, line {recorded['n']}")
             return recorded
         self.journal.step = f"iter{number}/review"
         evidence = self._extended(read_evidence(self.run_dir, self.run_dir))
@@ -281,9 +275,7 @@ class _Session:
                 break
             proposal = parse_as(Proposal, plain)
             _check_file(self.paper / f"proposed_{proposal.name}.yml", proposal_yaml(proposal))
-            may_run = self.config.auto_run_experiments or (self.loop._confirm or (lambda item: False))(
-                proposal
-            )
+            may_run = self.config.auto_run_experiments or (self.loop._confirm or (lambda item: False))(proposal)
             if is_new and not may_run:
                 raise _Stop(
                     "person",
@@ -293,9 +285,7 @@ class _Session:
             ran.append(proposal.name)
         winner = self._winner()
         if winner is not None:
-            plain = next(
-                line["proposal"] for line in self.ledger.of("proposal") if line["proposal"]["name"] == winner
-            )
+            plain = next(line["proposal"] for line in self.ledger.of("proposal") if line["proposal"]["name"] == winner)
             self.comparison.open_held_out(parse_as(Proposal, plain))
         return ran
 
@@ -343,6 +333,4 @@ def _check_file(file: Path, expected: str) -> None:
     if lines != wanted:
         pairs = enumerate(zip([*lines, ""], [*wanted, ""], strict=False), 1)
         number = next((at for at, (one, other) in pairs if one != other), len(lines))
-        raise ConfigError(
-            f"{file}, line {number}: not what the review proposed; put the file back, or propose again"
-        )
+        raise ConfigError(f"{file}, line {number}: not what the review proposed; put the file back, or propose again")

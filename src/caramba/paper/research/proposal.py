@@ -65,11 +65,7 @@ class Patch(Config):
 
 def _tuples(given: Any) -> Any:
     """Return a list of lists, as YAML and JSON have it, as the schema does."""
-    return (
-        tuple(tuple(item) if isinstance(item, list) else item for item in given)
-        if is_sequence(given)
-        else given
-    )
+    return tuple(tuple(item) if isinstance(item, list) else item for item in given) if is_sequence(given) else given
 
 
 Patches = Annotated[tuple[Patch, ...], Field(min_length=1, max_length=8)]
@@ -86,9 +82,7 @@ class Proposal(Config):
     )
     rationale: Annotated[str, Field(min_length=1, max_length=2000)]
     hypothesis: Annotated[str, Field(min_length=1, max_length=2000)]
-    smallest_effect: Annotated[float, Field(ge=0)] = Field(
-        description="smallest difference of the metric that matters"
-    )
+    smallest_effect: Annotated[float, Field(ge=0)] = Field(description="smallest difference of the metric that matters")
     patches: Patches
     trials: Trials = Field(default=(), description=TRIALS)
 
@@ -128,9 +122,7 @@ def read_proposal(file: Path) -> Proposal:
     return parse_as(Proposal, cast("dict[str, Any]", plain))
 
 
-def arm_manifest(
-    base: Manifest, seed: int, proposal: Proposal | None = None, trial: Sequence[Patch] = ()
-) -> Manifest:
+def arm_manifest(base: Manifest, seed: int, proposal: Proposal | None = None, trial: Sequence[Patch] = ()) -> Manifest:
     """Return the manifest of one arm and seed: the base's with the seed in every phase, and the patches if given.
 
     `trial` are the settings that the arm is tuned to.

@@ -20,9 +20,7 @@ KINDS = ("calls", "tokens", "usd", "gpu_hours")
 class LoopBudget:
     """What a loop has spent and may spend, in `spend.json`. What a kill left reserved counts as spent."""
 
-    def __init__(
-        self, folder: Path, limits: LoopBudgetConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, folder: Path, limits: LoopBudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.file, self.limits, self._clock = folder / SPEND, limits, clock
         plain = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
         self.spent: dict[str, float] = {kind: plain.get(kind, 0) for kind in KINDS}

@@ -55,9 +55,7 @@ def verify_ledger(folder: Path) -> dict[str, int]:
             case "look" if gate is not None:
                 name = line["proposal"]
                 if proposals[name].trials and name not in tuned:
-                    raise ConfigError(
-                        f"{where}comes before both arms had their {len(proposals[name].trials)} trials"
-                    )
+                    raise ConfigError(f"{where}comes before both arms had their {len(proposals[name].trials)} trials")
                 pairs = _pairs(name, tuned.get(name, {}), runs, gate, line["n_seeds"], where)
                 expected = asdict(look(pairs, gate))
                 stated = {key: line[key] for key in expected}
@@ -125,9 +123,7 @@ def _check_manifests(
     for place, line in runs.items():
         name, where = place.split("/")[1], f"{folder / LEDGER}, line {line['n']}: "
         is_tuned = name in proposals and proposals[name].trials
-        untuned = (
-            trial_place(name, "baseline", 0) if is_tuned else run_place(name, "baseline", line["seed"], 0)
-        )
+        untuned = trial_place(name, "baseline", 0) if is_tuned else run_place(name, "baseline", line["seed"], 0)
         baseline = folder / untuned / "manifest.json"
         if name == "baseline" or not baseline.is_file():
             continue

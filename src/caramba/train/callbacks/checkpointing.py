@@ -43,12 +43,8 @@ class Checkpointing(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._agreement = SignalAgreement()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if pl_module.micro_steps == 0 and not (
-            self.eval_every and trainer.global_step % self.eval_every == 0
-        ):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.micro_steps == 0 and not (self.eval_every and trainer.global_step % self.eval_every == 0):
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -90,18 +86,14 @@ class KeptWeights(pl.Callback):
     saved.
     """
 
-    def __init__(
-        self, config: TrainerConfig, save_every: int | None, folder: Path, phase: str, save: Save
-    ) -> None:
+    def __init__(self, config: TrainerConfig, save_every: int | None, folder: Path, phase: str, save: Save) -> None:
         self.config, self.save_every, self.save = config, save_every, save
         self.folder, self.phase = folder, phase
         self.top_k = max(config.save_top_k, int(config.restore_best))
         self.best: list[tuple[float, int, str]] = []  # held-out loss, step, name; lowest loss first
         self.last: list[tuple[int, str]] = []
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         if pl_module.micro_steps or not self.config.save_last_k or not self.save_every:
             return

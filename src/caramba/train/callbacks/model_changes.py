@@ -39,9 +39,7 @@ class RestoreOnExit(pl.Callback, ABC):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.restore()
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.restore()
 
 
@@ -84,9 +82,7 @@ class Float8Products(RestoreOnExit):
     Reference: Micikevicius et al., 2022, arXiv:2209.05433 (the formats).
     """
 
-    def __init__(
-        self, model: nn.Module, recipe: str, least_width: int, run_dir: Path, *, is_compiled: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, recipe: str, least_width: int, run_dir: Path, *, is_compiled: bool) -> None:
         self.model, self.recipe, self.least_width, self.run_dir = model, recipe, least_width, run_dir
         self.is_compiled = is_compiled
         self._plain: dict[str, nn.Module] = {}
@@ -103,9 +99,7 @@ class Float8Products(RestoreOnExit):
             self._plain[name] = layer
             self.model.set_submodule(name, Float8Linear(layer, recipe))
         if trainer.is_global_zero:
-            append_event(
-                self.run_dir, "float8", recipe=self.recipe, casts=recipe.casts, layers=list(layers), left=left
-            )
+            append_event(self.run_dir, "float8", recipe=self.recipe, casts=recipe.casts, layers=list(layers), left=left)
         also = f", {len(left)} stay as they are: {_few(list(left))}" if left else ""
         logger.info(f"float8 {self.recipe}: {len(layers)} linear layers, cast by {recipe.casts}{also}")
 
@@ -166,9 +160,7 @@ class GradientAveraging(RestoreOnExit):
         # A block that is applied several times has as many backwards; a schedule decides which blocks train.
         has_blocks = self.phase.phase in BLOCK_PHASES
         missing: Missing = "zeros" if self.parallel.find_unused_parameters else "refuse"
-        is_narrow = self.parallel.reduce_dtype == "bfloat16" and not (
-            has_blocks or self.phase.has_16_bit_weights
-        )
+        is_narrow = self.parallel.reduce_dtype == "bfloat16" and not (has_blocks or self.phase.has_16_bit_weights)
         trained = pl_module.objective.trainable()
         table = pl_module.model.embedder.token
         is_whole = any(parameter is table.weight for _, parameter in trained)

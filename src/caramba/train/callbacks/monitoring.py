@@ -56,9 +56,7 @@ class Monitoring(pl.Callback):
     def _is_due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.steps
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         if pl_module.micro_steps or not (self._is_due(step, pl_module.log_every) or pl_module.has_converged):
             return
@@ -87,9 +85,7 @@ class Monitoring(pl.Callback):
         self.memory.read()
         self._close()
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -152,9 +148,7 @@ class Profiling(pl.Callback):
         if self._profile is not None and pl_module.micro_steps == 0:
             self._profile.begin_step()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._profile is not None and pl_module.micro_steps == 0:
             self._profile.end_step()
 
@@ -169,9 +163,7 @@ class Profiling(pl.Callback):
                     f"{self.phase}: ended before its profiled steps; nothing is written, raise debug.max_steps"
                 )
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()

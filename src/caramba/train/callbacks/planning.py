@@ -42,9 +42,7 @@ class RuntimePlanning(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.micro_steps or len(self._seconds) >= WARM_UP_STEPS + MEASURED_STEPS:
             return
         now = time.perf_counter()

@@ -65,9 +65,7 @@ class BlockwiseDistillation(pl.Callback):
     def __init__(self, schedule: BlockSchedule) -> None:
         self.schedule = schedule
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.micro_steps:
             return
         if trainer.global_step % pl_module.log_every == 0:

@@ -119,9 +119,7 @@ def _fits(group: Any, row: dict[str, float | dict[str, float]]) -> bool:
     if group is None:
         return False
     for name, value in row.items():
-        if name not in group or not set(value if isinstance(value, dict) else ()) <= set(
-            _layers(group[name])
-        ):
+        if name not in group or not set(value if isinstance(value, dict) else ()) <= set(_layers(group[name])):
             return False
     return True
 

@@ -43,9 +43,7 @@ class Orchestration(pl.Callback):
         self.parameters = [p for _, p in pl_module.objective.trainable()]
         self.orchestrator.journal.keep_before(trainer.global_step)
         if pl_module.phase.orchestrator_mode == "active":
-            self.guard = pl_module.guard = Guard(
-                pl_module.phase, portfolio, self.parameters, self.orchestrator.report
-            )
+            self.guard = pl_module.guard = Guard(pl_module.phase, portfolio, self.parameters, self.orchestrator.report)
             if self._guard_state is not None:
                 self.guard.load_state_dict(self._guard_state)
 
@@ -62,9 +60,7 @@ class Orchestration(pl.Callback):
                 self.guard.forget_update()
         orchestrator.watch_step(step, self.parameters)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.micro_steps:
             return
         if self.guard is not None and trainer.global_step >= pl_module.phase.steps:  # no later step will
@@ -97,18 +93,14 @@ def build_orchestration(
         ConfigError: its states do not fit, no window is left to score by, or decisions are of another manifest.
     """
     refuse_too_large(phase, sum(p.numel() for _, p in objective.trainable()), device)
-    digest = digest_of(
-        phase, spec_of(objective.model.spec).model_dump_json(), data.train, data.seed, data.start
-    )
+    digest = digest_of(phase, spec_of(objective.model.spec).model_dump_json(), data.train, data.seed, data.start)
     replayed = None
     if phase.orchestrator_decisions is not None:
         path = Path(phase.orchestrator_decisions)
         replayed = choices_to_replay(path, name, digest, phase.orchestrator_strategies)
     windows = None
     if runs_trials(phase):
-        windows = TrialData(
-            data.train, phase, seed=data.seed, start=data.start, per_step=per_step, share=share
-        )
+        windows = TrialData(data.train, phase, seed=data.seed, start=data.start, per_step=per_step, share=share)
     journal = Journal(run_dir / DECISIONS, name, digest, writes=is_main_process())
     return Orchestration(Orchestrator(phase, journal, windows, replayed))
 

@@ -260,9 +260,7 @@ class Guard:
         return self.undos > 2
 
     @torch.no_grad()
-    def _go_back(
-        self, step: int, *, kind: str = "rollback", weights_stay: bool = False, **values: Any
-    ) -> None:
+    def _go_back(self, step: int, *, kind: str = "rollback", weights_stay: bool = False, **values: Any) -> None:
         least = 2 if kind == "undo" else PATIENCE
         old_enough = [one for one in self.snapshots if step - one.step >= least]
         target = (old_enough or self.snapshots)[-1]
@@ -284,8 +282,7 @@ class Guard:
             "counts": dict(self.counts),
             "high": self.high,
             "last_undo": [self.undos, self.last_undo],
-            "seen": self._seen
-            and [*self._seen[:1], list(self._seen.limits), self._seen.lr, self._seen.values.read()],
+            "seen": self._seen and [*self._seen[:1], list(self._seen.limits), self._seen.lr, self._seen.values.read()],
             "snapshots": [
                 {"step": one.step, "weights": one.weights, "captured": self._plain(one.captured)}
                 for one in self.snapshots
@@ -333,10 +330,7 @@ class Guard:
 
 def _on(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """Return a weight's state on its device, after it was read from a file."""
-    return {
-        key: value.to(parameter.device) if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
+    return {key: value.to(parameter.device) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 class Flat:
@@ -347,9 +341,7 @@ class Flat:
         dtypes = {p.dtype for p in parameters}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         sizes = [p.numel() for p in parameters]
-        self.values = (
-            torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device) if values is None else values
-        )
+        self.values = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device) if values is None else values
         parts = self.values.split(sizes)
         self.parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 

@@ -66,9 +66,7 @@ class Journal:
         Answers to the step before go as well: the guard reads it again at `step`.
         """
         self.records = [
-            one
-            for one in self.records
-            if one["phase"] != self.phase or one["step"] < step - ("safety" in one)
+            one for one in self.records if one["phase"] != self.phase or one["step"] < step - ("safety" in one)
         ]
 
     def add(self, step: int, **values: Any) -> dict[str, Any]:
@@ -108,14 +106,10 @@ def choices_to_replay(path: Path, phase: str, digest: str, strategies: Any) -> d
         ConfigError: no such file, another manifest's, none of this phase, or an unknown strategy.
     """
     if not path.is_file():
-        raise ConfigError(
-            f"train.orchestrator_decisions={path}: no such file; give the decisions.jsonl of a run"
-        )
+        raise ConfigError(f"train.orchestrator_decisions={path}: no such file; give the decisions.jsonl of a run")
     own = [one for one in read_decisions(path) if one["phase"] == phase and "safety" not in one]
     if not own:
-        raise ConfigError(
-            f"{path}: has no decision of phase {phase!r}; give the file of a run with that phase"
-        )
+        raise ConfigError(f"{path}: has no decision of phase {phase!r}; give the file of a run with that phase")
     for one in own:
         if one.get("manifest") != digest:
             raise ConfigError(
@@ -218,9 +212,7 @@ class Orchestrator:
             if name != active and one != portfolio.strategy and portfolio.is_ready(name)
         ]
         equal = [
-            name
-            for name, one in phase.orchestrator_strategies.items()
-            if name != active and one == portfolio.strategy
+            name for name, one in phase.orchestrator_strategies.items() if name != active and one == portfolio.strategy
         ]
         challengers += equal  # tried like others: their trials are equal to the bit
         jumps = self.snapshots is not None and self.snapshots.is_enough(step)
@@ -228,9 +220,7 @@ class Orchestrator:
             return Choice(active, "no other strategy is ready"), none, None
         needed, most = trial_steps(phase, len(challengers)), phase.orchestrator_budget * phase.steps
         if self.trial_steps + needed > most:
-            spent = (
-                f"{self.trial_steps} of {most:.0f} steps of the budget are spent, a decision takes {needed}"
-            )
+            spent = f"{self.trial_steps} of {most:.0f} steps of the budget are spent, a decision takes {needed}"
             return Choice(active, spent), none, None
         fork, trials = Fork(module, portfolio, device), Trials(module, portfolio, self.data, device)
 
@@ -246,9 +236,7 @@ class Orchestrator:
         tokens = trials.steps * self.data.per_step * phase.block_size
         return found, {"steps": trials.steps, "seconds": round(trials.seconds, 4), "tokens": tokens}, jump
 
-    def _nowcast(
-        self, step: int, module: Any, trials: Trials, fork: Fork, name: str
-    ) -> dict[str, Any] | None:
+    def _nowcast(self, step: int, module: Any, trials: Trials, fork: Fork, name: str) -> dict[str, Any] | None:
         """Jump to forecast weights if that beats the same steps without it, paired; else leave them."""
         if self.snapshots is None or not self.snapshots.is_enough(step):
             return None
@@ -350,9 +338,7 @@ class Orchestrator:
 
     def report(self, kind: str, step: int, **values: Any) -> None:
         """Record an answer of the guard to a spike at step `step`."""
-        self.journal.add(
-            step, choice=str(values.pop("strategy", "")), reason=f"safety: {kind}", safety=kind, **values
-        )
+        self.journal.add(step, choice=str(values.pop("strategy", "")), reason=f"safety: {kind}", safety=kind, **values)
 
 
 def gradient_noise(portfolio: Portfolio) -> float | None:
@@ -362,9 +348,7 @@ def gradient_noise(portfolio: Portfolio) -> float | None:
         states = [state for p in group["params"] if (state := portfolio.state.get(p))]
         if group["family"] != "adamw" or not states:
             continue
-        means, squares, steps = (
-            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
-        )
+        means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         sums = torch._foreach_norm(squares, 1)  # pyright: ignore[reportPrivateImportUsage] none is below 0
         read = torch.stack([tensor_norms(means).square(), torch.stack(sums), torch.stack(steps)]).tolist()
         beta1, beta2 = group["betas"]

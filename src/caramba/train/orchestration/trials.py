@@ -69,9 +69,7 @@ class TrialData:
         at = step + repeat * self.phase.orchestrator_eval_horizon
         phase = self.phase.model_copy(update={"num_workers": 0})
         start = self.start + at * self.per_step
-        return iter(
-            train_loader(self.dataset, phase, seed=self.seed, start=start, pin=False, share=self.share)
-        )
+        return iter(train_loader(self.dataset, phase, seed=self.seed, start=start, pin=False, share=self.share))
 
     def scoring(self, half: int | None) -> DataLoader[Any]:
         """Return batches of the windows that score: a half, for the choice of a challenger or its test, or all."""
@@ -92,8 +90,7 @@ class Fork:
         self._adagc = None if module.adagc is None else module.adagc.state_dict()
         if self._adagc is not None:
             self._adagc = {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in self._adagc.items()
+                key: value.clone() if isinstance(value, Tensor) else value for key, value in self._adagc.items()
             }
         self._rng = random_states(device)
 
@@ -176,9 +173,7 @@ class Trials:
                     place = step + repeat * phase.orchestrator_eval_horizon + at
                     weight = float((batch[1] != IGNORED).sum()) / module.targets_of(place)
                 with self._context():
-                    module.objective.step(
-                        batch, lambda loss, weight=weight: (loss * weight / times).backward()
-                    )
+                    module.objective.step(batch, lambda loss, weight=weight: (loss * weight / times).backward())
             if module.averaging is not None:
                 module.averaging.finish()
             module.objective.join_gradients()

@@ -213,8 +213,7 @@ class StepNorms:
         for (layer, _), norm in zip(gradients, norms, strict=True):
             by_layer.setdefault(layer, []).append(norm)
         return {
-            f"{LAYER_GRAD_NORM}/{layer}": torch.linalg.vector_norm(torch.stack(own))
-            for layer, own in by_layer.items()
+            f"{LAYER_GRAD_NORM}/{layer}": torch.linalg.vector_norm(torch.stack(own)) for layer, own in by_layer.items()
         }
 
 
@@ -234,9 +233,7 @@ def layers_of(parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:
         match = _LAYER.match(name)
         layer = match.group(1).removeprefix("topology.") if match else name.split(".")[0]
         found.setdefault(layer, []).append(name)
-    return {
-        layer: names for layer, names in found.items() if any(parameters[name].ndim > 1 for name in names)
-    }
+    return {layer: names for layer, names in found.items() if any(parameters[name].ndim > 1 for name in names)}
 
 
 _ARITHMETIC: dict[str, Arithmetic] = {"float16": "float16", "bfloat16": "bfloat16"}

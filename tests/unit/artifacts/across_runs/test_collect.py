@@ -52,9 +52,7 @@ def finish(run, value, std=0.5):
     labels = {"proxy": "trained from scratch on text"}
     result = RunResult("demo", run.name, "ab" * 32, None, {}, {}, phases, benchmarks=(bench,), labels=labels)
     for step in (20, 40):
-        append_event(
-            run, "metrics", phase="pre", step=step, values={"loss": value, "running_loss": value + 40 - step}
-        )
+        append_event(run, "metrics", phase="pre", step=step, values={"loss": value, "running_loss": value + 40 - step})
     write_json(run / "artifacts" / "report.json", build_report(result, collect(result), (), ()))
     write_json(run / "result.json", {"status": "finished", **to_plain(result)})
 
@@ -99,9 +97,7 @@ def test_a_sweep_becomes_a_table_with_mean_deviation_and_n(called, sweep, tmp_pa
     assert "Proxy teacher: trained from scratch on text.}" in (tmp_path / "o" / "table.tex").read_text()
     assert out.splitlines()[1].split() == ["model.d_model", PERPLEXITY, "n"]
     assert out.splitlines()[2].split() == ["8", "32", "±", "1", "3"]
-    assert out.splitlines()[3].split() == ["16", "13", "±", "1", "*", "2"], (
-        "n and deviation are of what has finished"
-    )
+    assert out.splitlines()[3].split() == ["16", "13", "±", "1", "*", "2"], "n and deviation are of what has finished"
     assert f"best {PERPLEXITY}: 13 ± 1 at model.d_model=16" in out
     rows = list(csv.DictReader((tmp_path / "o" / "summary.csv").open()))
     row = next(row for row in rows if row["metric"] == PERPLEXITY and row["model.d_model"] == "8")
@@ -124,9 +120,7 @@ def test_a_sweep_becomes_a_table_with_mean_deviation_and_n(called, sweep, tmp_pa
 
 def test_a_sweep_over_three_keys_is_drawn_as_parallel_coordinates(monkeypatch):
     figures = []
-    monkeypatch.setattr(
-        plot, "to_png", lambda figure, labels: (figures.append(figure), to_png(figure, labels))[1]
-    )
+    monkeypatch.setattr(plot, "to_png", lambda figure, labels: (figures.append(figure), to_png(figure, labels))[1])
     keys = ["train.lr", "model.d_model", "train.optimizer"]
 
     def group(value, *values):
@@ -138,18 +132,14 @@ def test_a_sweep_over_three_keys_is_drawn_as_parallel_coordinates(monkeypatch):
         group(10.0, "1e-3", "16", "adamw"),
         group(20.0, "1e-3", "8", "lion"),
     ]
-    image = plot.draw_sweep(
-        [*groups, group(None, "1e-1", "8", "lion")], keys, PERPLEXITY, "demo", is_higher=False
-    )
+    image = plot.draw_sweep([*groups, group(None, "1e-1", "8", "lion")], keys, PERPLEXITY, "demo", is_higher=False)
     assert image is not None
     assert image[:4] == b"\x89PNG"
     (axes,) = figures[0].axes
     assert [text.get_text() for text in axes.get_xticklabels()] == [*keys, PERPLEXITY]
     lines = [line for line in axes.get_lines() if len(line.get_xdata()) == 4]
     heights = [[float(y) for y in line.get_ydata()] for line in lines]
-    assert heights == [[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 1, 0.5]], (
-        "values in order; the metric's on the last axis"
-    )
+    assert heights == [[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 1, 0.5]], "values in order; the metric's on the last axis"
     assert [line.get_linewidth() for line in lines] == [1.4, 3.5, 1.4], "the best is the thick one"
 
 
@@ -227,9 +217,7 @@ def test_two_runs_compare_with_intervals_and_curves(called, sweep, tmp_path):
     assert f"{number(perplexity.half_width)} *" in out
     assert found["loss.pre"].half_width is None
     assert "are the same run" in called("compare", first, first, status=2).err
-    assert (
-        "no metric with that in its key" in called("compare", first, second, "--metric", "xyz", status=2).err
-    )
+    assert "no metric with that in its key" in called("compare", first, second, "--metric", "xyz", status=2).err
 
 
 def accuracy_result(run, student_hits):
@@ -317,10 +305,7 @@ def test_collect_groups_by_any_key_of_the_manifest(called, sweep):
     assert out.splitlines()[2].split()[:2] == ["8", "32"]
     end = called("collect", sweep, "--by", "embedder.vocab_size").out
     assert end.splitlines()[2].split()[0] == "300"
-    assert (
-        "a key of the manifests needs one value in each"
-        in called("collect", sweep, "--by", "absent", status=2).err
-    )
+    assert "a key of the manifests needs one value in each" in called("collect", sweep, "--by", "absent", status=2).err
 
 
 def test_collect_omits_damaged_runs_and_names_them(called, sweep, tmp_path):

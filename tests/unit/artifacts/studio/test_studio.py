@@ -91,12 +91,9 @@ def test_page_has_every_run_with_its_numbers_and_origin(root: Path) -> None:
     assert run["sha"] == hashlib.sha256((root / "demo/run-1/manifest.json").read_bytes()).hexdigest()
     assert data["swept"] == ["train.lr"]
     differing = {
-        data["keys"][key]: data["values"][value]
-        for key, value in zip(*[iter(run["config"])] * 2, strict=True)
+        data["keys"][key]: data["values"][value] for key, value in zip(*[iter(run["config"])] * 2, strict=True)
     }
-    assert differing == {"groups[main].runs[pre].train.lr": "0.004"}, (
-        "keys that are equal in all runs are left out"
-    )
+    assert differing == {"groups[main].runs[pre].train.lr": "0.004"}, "keys that are equal in all runs are left out"
     assert data["curves"] == [["pre", "running_loss"]], "curves of single blocks are left out"
     packed = struct.unpack("<12f", base64.b64decode(run["packed"]))
     assert packed[:4] == (10, 20, 30, 40)
@@ -126,9 +123,7 @@ def test_vendored_files_are_those_of_the_record() -> None:
     folder = Path(page.__file__).parent / "vendor"
     listed = json.loads((folder / "vendor.json").read_text())
     for entry in listed:
-        assert hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest() == entry["sha256"], entry[
-            "file"
-        ]
+        assert hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest() == entry["sha256"], entry["file"]
         assert entry["license"] in ("MIT", "ISC")
     licences = {file.name for file in folder.glob("*.LICENSE")}
     assert licences == {"uPlot.LICENSE", "d3.LICENSE", "plot.LICENSE"}
@@ -295,9 +290,7 @@ def test_command_writes_a_page_next_to_the_runs(root: Path, capsys: pytest.Captu
     (root / "demo" / "run-0" / "artifacts" / "report.html").write_text("")
     assert main(["studio", "demo", "--out", "a page.html"]) == 0
     data = data_of((root.parent / "a page.html").read_text())
-    assert data["runs"][0]["link"] == "runs/demo/run-0/artifacts/report.html", (
-        "links are relative to the page"
-    )
+    assert data["runs"][0]["link"] == "runs/demo/run-0/artifacts/report.html", "links are relative to the page"
 
 
 @pytest.mark.parametrize(
@@ -310,9 +303,7 @@ def test_command_writes_a_page_next_to_the_runs(root: Path, capsys: pytest.Captu
         (["--port", "x"], "invalid int value"),
     ],
 )
-def test_mistakes_are_named(
-    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_mistakes_are_named(root: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     (root.parent / "empty").mkdir()
     os.chdir(root.parent / "empty" if words == ["."] else root.parent)
     assert main(["studio", *words]) == 2

@@ -73,9 +73,7 @@ def _shrunk(value: Any, factor: int) -> Any:
         fewer = math.gcd(factor, kv_heads)
         small |= {key: value[key] // fewer for key in ("n_heads", "n_kv_heads") if value.get(key)}
         if value.get("head_dim"):
-            small["head_dim"] = max(
-                2, value["head_dim"] // (factor // fewer) // 2 * 2
-            )  # whole pairs for RoPE
+            small["head_dim"] = max(2, value["head_dim"] // (factor // fewer) // 2 * 2)  # whole pairs for RoPE
         unit = 2 * (kv_heads // fewer)  # whole pairs for RoPE in every head
         for key in ("sem_dim", "geo_dim", "v_dim", "attn_dim"):
             if value.get(key):

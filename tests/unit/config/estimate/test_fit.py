@@ -135,9 +135,7 @@ def test_learned_positions_take_the_block_size():
 
 def test_out_of_reach_says_how_far_it_goes():
     tiny = compose_model("tiny")
-    with pytest.raises(
-        ConfigError, match=r"target_params=1,000 .* smallest is [\d,]+ \(153K\) .* vocabulary of 2,048"
-    ):
+    with pytest.raises(ConfigError, match=r"target_params=1,000 .* smallest is [\d,]+ \(153K\) .* vocabulary of 2,048"):
         fit(tiny, 1_000)
     with pytest.raises(ConfigError, match=r"the largest is [\d,]+ \(\d.*T\) parameters \(d_model 32768"):
         fit(tiny, 10**16)

@@ -78,9 +78,7 @@ class TestModelCost:
     def test_attention_flops_are_part_of_the_whole(self):
         cost = model_cost(compose_model("tiny"))
         mlp = 4 * 2 * 3 * 128 * 384
-        assert cost.attention_flops_per_token(64) + mlp + 2 * 2048 * 128 == pytest.approx(
-            cost.flops_per_token(64)
-        )
+        assert cost.attention_flops_per_token(64) + mlp + 2 * 2048 * 128 == pytest.approx(cost.flops_per_token(64))
 
 
 class TestStages:
@@ -95,9 +93,7 @@ class TestStages:
         assert blockwise.memory.weights_bytes == 4 * (teacher.params + student.params)
         assert blockwise.memory.optimizer_bytes == 8 * student.attention_params
         assert distil.trained_params == student.params
-        assert distil.memory.activations_bytes == 4 * 128 * 4 * (
-            student.activation_elements + teacher.vocab_size
-        )
+        assert distil.memory.activations_bytes == 4 * 128 * 4 * (student.activation_elements + teacher.vocab_size)
         assert blockwise.memory.activations_bytes < pretrain.memory.activations_bytes / 10
 
     def test_wide_keys_count_in_two_parts_where_their_kernel_is_known_to_run(self):
@@ -113,9 +109,7 @@ class TestStages:
             ("cpu", "auto", False),
         ):
             found = plan(made.model_copy(update={"device": device, "kernels": kernels}))
-            for stage, before, elements in zip(
-                found.stages, joined.stages, (spared // 16, spared), strict=True
-            ):
+            for stage, before, elements in zip(found.stages, joined.stages, (spared // 16, spared), strict=True):
                 less = before.estimate.memory.activations_bytes - stage.estimate.memory.activations_bytes
                 assert less == (2 * tokens * elements if fewer else 0)
                 assert ("wide keys count in two parts" in stage.note) is fewer
@@ -124,9 +118,7 @@ class TestStages:
             ("llama32_dba_384b", half),
         ):  # float32 as far as is known; narrow keys
             made = manifest(preset, phase("global", objective="ce", **way))
-            stages = [
-                plan(made.model_copy(update={"device": device})).stages[0] for device in ("cuda", "auto")
-            ]
+            stages = [plan(made.model_copy(update={"device": device})).stages[0] for device in ("cuda", "auto")]
             assert stages[0] == stages[1]
 
     def test_blockwise_work_is_one_teacher_pass_and_attention(self):
@@ -183,8 +175,7 @@ class TestStages:
         assert halves.estimate.memory.weights_bytes == 4 * (model.params - layers // 2)
         assert halves.tokens == alone.tokens
         kept = [
-            one.estimate.memory.activations_bytes
-            for one in (alone, halves, on({**split, "sequence_parallel": True}))
+            one.estimate.memory.activations_bytes for one in (alone, halves, on({**split, "sequence_parallel": True}))
         ]
         assert kept[0] > kept[1] > kept[2] > kept[0] / 2
         stages = on({"strategy": "pipeline", "pp": 2, "num_micro_batches": 4}).estimate.memory
@@ -192,11 +183,7 @@ class TestStages:
             model.embedder_params
         ), "the first stage, with two of four micro-batches alive"
         text = render_text(
-            plan(
-                manifest("tiny", phase("pretrain")).model_copy(
-                    update={"parallel": ParallelConfig(strategy="fsdp2")}
-                )
-            )
+            plan(manifest("tiny", phase("pretrain")).model_copy(update={"parallel": ParallelConfig(strategy="fsdp2")}))
         )
         assert "parallel.dp auto: memory and tokens are for dp=1" in text
         assert "gathered" not in text
@@ -231,22 +218,14 @@ class TestStages:
         run = {**phase("pretrain"), "steps": 50}
         experiment = manifest("tiny", run)
         assert plan(experiment).stages[0].steps == 50
-        debugged = experiment.model_copy(
-            update={"debug": experiment.debug.model_copy(update={"max_steps": 3})}
-        )
+        debugged = experiment.model_copy(update={"debug": experiment.debug.model_copy(update={"max_steps": 3})})
         assert plan(debugged).stages[0].tokens == 3 * 4 * 64
 
     def test_notes_say_what_is_skipped_or_not_counted(self):
-        made = plan(
-            manifest(
-                "llama32_dba", phase("pretrain", trains="teacher"), phase("blockwise", batch_size="auto")
-            )
-        )
+        made = plan(manifest("llama32_dba", phase("pretrain", trains="teacher"), phase("blockwise", batch_size="auto")))
         assert made.stages[0].note == "skipped: the teacher comes from meta-llama/Llama-3.2-1B"
         first = made.stages[0]
-        assert (first.steps, first.tokens, first.total_flops, first.estimate) == (0, 0, 0.0, None), (
-            "not priced"
-        )
+        assert (first.steps, first.tokens, first.total_flops, first.estimate) == (0, 0, 0.0, None), "not priced"
         assert made.stages[1].tokens is None
         assert "memory is for a batch of 1" in made.stages[1].note
 
@@ -260,9 +239,7 @@ class TestStages:
     def test_a_teacher_without_description_is_said_not_to_count(self):
         experiment = manifest("tiny_dba", phase("blockwise"))
         teacher = experiment.model.teacher.model_copy(update={"manifest": None, "checkpoint": "runs/x"})
-        bare = experiment.model_copy(
-            update={"model": experiment.model.model_copy(update={"teacher": teacher})}
-        )
+        bare = experiment.model_copy(update={"model": experiment.model.model_copy(update={"teacher": teacher})})
         made = plan(bare)
         assert made.teacher is None
         assert "the teacher is not counted" in made.stages[0].note
@@ -339,8 +316,5 @@ def test_planning_loads_neither_torch_nor_hydra_nor_numpy():
 
 def test_kinds_of_one_stream_agree_with_the_table():
     cost = model_cost(compose_model("llama32_dba"))
-    streams = {
-        kind: cost.kv_bytes_per_layer(kind)[0]
-        for kind in (KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4)
-    }
+    streams = {kind: cost.kv_bytes_per_layer(kind)[0] for kind in (KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4)}
     assert streams == {KVCacheKind.Q8_0: 408, KVCacheKind.Q4_0: 216, KVCacheKind.NF4: 216}

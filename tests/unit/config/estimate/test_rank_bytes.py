@@ -16,9 +16,7 @@ def cost() -> ModelCost:
 
 
 def beyond(cost: ModelCost, ranks: int, phase: dict[str, object] | None = None, **parallel: object) -> int:
-    described = PhaseConfig.model_validate(
-        {"phase": "pretrain", "steps": 9, "batch_size": "auto", **(phase or {})}
-    )
+    described = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": "auto", **(phase or {})})
     return rank_bytes(described, cost, ParallelLayout(ParallelConfig.model_validate(parallel), ranks))
 
 
@@ -47,6 +45,4 @@ def test_fsdp2_takes_off_what_other_ranks_hold_throughout_a_step(cost: ModelCost
     sgd = beyond(cost, 2, {"optimizer": "sgd"}, strategy="fsdp2", dp=2)
     assert sgd == two + 4 * (cost.params - -(-cost.params // 2))
     bare = beyond(cost, 2, {"optimizer": "sgd", "momentum": 0.0}, strategy="fsdp2", dp=2)
-    assert bare == two + 8 * (cost.params - -(-cost.params // 2)), (
-        "without momentum there is no state to share"
-    )
+    assert bare == two + 8 * (cost.params - -(-cost.params // 2)), "without momentum there is no state to share"

@@ -49,9 +49,7 @@ def upcast(model: ModelSpec, d_ff: int) -> ModelSpec:
 
 def test_a_model_that_cannot_be_matched_is_refused_by_run():
     model = upcast(spec(mode="bottleneck", n_kv_heads=4, head_dim=None, attn_dim=8), 8)
-    with pytest.raises(
-        ConfigError, match=r"run 'baseline_run': exp=baseline: matching .* parameters needs d_ff -"
-    ):
+    with pytest.raises(ConfigError, match=r"run 'baseline_run': exp=baseline: matching .* parameters needs d_ff -"):
         check_variants(manifest_of(model, "baseline"))
 
 

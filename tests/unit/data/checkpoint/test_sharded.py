@@ -51,9 +51,7 @@ def test_a_sharded_state_that_is_damaged_or_does_not_fit_the_disk(tmp_path: Path
     assert place.name == "00000001", "the older state is as it was"
     load_sharded_state(place, model, optimizer)
     cut(place / MODEL)
-    with pytest.raises(
-        CheckpointError, match=r"00000001: cannot be read as a sharded state: .*; remove the folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"00000001: cannot be read as a sharded state: .*; remove the folder"):
         load_sharded_state(place, model, optimizer)
 
 

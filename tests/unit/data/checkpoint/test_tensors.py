@@ -70,9 +70,7 @@ def test_a_small_view_of_a_large_tensor_is_saved_small(tmp_path: Path) -> None:
 
 def test_tied_weights_are_refused_then_dropped_then_restored(tmp_path: Path) -> None:
     path, model = tmp_path / "x.safetensors", Tied()
-    with pytest.raises(
-        CheckpointError, match=r"embedder\.weight and head\.weight share memory.*without_aliases"
-    ):
+    with pytest.raises(CheckpointError, match=r"embedder\.weight and head\.weight share memory.*without_aliases"):
         save_tensors(path, model.state_dict())
     kept, aliases = without_aliases(model.state_dict())
     assert aliases == {"head.weight": "embedder.weight"}
@@ -90,9 +88,7 @@ def test_tied_weights_are_refused_then_dropped_then_restored(tmp_path: Path) -> 
 def test_aliases_do_not_depend_on_the_order_of_names() -> None:
     shared = torch.randn(3)
     assert (
-        without_aliases({"b": shared, "a": shared})[1]
-        == without_aliases({"a": shared, "b": shared})[1]
-        == {"b": "a"}
+        without_aliases({"b": shared, "a": shared})[1] == without_aliases({"a": shared, "b": shared})[1] == {"b": "a"}
     )
     parts = torch.randn(4)
     assert without_aliases({"a": parts[:2], "b": parts[2:]})[1] == {}
@@ -163,9 +159,7 @@ def test_truncated_files_name_both_sizes(tmp_path: Path, cut: int) -> None:
     save_tensors(path, {"a": torch.randn(300)})
     size = path.stat().st_size
     os.truncate(path, size - cut)
-    with pytest.raises(
-        CheckpointError, match=rf"x\.safetensors: the file is truncated: {size - cut} bytes, .*{size}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"x\.safetensors: the file is truncated: {size - cut} bytes, .*{size}"):
         load_tensors(path)
 
 

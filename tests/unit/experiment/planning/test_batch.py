@@ -12,9 +12,7 @@ GB = 10**9
 class Machine:
     """Memory and time of a step as functions of its batch; past `limit_bytes` it runs out."""
 
-    def __init__(
-        self, base: float, per_sequence: float, limit_bytes: float, overhead_s: float = 0.01
-    ) -> None:
+    def __init__(self, base: float, per_sequence: float, limit_bytes: float, overhead_s: float = 0.01) -> None:
         self.base, self.per_sequence, self.limit, self.overhead_s = (
             base,
             per_sequence,
@@ -100,9 +98,7 @@ def test_a_slower_batch_is_not_taken_for_its_size() -> None:
             return Trial(candidate, tuple(slow * item for item in trial.seconds), trial.peak_bytes)
 
     machine = Swapping(0, GB, 10**15, overhead_s=0.002)
-    best, _, _ = largest_batch(
-        machine.measure, StepCandidate(1), target_bytes=10**15, most=10**6, budget=Budget(10**9)
-    )
+    best, _, _ = largest_batch(machine.measure, StepCandidate(1), target_bytes=10**15, most=10**6, budget=Budget(10**9))
     assert best is not None
     assert best.candidate.batch_size == 8
     assert machine.asked == [1, 2, 8, 32, 128]

@@ -61,9 +61,7 @@ def test_compilation_is_held_against_what_the_run_saves() -> None:
 
 
 def test_a_mode_that_compiles_longer_than_is_left_is_skipped_by_name() -> None:
-    phase = PhaseConfig.model_validate(
-        {"phase": "pretrain", "steps": 1000, "batch_size": 4, "compile_model": "auto"}
-    )
+    phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1000, "batch_size": 4, "compile_model": "auto"})
     ground = PlanningContext(200, 1, "float32", compile_modes=("default", "reduce-overhead", "max-autotune"))
     found = decide(phase, ground, measure, Budget(33, clock=lambda: 0.0))
     assert found["compile_model"].value == "reduce-overhead"
@@ -76,26 +74,21 @@ def test_bfloat16_has_to_be_faster_and_near() -> None:
     found = decide(phase, ground, measure, Budget())
     assert found["precision"].value == "bf16-mixed"
     assert (
-        "bfloat16 takes 0.50 of float32's time at batch 4; its loss is 0.20% off after 5 steps"
-        in found["dtype"].reason
+        "bfloat16 takes 0.50 of float32's time at batch 4; its loss is 0.20% off after 5 steps" in found["dtype"].reason
     )
     figures = {"batch_size": 4.0, "float32_seconds": 0.4, "bfloat16_seconds": 0.2, "loss_drift": 0.002}
     assert found["dtype"].measured == pytest.approx(figures)
 
 
 @pytest.mark.parametrize(("wins", "utilization", "held_at"), [(1.0, 1.0, 2), (4.0, 1.0, 2), (4.0, 0.76, 1)])
-def test_precision_is_held_at_the_batch_that_both_can_take(
-    wins: float, utilization: float, held_at: int
-) -> None:
+def test_precision_is_held_at_the_batch_that_both_can_take(wins: float, utilization: float, held_at: int) -> None:
     """Float32 has room for a third of the batch; where it leads it gets a batch of its own."""
     trials: list[StepCandidate] = []
 
     def both(candidate: StepCandidate) -> Trial:
         trials.append(candidate)
         is_narrow = candidate.dtype == "bfloat16"
-        made = measure(
-            replace(candidate, batch_size=candidate.batch_size * (1 if is_narrow else 3), dtype="")
-        )
+        made = measure(replace(candidate, batch_size=candidate.batch_size * (1 if is_narrow else 3), dtype=""))
         seconds = tuple(second * (wins if is_narrow else 1.0) for second in made.seconds)
         return replace(made, candidate=candidate, seconds=seconds)
 

@@ -28,9 +28,7 @@ def engine_of_pieces(monkeypatch: pytest.MonkeyPatch, n_slots: int) -> tuple[Eng
 
 
 @pytest.mark.parametrize("n_slots", [2, 3])
-def test_a_piece_of_a_long_prompt_runs_beside_each_step(
-    n_slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_of_a_long_prompt_runs_beside_each_step(n_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, replays = engine_of_pieces(monkeypatch, n_slots)
     slots = engine.batch.slots
     first = engine.submit(TEXTS[0], max_new_tokens=20, seed=1, temperature=0.7)

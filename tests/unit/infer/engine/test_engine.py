@@ -114,10 +114,7 @@ def test_rows_of_a_quantised_cache_pack_their_own_tails() -> None:
     tickets = [engine.submit(prompt, max_new_tokens=12, temperature=0.5) for prompt in prompts]
     packed = [0, 0, 0]
     while engine.step():
-        packed = [
-            max(n, row.caches[0].n_packed or 0)
-            for n, row in zip(packed, engine.batch.slots.rows, strict=True)
-        ]
+        packed = [max(n, row.caches[0].n_packed or 0) for n, row in zip(packed, engine.batch.slots.rows, strict=True)]
     assert (engine.stats().decode, packed) == ("eager", [64, 128, 0])
     for prompt, ticket in zip(prompts, tickets, strict=True):
         options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.5, "cache_kind": "mixed"}
@@ -290,9 +287,7 @@ def test_threads_submit_while_the_engine_runs(model: Model) -> None:
         left = engine.submit([1], max_new_tokens=21)
         engine.close(drain=True)
         assert left.finish_reason == "length"
-    alone = generate(
-        model, [[1, 2]] * 8, seeds=range(8), max_new_tokens=6, temperature=2.0, cache_kind="fp32"
-    )
+    alone = generate(model, [[1, 2]] * 8, seeds=range(8), max_new_tokens=6, temperature=2.0, cache_kind="fp32")
     assert found == {row.seed: row.tokens for row in alone}
     with pytest.raises(EngineClosed, match="closed"):
         engine.submit([1], max_new_tokens=2)

@@ -32,9 +32,7 @@ def test_captured_steps_give_the_text_of_the_cpu(name: str) -> None:
     model = model.cuda()
     found = {}
     for compiled in (False, "graph"):
-        engine = Engine(
-            model, n_slots=3, max_len=32, prefill_chunk=16, compiled=compiled, prefix_cache_bytes=1 << 20
-        )
+        engine = Engine(model, n_slots=3, max_len=32, prefill_chunk=16, compiled=compiled, prefix_cache_bytes=1 << 20)
         for _ in range(2):  # the second time every graph is replayed
             tickets = submit_all(engine)
             run(engine)
@@ -102,9 +100,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("beside", [1, batch.MAX_OVERLAP_STEPS])
-def test_nothing_but_the_read_of_tokens_waits_for_the_device(
-    beside: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_but_the_read_of_tokens_waits_for_the_device(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "MAX_OVERLAP_STEPS", beside)
     model = build_model(transformer("gqa_scaled"), seed=0)
     alone = [

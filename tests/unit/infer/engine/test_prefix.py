@@ -16,9 +16,7 @@ from tests.unit.infer.test_generator import sharp
 SYSTEM = [(7 * index) % 23 for index in range(20)]
 
 
-@pytest.fixture(
-    scope="module", params=["decoupled", "latent_first", "Cyclic latent_first", "Recurrent decoupled"]
-)
+@pytest.fixture(scope="module", params=["decoupled", "latent_first", "Cyclic latent_first", "Recurrent decoupled"])
 def model(request: pytest.FixtureRequest) -> Model:
     return sharp(architecture(request.param))
 
@@ -37,9 +35,7 @@ def test_equal_beginnings_are_run_once_and_change_nothing(model: Model) -> None:
         run(engine)
         texts.append([asked.tokens, *(ticket.tokens for ticket in tickets)])
         for prompt, ticket in zip(prompts, tickets, strict=True):
-            (alone,) = generate(
-                model, [prompt], max_new_tokens=4, temperature=2.0, seeds=[4], cache_kind="fp32"
-            )
+            (alone,) = generate(model, [prompt], max_new_tokens=4, temperature=2.0, seeds=[4], cache_kind="fp32")
             assert ticket.tokens == alone.tokens
     assert texts[0] == texts[1]
     stats = kept.stats()

@@ -42,9 +42,7 @@ def submit_all(engine: Engine) -> list[RequestHandle]:
 
 def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
     return [
-        generate(model, [text], seeds=[7 + index], max_new_tokens=3 + index % 4, temperature=0.7, **settings)[
-            0
-        ].tokens
+        generate(model, [text], seeds=[7 + index], max_new_tokens=3 + index % 4, temperature=0.7, **settings)[0].tokens
         for index, text in enumerate(TEXTS)
     ]
 
@@ -167,9 +165,7 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
 
 
 @pytest.mark.parametrize("n_until_done", [0, 2, 99])
-def test_prompts_that_take_long_run_beside_several_steps(
-    n_until_done: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_that_take_long_run_beside_several_steps(n_until_done: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_for_graphs(monkeypatch)
     asked: list[bool] = []
 
@@ -248,9 +244,7 @@ def test_a_slot_that_gets_free_decodes_what_has_run_ahead_in_the_next_step(
     while engine.step():
         seen.append((len(first.tokens), len(second.tokens), len(third.tokens)))
         assert slots.is_decoding[0] or not engine.batch.n_active
-    drawn = (
-        [(n, 0, 0) for n in range(1, 5)] + [(4, n, 0) for n in range(1, 5)] + [(4, 4, n) for n in range(1, 4)]
-    )
+    drawn = [(n, 0, 0) for n in range(1, 5)] + [(4, n, 0) for n in range(1, 5)] + [(4, 4, n) for n in range(1, 4)]
     assert seen == drawn, "a token in every step, of one request or the next"
 
 
@@ -289,9 +283,7 @@ def test_requests_ahead_of_a_slot_are_cancelled_and_ended_at_any_time(
 def test_rows_ahead_are_for_captured_prompts_of_exact_caches_alone() -> None:
     model = sharp(transformer("gqa_scaled", repeat=1))
     engine = Engine(model, n_slots=2, n_ahead=3, max_len=48)
-    assert (engine.batch.slots.n_ahead, len(engine.batch.slots.rows)) == (0, 2), (
-        "nothing is captured on a CPU"
-    )
+    assert (engine.batch.slots.n_ahead, len(engine.batch.slots.rows)) == (0, 2), "nothing is captured on a CPU"
     tickets = submit_all(engine)
     run(engine)
     assert [ticket.tokens for ticket in tickets] == alone(model)
@@ -303,9 +295,7 @@ def test_layers_of_equal_frequencies_share_the_angles_of_packed_prompts(
     model = sharp(transformer("gqa_scaled", repeat=3))
     made: list[object] = []
     make = RotaryEmbedding._compute_cos_sin
-    monkeypatch.setattr(
-        RotaryEmbedding, "_compute_cos_sin", lambda *given: made.append(given[1]) or make(*given)
-    )
+    monkeypatch.setattr(RotaryEmbedding, "_compute_cos_sin", lambda *given: made.append(given[1]) or make(*given))
     ctx = model.new_context(2, 48, KVCacheKind.FP32, static=True)
     for texts in (TEXTS[:2], TEXTS[2:4]):
         made.clear()

@@ -19,9 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("n_ahead", [0, 2])
 @pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
-def test_captured_prompts_give_the_text_of_the_cpu(
-    name: str, n_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_prompts_give_the_text_of_the_cpu(name: str, n_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "GRAIN", 16)
     monkeypatch.setattr(prompts, "PIECE", 32)  # larger forwards are of two pieces
     model = build_model(transformer(name), seed=0)
@@ -50,9 +48,7 @@ def test_captured_prompts_give_the_text_of_the_cpu(
     assert [ticket.tokens for ticket in tickets] == wanted
     assert len(spoilt) == 12
     # In its thread the engine lays weights side by side, and prompts run on joined products.
-    with Engine(
-        model, n_slots=4, n_ahead=n_ahead, max_len=48, prefill_chunk=64, compiled="graph"
-    ) as threaded:
+    with Engine(model, n_slots=4, n_ahead=n_ahead, max_len=48, prefill_chunk=64, compiled="graph") as threaded:
         for _ in range(2):
             tickets = submit_all(threaded)
             for ticket in tickets:

@@ -27,9 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("which", [[0, 1, 2, 3, 4, 5], [0, 1], [1, 4], [0, 5], [0, 0]])
 def test_each_slot_draws_what_it_draws_alone(which: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     one_pass: list[int] = []
-    monkeypatch.setattr(
-        sampler_module, "argmax_logprob", lambda given: one_pass.append(1) or argmax_logprob(given)
-    )
+    monkeypatch.setattr(sampler_module, "argmax_logprob", lambda given: one_pass.append(1) or argmax_logprob(given))
     configs = [GenerateConfig(max_new_tokens=N, **SETTINGS[index]) for index in which]
     sampler = SlotSampler(len(which) + 1, N, VOCAB, torch.device("cpu"))
     for slot, config in enumerate(configs):
@@ -49,6 +47,4 @@ def test_each_slot_draws_what_it_draws_alone(which: list[int], monkeypatch: pyte
             assert tokens[slot] == expected
             assert logprobs[slot] == pytest.approx(float(logits[slot].log_softmax(-1)[expected]), abs=1e-6)
             seen[slot, expected] = True
-    assert len(one_pass) == (N if which == [0, 0] else 0), (
-        "one pass over logits that nobody samples or weighs"
-    )
+    assert len(one_pass) == (N if which == [0, 0] else 0), "one pass over logits that nobody samples or weighs"

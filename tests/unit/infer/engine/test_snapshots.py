@@ -24,9 +24,7 @@ CHUNK = 20
 
 
 def engine_of(model: Model, cache_size: float = 1.0) -> Engine:
-    return Engine(
-        model, n_slots=2, max_len=200, prefill_chunk=CHUNK, use_memory_cache=True, cache_size=cache_size
-    )
+    return Engine(model, n_slots=2, max_len=200, prefill_chunk=CHUNK, use_memory_cache=True, cache_size=cache_size)
 
 
 def ask(engine: Engine, prompt: list[int], n: int = 8) -> list[int]:
@@ -123,9 +121,7 @@ def test_snapshots_are_not_cut_nor_replaced_by_longer_texts() -> None:
         (True, {"use_memory_cache": True, "cache_size": 0}, "greater than 0"),
     ],
 )
-def test_caches_that_do_not_go_together_are_refused(
-    has_slots: bool, values: dict[str, int], message: str
-) -> None:
+def test_caches_that_do_not_go_together_are_refused(has_slots: bool, values: dict[str, int], message: str) -> None:
     model = memory_model() if has_slots else build_model(transformer("standard"), seed=0)
     with pytest.raises(ConfigError, match=message):
         Engine(model, n_slots=1, max_len=32, **values)

@@ -89,9 +89,7 @@ def test_refusals_name_device_type_and_a_way_out(monkeypatch: pytest.MonkeyPatch
         """As layers are that ranks share."""
 
     model.set_submodule("shared", Shared(32, 8))
-    with pytest.raises(
-        KernelUnavailable, match=r"shared layer needs a CUDA device, .* use weights=int8 .shared is a"
-    ):
+    with pytest.raises(KernelUnavailable, match=r"shared layer needs a CUDA device, .* use weights=int8 .shared is a"):
         quantise_weights(model, WeightFormat.INT4)
     with monkeypatch.context() as without:
         without.setattr(quantize.importlib.util, "find_spec", lambda name: None)

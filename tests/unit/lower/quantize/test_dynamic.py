@@ -11,9 +11,7 @@ def build() -> DynamicLinear:
     source = torch.Generator().manual_seed(0)
     codes = torch.randint(-127, 128, (24, 64), dtype=torch.int8, generator=source)
     smoothing = torch.rand(64, generator=source) + 0.5
-    return DynamicLinear(
-        codes, torch.rand(24, generator=source), smoothing, torch.randn(24, generator=source)
-    )
+    return DynamicLinear(codes, torch.rand(24, generator=source), smoothing, torch.randn(24, generator=source))
 
 
 def test_a_token_is_the_same_to_the_last_bit_in_any_company() -> None:

@@ -74,8 +74,7 @@ def test_int4_takes_other_types(model: Model, dtype: torch.dtype) -> None:
     error = (changed(tokens).float() - wanted).norm() / wanted.norm()
     assert 0 < error < 0.3, "the head, too: 0.25 of weights drawn at random"
     generators = [
-        Generator(changed, compiled=compiled, max_new_tokens=8, temperature=0.0)
-        for compiled in ("graph", False)
+        Generator(changed, compiled=compiled, max_new_tokens=8, temperature=0.0) for compiled in ("graph", False)
     ]
     found = [one.generate([[1, 2, 3, 4]])[0].tokens for one in generators]
     assert found[0] == found[1]

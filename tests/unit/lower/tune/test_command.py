@@ -32,9 +32,7 @@ def test_the_budget_stops_it_and_the_table_is_read_by_runs(capsys: pytest.Captur
     assert main(["tune", "--device", "cpu", "--seconds", "0.01"]) == 0
     said = capsys.readouterr()
     assert "tune: 0.01 s were enough for 1 of 20 families of shapes; raise --seconds" in said.err
-    assert (
-        "these rows are cpu only, in float32 on small shapes; varlen, flex, cudnn, efficient and" in said.out
-    )
+    assert "these rows are cpu only, in float32 on small shapes; varlen, flex, cudnn, efficient and" in said.out
     (row,) = read_tables(tuning_path())["cpu"]["attention"]
     assert set(row["ms"]) == {"flash", "math"}
     assert all(ms > 0 for ms in row["ms"].values())
@@ -136,9 +134,7 @@ def test_bad_arguments(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "caramba.launch.commands.tune.tune_attention", lambda *_: pytest.fail("measured all the same")
-    )
+    monkeypatch.setattr("caramba.launch.commands.tune.tune_attention", lambda *_: pytest.fail("measured all the same"))
     broken = '{"format": 9, "devices": {}}'
     (folder / "broken.json").write_text(broken)
     assert main(["tune", "--device", "cpu", *words]) == 2

@@ -13,9 +13,7 @@ from caramba.lower.tune.timing import Timed, time_interleaved
 from caramba.ops.dba_decode import ZEROS, StoredStream, dba_decode
 from caramba.ops.formats import STORED
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process")
 if os.environ.get("TRITON_INTERPRET") == "1":
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 CPU = torch.device("cpu")
@@ -65,9 +63,7 @@ def test_a_way_that_is_wrong_is_not_taken(
         is_right = is_any_right and way == tried[0]
         return out if is_right else out + 0.1 * out.norm() / out.numel() ** 0.5, sums
 
-    def in_turn(
-        timed: list[Timed], *_: object, **__: object
-    ) -> tuple[dict[str, list[float]], dict[str, str]]:
+    def in_turn(timed: list[Timed], *_: object, **__: object) -> tuple[dict[str, list[float]], dict[str, str]]:
         for one in timed:
             one.call()
         return {one.name: [float(place)] for place, one in enumerate(reversed(timed))}, {}

@@ -37,9 +37,7 @@ def test_every_layer_with_weights_has_its_style() -> None:
         "topology.layers.1": Replicated,
         "head": Replicated,
     }
-    reached = [
-        name for name, _ in model.named_parameters() if not any(name.startswith(f"{key}.") for key in plan)
-    ]
+    reached = [name for name, _ in model.named_parameters() if not any(name.startswith(f"{key}.") for key in plan)]
     assert reached == []
 
 
@@ -54,10 +52,7 @@ def test_a_vocabulary_is_split_where_it_divides() -> None:
 
 
 def test_a_rank_caches_its_own_heads_and_what_all_heads_read() -> None:
-    own = {
-        name: dims_of_rank(layer_dims(name), 2, name.startswith("latent"))
-        for name in ("decoupled", "latent_first")
-    }
+    own = {name: dims_of_rank(layer_dims(name), 2, name.startswith("latent")) for name in ("decoupled", "latent_first")}
     assert own["decoupled"].streams == (("k_sem", 1, 2), ("k_geo", 1, 4), ("v", 1, 3))
     assert own["latent_first"].streams == (("c", 1, 12), ("k_geo", 1, 4))
     assert own["latent_first"].first_streams == (("k_first", 1, 6), ("v_first", 1, 6))
@@ -94,13 +89,9 @@ def test_dropout_of_a_ranks_own_tokens_is_refused() -> None:
 
 
 def test_features_and_layers_without_a_plan_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"5 ranks cannot share d_ff=24 features; use a multiple of 5.*layers\.0\)"
-    ):
+    with pytest.raises(ConfigError, match=r"5 ranks cannot share d_ff=24 features; use a multiple of 5.*layers\.0\)"):
         tensor_parallel_plan(meta({"type": "SwiGLULayer", "d_model": 16, "d_ff": 24}), 5)
     model = meta(NORM)
     model.topology.layers[0] = nn.Conv1d(16, 16, 3)
-    with pytest.raises(
-        ConfigError, match=r"no plan for a Conv1d; plans exist for attention.*topology\.layers\.0"
-    ):
+    with pytest.raises(ConfigError, match=r"no plan for a Conv1d; plans exist for attention.*topology\.layers\.0"):
         tensor_parallel_plan(model, 2)

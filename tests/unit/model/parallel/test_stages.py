@@ -31,9 +31,7 @@ def test_stages_in_turn_are_the_model(tied: bool) -> None:
     copied = [TIED] if tied else []
     assert sorted(names) == sorted([*whole.state_dict(), *copied])
     torch.testing.assert_close(stage.model.logits(features), whole(tokens), rtol=0, atol=1e-12)
-    assert {name for name in names if name.startswith(("topology.layers.1", "head"))} <= set(
-        stage.model.state_dict()
-    )
+    assert {name for name in names if name.startswith(("topology.layers.1", "head"))} <= set(stage.model.state_dict())
 
 
 def test_what_is_no_uniform_stack_is_not_cut() -> None:

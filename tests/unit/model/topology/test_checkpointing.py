@@ -57,9 +57,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(
-    topology: nn.Module, dtype: torch.dtype = torch.float64
-) -> tuple[dict[str, Tensor], int, Counter[str]]:
+def step(topology: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], int, Counter[str]]:
     """Return gradients, the elements that the forward kept for backward, and the operators of both."""
     topology.zero_grad()
     torch.manual_seed(1)
@@ -71,9 +69,7 @@ def step(
         ):
             loss = topology(x).square().sum()
         loss.backward()
-    grads = {
-        name: value.grad.clone() for name, value in topology.named_parameters() if value.grad is not None
-    }
+    grads = {name: value.grad.clone() for name, value in topology.named_parameters() if value.grad is not None}
     assert x.grad is not None
     return grads | {"x": x.grad}, sum(kept.values()), calls.names
 

@@ -116,9 +116,7 @@ def test_applications_come_in_execution_order() -> None:
         "layers": [ATTENTION, {"type": "ResidualTopology", "layers": [ATTENTION]}],
         "n_cycles": 2,
     }
-    root = build(
-        "StackedTopology", [ATTENTION, cyclic, {"type": "NestedTopology", "layers": [ATTENTION], "repeat": 2}]
-    )
+    root = build("StackedTopology", [ATTENTION, cyclic, {"type": "NestedTopology", "layers": [ATTENTION], "repeat": 2}])
     names = [name for name, _ in attention_applications(root)]
     shared = ["layers.1.layers.0", "layers.1.layers.1.layers.0"]
     assert names == ["layers.0", *shared, *shared, "layers.2.layers.0", "layers.2.layers.1"]

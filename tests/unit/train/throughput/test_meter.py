@@ -77,9 +77,7 @@ def test_the_running_loss_goes_on_where_it_was() -> None:
         ("NVIDIA GeForce RTX 4090", "bfloat16", None),
     ],
 )
-def test_peaks_are_of_the_device_and_the_arithmetic(
-    name: str, arithmetic: str, expected: float | None
-) -> None:
+def test_peaks_are_of_the_device_and_the_arithmetic(name: str, arithmetic: str, expected: float | None) -> None:
     assert peak_flops(name, arithmetic) == expected  # type: ignore[arg-type]
 
 

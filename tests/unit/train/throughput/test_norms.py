@@ -10,9 +10,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedder = nn.Embedding(5, 4)
-        self.topology = nn.ModuleDict(
-            {"layers": nn.ModuleList([nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 5)])}
-        )
+        self.topology = nn.ModuleDict({"layers": nn.ModuleList([nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 5)])})
 
 
 def test_norms_are_those_of_the_step_and_leave_it_as_it_is() -> None:
