@@ -23,7 +23,7 @@ from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
-from caramba.paper.client import LanguageModel, ModelUnusable, at_server
+from caramba.paper.client import LanguageModel, ModelUnusable, at_server, read_limits
 from caramba.paper.compile import Compiled, need_latex
 from caramba.paper.document import outside_of_sections, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
@@ -93,6 +93,8 @@ class PaperDrafter:
         # What it refuses is refused before anything is written.
         model = self._model(self.config, sleep=self.sleep, way_on=way_on)
         price = model.price()
+        if self._model is LanguageModel:  # a loop asks once, and its replay asks nobody
+            read_limits(self.config)
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
             session = _Session(self, evidence, paper, model)

@@ -15,6 +15,8 @@ from tests.needs import need
 from tests.paper_servers import LiteratureServer, calls, chat_server, says
 
 from caramba.config.paper import PaperConfig
+from caramba.errors import ConfigError
+from caramba.paper import PaperDrafter
 from caramba.paper.folder import Section
 
 need("litellm")
@@ -202,3 +204,9 @@ def test_figures_that_were_changed_are_refused(config: Make, own: Path, tmp_path
     assert "its SHA-256 is not that of the file" in results[0]["error"]
     assert "no such file" in results[1]["error"]
     assert "its SHA-256 is not that of the file" in results[2]["error"]
+
+
+def test_a_server_that_is_down_is_named_before_anything_is_written(config: Make, own: Path) -> None:
+    with pytest.raises(ConfigError, match="no server answers there"):
+        PaperDrafter(config()).draft_sync(own)
+    assert not (own / "paper").exists()
