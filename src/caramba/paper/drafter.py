@@ -93,12 +93,12 @@ class PaperDrafter:
         # What it refuses is refused before anything is written.
         model = self._model(self.config, sleep=self.sleep, way_on=way_on)
         price = model.price()
-        if self._model is LanguageModel:  # a loop asks once, and its replay asks nobody
-            read_limits(self.config)
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
             session = _Session(self, evidence, paper, model)
             session.open(group or "", update=update)
+            if self._model is LanguageModel:  # a loop asks once, and its replay asks nobody
+                read_limits(self.config)
             return session.run(BudgetLedger(self.config.budget, session.draft.spent, price, way_on))
 
 

@@ -206,7 +206,7 @@ def test_figures_that_were_changed_are_refused(config: Make, own: Path, tmp_path
     assert "its SHA-256 is not that of the file" in results[2]["error"]
 
 
-def test_a_server_that_is_down_is_named_before_anything_is_written(config: Make, own: Path) -> None:
+def test_a_server_that_is_down_is_named_before_anything_is_drafted(config: Make, own: Path) -> None:
     with pytest.raises(ConfigError, match="no server answers there"):
         PaperDrafter(config()).draft_sync(own)
-    assert not (own / "paper").exists()
+    assert [item.name for item in (own / "paper").rglob("*.tex")] == []
