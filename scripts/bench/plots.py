@@ -188,6 +188,48 @@ def draw_smollm2(data: dict[str, Any]) -> bytes:
         return to_png(figure, {})
 
 
+def draw_memory(data: dict[str, Any], recall: dict[str, Any]) -> bytes:
+    """Return memory slots as PNG: a layer's bytes and the time of a token by context, and recall by pairs."""
+    colours = {"memory": SIDE_COLOURS["caramba"], "full": SIDE_COLOURS["transformers"], "window": "#999999"}
+    names = {"memory": "memory slots", "full": "full attention", "window": "window alone"}
+    with styled():
+        figure = new_figure(11.0, 3.8)
+        size, decode, pairs = figure.subplots(1, 3)
+        states = [row for row in data["rows"] if row["case"] == "state"]
+        steps = [row for row in data["rows"] if row["case"] == "decode" and row["side"].endswith("_graph")]
+        for side, key in (("memory", "bytes_per_layer"), ("full", "full_bytes_per_layer")):
+            style: dict[str, Any] = {"color": colours[side], "marker": "o", "label": names[side]}
+            size.plot([row["tokens"] for row in states], [row[key] / 1e6 for row in states], **style)
+            rows = [row for row in steps if row["side"] == f"{side}_graph"]
+            decode.plot([row["context"] for row in rows], [row["ms_per_token"] for row in rows], **style)
+        for axes, title in ((size, "MB of a layer and sequence"), (decode, "ms a token, 16 rows, CUDA graph")):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([row["tokens"] for row in states][: None if axes is size else -1])
+            axes.minorticks_off()
+            axes.set(xlabel="tokens of context")
+            axes.set_title(title, loc="left")
+            label_ticks(axes.xaxis, short_number)
+        size.set_yscale("log")
+        decode.set_ylim(bottom=0)
+        for side, label in names.items():
+            found = [row for row in recall["rows"] if row["attention"] == side]
+            pairs.plot(
+                [row["pairs"] for row in found],
+                [row["recall"] for row in found],
+                color=colours[side],
+                marker="o",
+                linestyle="",
+                label=label,
+            )
+        pairs.axhline(recall["chance"], color="black", linestyle="--", linewidth=0.8, label="chance")
+        pairs.set(xlabel="pairs", ylim=(0, 1.05), xlim=(2, 10))
+        pairs.set_xticks(sorted({row["pairs"] for row in recall["rows"]}))
+        pairs.set_title("Recall behind 16 windows", loc="left")
+        pairs.legend(fontsize=9, loc="center")
+        size.legend(fontsize=9)
+        return to_png(figure, {})
+
+
 def _draw_intervals(axes: Any, xs: Sequence[float], found: list[dict[str, Any]], key: str, **style: Any) -> None:
     """Draw a line of values with their 95% intervals."""
     bars = [[abs(item["interval_95"][side] - item[key]) for item in found] for side in (0, 1)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 import verdicts
-from plots import draw_smollm2
+from plots import draw_memory, draw_smollm2
 from record import DEFAULT_FOLDER as FOLDER
 
 from caramba.runs.files import write_whole
@@ -134,7 +134,11 @@ def main() -> int:
         return int(any(not page.is_file() or page.read_text() != text for page, text in pages.items()))
     for page, text in pages.items():
         write_whole(page, text)
-    write_whole(FOLDER / "smollm2.png", draw_smollm2(json.loads((FOLDER / "smollm2.json").read_text())))
+    drawn = {"smollm2": (draw_smollm2, ["smollm2"]), "memory": (draw_memory, ["memory", "memory_baselines"])}
+    for name, (draw, sources) in drawn.items():
+        write_whole(
+            FOLDER / f"{name}.png", draw(*(json.loads((FOLDER / f"{source}.json").read_text()) for source in sources))
+        )
     return 0
 
 
