@@ -37,7 +37,6 @@ NEVER_CALLED = (
     "dba_decode",
     "dba_decode_up",
     "decoupled_attention",
-    "prefix_attention",
     "per_head_linear",
     "latent_queries",
     "layer_norm",
@@ -65,7 +64,13 @@ SLOT_MEMORY = """class SlotMemory:
 """
 NEW_CACHE = '''def new_cache(layer, *args, windowed=False, **options):
     """Return an empty cache of an attention application; it keeps every token, as none asks for a window alone."""
-    return new_layer_cache(layer.dims, *args, **options)
+    make = getattr(layer, "new_cache", None)  # of memory slots
+    return new_layer_cache(layer.dims, *args, **options) if make is None else make(*args, **options)
+'''
+ATTEND_WITH_PREFIX = '''def attend_with_prefix(*given):
+    """Return causal attention joined with a known part, and the log-sum-exp of the whole."""
+    out, lse = reference_prefix_attention(*given)
+    return out, lse.detach()
 '''
 
 
@@ -147,6 +152,8 @@ def _code(targets: tuple[tuple[str, str], ...], enums: tuple[tuple[str, str], ..
         bundle.give(place, text)
     bundle.give(("caramba.model.memory", "SlotMemory"), SLOT_MEMORY)
     bundle.give((_OWN, "new_cache"), NEW_CACHE, [("caramba.cache.layer", "new_layer_cache")])
+    attention = "caramba.ops.prefix_attention"
+    bundle.give((attention, "attend_with_prefix"), ATTEND_WITH_PREFIX, [(attention, "reference_prefix_attention")])
     bundle.give((MODEL, "NODES"), *_table("NODES", targets))
     bundle.give((MODEL, "ENUMS"), *_table("ENUMS", enums))
     bundle.add((MODEL, "CarambaForCausalLM"))

@@ -39,6 +39,8 @@ LATENT = {
     "geo_dim": 4,
 }
 FIRST = {**LATENT, "n_kv_heads": 2, "exact_first_tokens": 3}
+SLOTS = {**GQA, "type": "MemoryBankLayer", "local_window": 9, "memory_slots": 4}
+GATED = {"memory_read": "gated", "memory_rope": True, "use_adaptive_compression": True}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
 
 
@@ -72,6 +74,7 @@ REMOTE = {
     ),
     "cache format": spec(*block({**LATENT, "cache_format": "mixed"}), *block({**GQA, "cache_format": "q8_0"})),
     "first tokens": spec(*block(FIRST), *block({**FIRST, "sem_dim": 6, "bias": True})),
+    "memory slots": spec(*block(SLOTS), *block({**SLOTS, **GATED}), *block(GQA)),
     "gates": transformer({**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False),
     "every topology": spec(
         {"type": "CyclicTopology", "n_cycles": 2, "layers": block(DBA)},
