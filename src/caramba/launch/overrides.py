@@ -465,7 +465,6 @@ def parse_argv(argv: list[str]) -> CommandLine:
 def _hint(flag: str, value: str, rest: list[str]) -> str:
     """Return what was meant by an unknown flag: a key without its dashes, the plan, or the nearest flag."""
     from caramba.config.composition import Composition, place_of
-    from caramba.launch.config_files import groups
 
     name = flag.lstrip("-").replace("-", "_")
     if name == "print_plan":

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from caramba.config.hf import is_remote, read_hf_config, spec_of_folder
+from caramba.config.hf import CONFIG, is_remote, read_hf_config, spec_of_folder
 from caramba.config.model import ModelSpec
 from caramba.config.source import parse_object
-from caramba.data.checkpoint import index_tensors, load_into, save_tensors, stream_into
+from caramba.data.checkpoint import (
+    index_tensors,
+    is_same_tensor,
+    load_into,
+    save_tensors,
+    stream_into,
+    weight_files,
+)
 from caramba.data.checkpoint.folder import is_dcp
 from caramba.data.checkpoint.formats import is_own_format, read_model_metadata, read_model_tensors
+from caramba.data.checkpoint.hf_names import EMBEDDING, FREQUENCIES, HEAD, hf_names
 from caramba.data.checkpoint.locate import FORMAT
 from caramba.data.checkpoint.network import check_network, read_spec, spec_of
-from caramba.data.checkpoint.shards import match_stored
+from caramba.data.checkpoint.shards import StoredTensor, StoredWeights, match_stored
 from caramba.errors import CheckpointError, DataError
-from caramba.model.model import Model, build_empty
-
-if TYPE_CHECKING:
-    pass
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from caramba.config.hf import CONFIG
-from caramba.data.checkpoint import is_same_tensor, weight_files
-from caramba.data.checkpoint.hf_names import EMBEDDING, FREQUENCIES, HEAD, hf_names
-from caramba.data.checkpoint.shards import StoredTensor, StoredWeights
 from caramba.layer.rope import RotaryEmbedding, rope_frequencies
-from caramba.model.model import build_model
-
-if TYPE_CHECKING:
-    from caramba.data.checkpoint.shards import StoredTensor
+from caramba.model.model import Model, build_empty, build_model
 
 
 def load_hf_folder(
@@ -197,8 +191,6 @@ def load_pretrained(
         if not is_remote(config):
             return load_hf_folder(path, expected=expected, device=device, where=where), labels
         check_network(spec_of_folder(path), expected, path, where)
-        from caramba.model.pretrained import load_remote_folder  # runs code of the folder; most have none
-
         return load_remote_folder(path, device=device, where=where), labels
     metadata = read_model_metadata(path)
     if "spec" not in metadata:
