@@ -85,7 +85,7 @@ EvalCase = Annotated[IntGreedyCase | ChoiceLogprobCase, Field(discriminator="kin
 
 
 class AccuracyBounds(Config):
-    """UnitInterval of cases that the student has to answer, and how much less than its teacher it may."""
+    """Share of cases that the student has to answer, and how much less than its teacher it may."""
 
     min_student_accuracy: UnitInterval | None = Field(
         default=None, description="lowest share of correct answers that passes, from 0 to 1; unset: no bound"
