@@ -76,7 +76,7 @@ def write_file(run_dir: Path) -> None:
     phases: dict[str, list[tuple[int, dict[str, float]]]] = {}
     for phase, step, values in metric_rows(run_dir):
         phases.setdefault(phase, []).append((step, values))
-    # whole_file holds the lock of the file, which HDF5 would ask for again.
+    # Nobody else opens the file before it is whole, and some file systems have no locks.
     with (
         whole_file(run_dir / FILE) as temporary,
         h5py.File(temporary, "w", libver="latest", locking=False) as file,
