@@ -9,8 +9,6 @@ from caramba import CallablePackage
 from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from caramba.runs.environment import environment as environment
-    from caramba.runs.environment import git_commit as git_commit
     from caramba.runs.files import lock as lock
     from caramba.runs.manifest import MANIFEST as MANIFEST
     from caramba.runs.manifest import canonical_json as canonical_json
