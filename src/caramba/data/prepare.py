@@ -240,7 +240,7 @@ def flatten(part: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, outp
     folder.mkdir(exist_ok=True)
     tokenizer.save(folder / "tokenizer.json")
     (folder / RECORD).unlink(missing_ok=True)
-    record_files(folder, [*sorted(folder.iterdir()), output])
+    record_files(folder, [*sorted(file for file in folder.iterdir() if not file.name.startswith(".")), output])
 
 
 @contextlib.contextmanager
