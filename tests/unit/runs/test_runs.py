@@ -158,6 +158,17 @@ def test_remove_parts_leaves_every_other_file(tmp_path):
     assert left == [".lock", "a.part", "checkpoints/a.state.pt"]
 
 
+def test_half_a_manifest_of_a_killed_start_is_no_run(manifest, tmp_path):
+    part = tmp_path / "demo" / "20260101-000000-01234567" / ".manifest.json.abcdefgh.part"
+    part.mkdir(parents=True)
+    (part / "manifest.json").touch()
+    for folder in (tmp_path, tmp_path / "demo", part.parent):
+        assert minting.runs_below(folder) == []
+    run = mint(manifest, [], tmp_path)
+    for folder in (tmp_path, run.parent, run):
+        assert minting.runs_below(folder) == [run]
+
+
 @pytest.mark.parametrize("name", ["plan.json", "sbatch.sh", "checkpoints"])
 def test_mint_folder_with_other_files_is_no_leftover(manifest, tmp_path, name):
     (tmp_path / "manifest.json").write_text(canonical_json(manifest))
