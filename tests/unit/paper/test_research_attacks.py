@@ -112,6 +112,7 @@ def compile_nothing(files: Mapping[str, bytes], **options: Any) -> Compiled:
 def run_sessions(run: Path, folder: Path, count: int, patch: pytest.MonkeyPatch) -> Counter[str]:
     """Return how many sessions adopted a version, and how many left what no session may leave."""
     patch.setattr(drafter, "need_latex", lambda where: None)
+    patch.setattr(drafter, "read_limits", lambda config: None)  # no server: the transport is scripted
     patch.setattr(gate, "compile_paper", compile_nothing)
     patch.setattr(gate, "unknown_digits", lambda *arguments: [])
     (folder / "works.bib").write_text(WORKS, encoding="utf-8")

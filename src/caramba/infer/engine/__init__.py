@@ -1,5 +1,6 @@
 """Continuous batching: requests join and leave a batch of slots while the others decode."""
 
+from caramba.config.generate import EngineConfig as EngineConfig
 from caramba.errors import EngineClosed as EngineClosed
 from caramba.errors import QueueFull as QueueFull
 from caramba.infer.engine.batch import EngineStats as EngineStats
