@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LambdaCallback
 
 from caramba import evaluation
 from caramba.config.benchmark import STAGED
@@ -50,9 +49,11 @@ from caramba.runtime import (
     seed_process,
 )
 from caramba.train import (
+    BenchmarkArtifacts,
     BlockwiseDistillation,
     FitOutcome,
     PhaseData,
+    Verification,
     drop_state,
     fit,
     has_saved_state,
@@ -155,13 +156,13 @@ def fit_phase(
     )
     verdicts: list[Verdict] = []
     rows: list[BenchmarkResult] = []
-    callbacks: list[Callback] = []
+    callbacks = []
     if schedule is not None:
         callbacks.append(BlockwiseDistillation(schedule))
     if verifies:
-        callbacks.append(LambdaCallback(on_fit_end=lambda *_: verdicts.extend(verify(session, run))))
+        callbacks.append(Verification(lambda: verdicts.extend(verify(session, run))))
     if stage is None and (row := _row_name(session, run, phase)):
-        callbacks.append(LambdaCallback(on_fit_end=lambda *_: rows.extend(session.stage_row(row, model))))
+        callbacks.append(BenchmarkArtifacts(lambda: rows.extend(session.stage_row(row, model))))
     role = "control" if phase.control or stage is not None else phase.trains or "student"
     is_anew = is_fresh_init(session.manifest.model, phase.trains) and (
         phase.trains == "teacher" or TRANSPLANT not in session.ledger

@@ -1,6 +1,8 @@
 """The only package that knows Lightning: one phase of training."""
 
+from caramba.train.callbacks import BenchmarkArtifacts as BenchmarkArtifacts
 from caramba.train.callbacks import BlockwiseDistillation as BlockwiseDistillation
+from caramba.train.callbacks import Verification as Verification
 from caramba.train.data import workers_needed as workers_needed
 from caramba.train.module import CarambaModule as CarambaModule
 from caramba.train.strategies import SHARDED as SHARDED

@@ -10,6 +10,8 @@ from caramba.train.callbacks.model_changes import Lowering as Lowering
 from caramba.train.callbacks.monitoring import Monitoring as Monitoring
 from caramba.train.callbacks.monitoring import Profiling as Profiling
 from caramba.train.callbacks.planning import RuntimePlanning as RuntimePlanning
+from caramba.train.callbacks.stage import BenchmarkArtifacts as BenchmarkArtifacts
+from caramba.train.callbacks.stage import Verification as Verification
 from caramba.train.callbacks.stopping import BlockwiseDistillation as BlockwiseDistillation
 from caramba.train.callbacks.stopping import HeldOutStopping as HeldOutStopping
 from caramba.train.callbacks.stopping import TimeLimit as TimeLimit
