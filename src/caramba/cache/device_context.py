@@ -49,7 +49,8 @@ class DeviceContext:
     In the first kind `ctx` stores the tokens as if it had run the steps itself, and can continue after them. Call
     `truncate` for a rollback and `sync_from_host` after any other change; after `select` or `load_state_dict` make a
     new one. The other two leave its counts as they are. Memory past a row's length is never read. Memory slots run in
-    the first kind alone; a step that is repeated at its position, with its token, leaves them as they are.
+    the first kind alone; a step that is repeated at its position, with its token, leaves them as they are. After a step
+    that was counted and failed, fill a new context: slots cannot take a token back.
 
     The tail of a quantised cache becomes blocks between two steps, in `advance`, or by the caller of `set_lengths`:
     the host counts, so it knows when, and a step stays the same work in the same memory.

@@ -79,6 +79,14 @@ class MemoryLayerKVCache(WindowLayerKVCache):
         """Return how many of the stored tokens and `n_tokens` new ones go to the slots."""
         return max(self.n_stored + n_tokens - self.capacity, 0)
 
+    def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Refuse tokens without the slots that they leave behind.
+
+        Raises:
+            ConfigError: always; `put` takes both.
+        """
+        raise ConfigError("MemoryLayerKVCache: got tokens alone; store them by put(), with the state of the slots")
+
     def put(self, k: Tensor, v: Tensor, state: MemoryState, n_tokens: int) -> None:
         """Replace what is stored, after `n_tokens` new tokens.
 

@@ -38,6 +38,13 @@ def stepped(model: Model, x: Tensor, step: DeviceContext) -> Tensor:
     return torch.cat(outputs, dim=1)
 
 
+@torch.no_grad()
+def test_tokens_without_their_slots_are_refused() -> None:
+    cache = prompted(memory_model(), tokens(), 3).caches[0]
+    with pytest.raises(ConfigError, match="store them by put"):
+        cache.append(cache.read())
+
+
 @pytest.mark.parametrize("changes", VARIANTS)
 @pytest.mark.parametrize("n", PROMPTS)
 @torch.no_grad()
