@@ -97,9 +97,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     The sum of an artifact of a run is recorded with the rename.
     """
-    # In a folder of its own: safetensors replaces the file that it is given, and a lock on that would be gone.
+    # In a folder of its own: safetensors replaces the file that it is given, and a lock on that would be gone. Under
+    # another name: what a killed writer leaves is found by nobody who looks for the file.
     with part_of(path) as folder:
-        temporary = folder / path.name
+        temporary = folder / f"part{path.suffix}"
         temporary.touch()
         yield temporary
         with open(temporary, "rb+") as written:

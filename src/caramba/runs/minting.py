@@ -211,7 +211,7 @@ def runs_below(folder: Path) -> list[Path]:
     """Return the runs of a folder: of `runs`, of `runs/NAME`, or the one that it is."""
     if (folder / MANIFEST).is_file():
         return [folder.absolute()]
-    here = sorted(item.absolute() for item in folder.iterdir() if _is_run(item))
+    here = sorted(item.absolute() for item in folder.iterdir() if (item / MANIFEST).is_file())
     return here or list_runs(folder)
 
 
@@ -225,12 +225,7 @@ def list_runs(root: Path = Path("runs")) -> list[Path]:
 def _runs_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted((run.absolute() for run in folder.iterdir() if _is_run(run)), key=_age)
-
-
-def _is_run(folder: Path) -> bool:
-    # A start that was killed while it wrote the manifest leaves `.manifest.json.xxxxxxxx.part/manifest.json`.
-    return (folder / MANIFEST).is_file() and not folder.name.endswith(".part")
+    return sorted((run.absolute() for run in folder.iterdir() if (run / MANIFEST).is_file()), key=_age)
 
 
 def _age(run: Path) -> tuple[int, str]:

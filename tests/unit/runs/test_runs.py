@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from caramba.runs import (
 )
 from caramba.runs.environment import list_installed_packages
 from caramba.runs.exit_codes import run_command
-from caramba.runs.files import drop_mark, home, marks_of, remove_parts, write_json
+from caramba.runs.files import drop_mark, home, marks_of, remove_parts, whole_file, write_json
 from caramba.runs.state import list_failed_benchmarks
 
 
@@ -159,10 +160,15 @@ def test_remove_parts_leaves_every_other_file(tmp_path):
 
 
 def test_half_a_manifest_of_a_killed_start_is_no_run(manifest, tmp_path):
-    part = tmp_path / "demo" / "20260101-000000-01234567" / ".manifest.json.abcdefgh.part"
-    part.mkdir(parents=True)
-    (part / "manifest.json").touch()
-    for folder in (tmp_path, tmp_path / "demo", part.parent):
+    start = tmp_path / "demo" / "20260101-000000-01234567"
+    left = tmp_path / "left"
+    with whole_file(start / "manifest.json") as part:
+        shutil.copytree(start, left)  # as a kill here leaves it
+        part.write_text("{}")
+    shutil.rmtree(start)
+    left.rename(start)
+    assert [item.name for item in start.iterdir() if item.name.endswith(".part")]
+    for folder in (tmp_path, tmp_path / "demo", start):
         assert minting.runs_below(folder) == []
     run = mint(manifest, [], tmp_path)
     for folder in (tmp_path, run.parent, run):
