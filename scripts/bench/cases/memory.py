@@ -9,8 +9,7 @@ The file is written after every case; what there was no time or memory for is in
 - peak: allocated bytes over `--decoded` tokens after the first few, of one row and `--peak-blocks` blocks
 - prefill: seconds of prompts of `--prompts` tokens, one row
 - train: tokens/s of forward and backward, by `--compiled` (no, or modes of torch.compile, which compiles blocks), of
-  memory by the queries of a chunk of its op,
-  and of its window alone
+  memory by the queries of a chunk of its op, and of its window alone
 - prefix: time to the first token of 8 turns on one prefix, with and without the memory cache
 """
 

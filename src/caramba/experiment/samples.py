@@ -67,6 +67,18 @@ def _generator_of(session: Session, run: RunConfig, config: SampleConfig | ChatC
     return Generator(model, tokenizer_of(session, run), config.generate, held_out, seed=seed, **changes)
 
 
+def _described(
+    session: Session, run: RunConfig, config: SampleConfig | ChatConfig, generator: Generator
+) -> dict[str, Any]:
+    """Return what the file of a run's texts begins with."""
+    return {
+        "run": run.id,
+        "role": config.role,
+        "labels": session.labels,
+        "config": generator.config.model_dump(mode="json"),
+    }
+
+
 def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> None:
     """Continue every prompt and write samples/RUN.json; without a seed of its own the run's decides."""
     generator = _generator_of(session, run, config)
@@ -81,10 +93,7 @@ def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> Non
         write_json(
             file,
             {
-                "run": run.id,
-                "role": config.role,
-                "labels": session.labels,
-                "config": generator.config.model_dump(mode="json"),
+                **_described(session, run, config, generator),
                 "rows": [
                     {"prompt_text": prompt, **dataclasses.asdict(row)}
                     for prompt, row in zip(config.prompts, rows, strict=True)
@@ -157,10 +166,7 @@ def run_chat(session: Session, run: RunConfig, config: ChatConfig) -> bool:
         write_json(
             file,
             {
-                "run": run.id,
-                "role": config.role,
-                "labels": session.labels,
-                "config": generator.config.model_dump(mode="json"),
+                **_described(session, run, config, generator),
                 "system": config.system,
                 "format": "plain" if talk.dialogue.template is None else "template",
                 "turns": [dataclasses.asdict(turn) for turn in talk.turns],
