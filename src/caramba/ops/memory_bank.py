@@ -140,7 +140,7 @@ def memory_bank_step(
         groups, n_keys = (k.shape[1], -1), k.shape[2]
         q, slot_q = (upcast(x[:, :, 0]).unflatten(1, groups) for x in (q, slot_q))
         near = (q @ upcast(k).mT).masked_fill(is_hidden, -torch.inf)
-        far = (slot_q @ state.keys.mT).masked_fill((state.mass <= 0)[:, :, None], NOTHING)
+        far = _slot_scores(slot_q, state)
         if share is None:
             p = torch.cat((near, far), dim=-1).softmax(-1)
             out = upcast(p[..., :n_keys].to(v.dtype) @ v) + p[..., n_keys:] @ state.values
@@ -191,6 +191,11 @@ def write_slots(state: MemoryState, slot_k: Tensor, v: Tensor, decay: Tensor, wr
     )
 
 
+def _slot_scores(q: Tensor, state: MemoryState) -> Tensor:
+    """Return the scores of one query a head, [B, K, G, D] to [B, K, G, M]; `NOTHING` where nothing was written."""
+    return (q @ state.keys.mT).masked_fill((state.mass <= 0)[:, :, None], NOTHING)
+
+
 def write_slots_(state: MemoryState, slot_k: Tensor, v: Tensor, decay: Tensor, write: Tensor) -> None:
     """Write one token [B, K, 1, ·] in place, as `write_slots` does. Decays are at least `LOWEST`."""
     kept, write = decay.exp().mT, write.mT
@@ -234,7 +239,7 @@ def read_slots(
     if n_before:
         state = write_slots(state, *(x[:, :, :n_before] for x in (k, v, decay, write)))
     if n_queries == 1:
-        scores = (upcast(q[:, :, :, 0]) @ state.keys.mT).masked_fill((state.mass <= 0)[:, :, None], NOTHING)
+        scores = _slot_scores(upcast(q[:, :, :, 0]), state)
         p = scores.softmax(-1)
         found = (p @ state.values, scores.logsumexp(-1, keepdim=True), p)
         out, lse, p = (x.flatten(1, 2)[:, :, None] for x in found)
