@@ -86,6 +86,10 @@ def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:
             "optimizer=swats decides for all weights together, and master_weights, stochastic_rounding and "
             "optimizer_offload step some at a time; remove them"
         )
+    if phase.lora is not None and phase.lr_mult:
+        yield "lora trains updates alone, whose lr is one, got lr_mult; remove one of the two"
+    if name == "swats" and phase.lr_mult:
+        yield "optimizer=swats finds one rate for all weights, got lr_mult; remove lr_mult, or use adamw"
     if name in ("sgd", "adafactor", "pidao") and phase.betas != BETAS:
         yield f"betas belongs to optimizer=adamw, lion, muon, swats or pidao_adaptive, got optimizer={name}; remove it"
     if phase.momentum is not None and name not in MOMENTUM:
@@ -237,6 +241,8 @@ def orchestrator_conflicts(phase: PhaseConfig) -> Iterator[str]:
             f"orchestrator_enabled chooses optimiser and clipping by strategy, got optimizer={phase.optimizer}, "
             f"gradient_clip_algorithm={phase.gradient_clip_algorithm}; remove them, and use orchestrator_strategies"
         )
+    if phase.lr_mult:
+        yield "orchestrator_enabled sets the rates of strategies, got lr_mult; remove one of the two"
     for key in ("master_weights", "stochastic_rounding", "optimizer_offload"):
         if getattr(phase, key):
             yield f"orchestrator_enabled steps the weights themselves, got {key}; remove one of the two"

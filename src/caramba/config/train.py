@@ -196,6 +196,11 @@ class PhaseConfig(Config):
         description="lr grows with batch_size * gradient_accumulation_steps / lr_base_batch, or with its square root",
     )
     lr_base_batch: Positive | None = Field(default=None, description="sequences of a step that lr is for")
+    lr_mult: dict[str, NonNegativeFloat] = Field(
+        default={},
+        description="multiples of lr by pattern of parameter names, {'*slot_gate*': 10}; the last that matches holds, "
+        "and 0 leaves weights as they are",
+    )
     optimizer: Annotated[Any, BeforeValidator(OPTIMIZERS), WithJsonSchema(OPTIMIZERS.schema())] = Field(
         default="adamw",
         description="lion wants an lr 3 to 10 times smaller than AdamW's, and a weight_decay as many times larger; "

@@ -36,6 +36,7 @@ from caramba.experiment.session import ORIGIN, PROXY, Session, StageRecord, is_f
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal
 from caramba.model.topology.base import custom_layers_of
+from caramba.optim import check_lr_mult
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import PHASE_FINISHED, append_event
 from caramba.runs.exit_codes import until_recorded
@@ -135,6 +136,7 @@ def fit_phase(
         model = copy.deepcopy(model)
     decided = session.plan(phase, name, model.spec.embedder.d_model, run.id)
     phase = phase.model_copy(update={"lr": decided.value("lr")})
+    check_lr_mult((name for name, _ in model.named_parameters()), phase.lr_mult)
     session.move_to(torch.device(decided.value("device")))
     if custom_layers_of(model):
         check_causal(model)

@@ -10,6 +10,8 @@ from caramba.optim.clip import NonFiniteWatch as NonFiniteWatch
 from caramba.optim.clip import clip_gradients as clip_gradients
 from caramba.optim.clip import clip_values as clip_values
 from caramba.optim.clip import clipping_step as clipping_step
+from caramba.optim.groups import LR_MULT as LR_MULT
+from caramba.optim.groups import check_lr_mult as check_lr_mult
 from caramba.optim.groups import local as local
 from caramba.optim.lion import Lion as Lion
 from caramba.optim.master_weights import MasterWeights as MasterWeights

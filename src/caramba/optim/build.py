@@ -49,19 +49,19 @@ def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimize
     if not isinstance(phase.optimizer, str):
         from caramba.config.extension import build_extension
 
-        own = [group | {"lr": lr} for group in parameter_groups(trained, phase.weight_decay)]
+        own = [group | {"lr": lr} for group in parameter_groups(trained, phase.weight_decay, phase.lr_mult)]
         return build_extension(phase.optimizer, own, phase.optimizer)
     if phase.optimizer == "muon":
         matrices = [pair for pair in trained if is_stack_matrix(*pair)]
         others = [pair for pair in trained if not is_stack_matrix(*pair)]
         return MuonAdamW(
-            parameter_groups(matrices, phase.weight_decay),
-            parameter_groups(others, phase.weight_decay),
+            parameter_groups(matrices, phase.weight_decay, phase.lr_mult),
+            parameter_groups(others, phase.weight_decay, phase.lr_mult),
             lr=lr,
             momentum=momentum,
             betas=phase.betas,
         )
-    groups = parameter_groups(trained, phase.weight_decay)
+    groups = parameter_groups(trained, phase.weight_decay, phase.lr_mult)
     way: dict[str, Any] = {"fused": True} if phase.fused_optimizer else {"fused": False, "foreach": False}
     if phase.optimizer == "lion":
         return Lion(groups, lr=lr, betas=phase.betas)

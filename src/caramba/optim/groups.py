@@ -1,14 +1,19 @@
 """Parameters as optimisers see them: which decay, which are matrices of the stack, and which ranks share."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from caramba.errors import ConfigError
+
 Named = tuple[str, nn.Parameter]
 OUTSIDE_THE_STACK = ("embedder", "head")
+LR_MULT = "lr_mult"
+"""Key of a group: what its learning rate is, as a multiple of the schedule's. Without it 1."""
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -22,14 +27,48 @@ def is_stack_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and not set(name.split(".")) & set(OUTSIDE_THE_STACK)
 
 
-def parameter_groups(named: Iterable[Named], weight_decay: float) -> list[dict[str, Any]]:
-    """Return an optimiser's groups: parameters that decay, then those that do not; none of them empty."""
-    pairs = list(named)
-    groups = [
-        {"params": [value for name, value in pairs if decays(name, value)], "weight_decay": weight_decay},
-        {"params": [value for name, value in pairs if not decays(name, value)], "weight_decay": 0.0},
-    ]
+def parameter_groups(
+    named: Iterable[Named], weight_decay: float, lr_mult: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Return an optimiser's groups: parameters that decay, then those that do not; none of them empty.
+
+    With `lr_mult`, multiples of the learning rate by pattern of names, each multiple has groups of its own, in rising
+    order; the last pattern that matches a name holds, and 1 where none does. A group's key `lr_mult` has it.
+    """
+    found: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+    for name, value in named:
+        factor = lr_factor(name, lr_mult or {})
+        decayed, others = found.setdefault(factor, ([], []))
+        (decayed if decays(name, value) else others).append(value)
+    groups: list[dict[str, Any]] = []
+    for factor, (decayed, others) in sorted(found.items()):
+        own = {LR_MULT: factor} if lr_mult else {}
+        groups += [
+            {"params": decayed, "weight_decay": weight_decay, **own},
+            {"params": others, "weight_decay": 0.0, **own},
+        ]
     return [group for group in groups if group["params"]]
+
+
+def lr_factor(name: str, lr_mult: Mapping[str, float]) -> float:
+    """Return the multiple of the learning rate of a parameter: that of the last pattern that matches, else 1."""
+    return next((factor for pattern, factor in reversed(list(lr_mult.items())) if fnmatchcase(name, pattern)), 1.0)
+
+
+def check_lr_mult(names: Iterable[str], lr_mult: Mapping[str, float]) -> None:
+    """Check that every pattern of `train.lr_mult` matches a parameter.
+
+    Raises:
+        ConfigError: a pattern that matches none.
+    """
+    known = list(names)
+    for pattern in lr_mult:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            some = ", ".join(known[:2])
+            raise ConfigError(
+                f"train.lr_mult: got the pattern {pattern!r}, expected one that matches a parameter, such as {some}; "
+                "change or remove it"
+            )
 
 
 def call_closure(closure: Callable[[], Any] | None) -> Any:

@@ -211,6 +211,7 @@ FOLDER = "runtime_plans"
 # compilation counts.
 IMMATERIAL = (
     "lr",
+    "lr_mult",
     "seed",
     "betas",
     "weight_decay",

@@ -21,6 +21,7 @@ from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import CarambaError, CheckpointError, ExtensionFailedError
 from caramba.model.sharding import reshard
 from caramba.optim import (
+    LR_MULT,
     AdaGC,
     MasterWeights,
     NonFiniteWatch,
@@ -90,6 +91,7 @@ class CarambaModule(pl.LightningModule):
         self.micro_steps = 0
         self.trained_steps = 0  # by this module, for the report of an out-of-memory error
         self.is_stepping = False
+        self.rate = 0.0  # the learning rate of the last step, before multiples of `lr_mult`
         self.averaging: GradientAverage | None = None  # of several ranks that hold the same weights
         self.average: WeightAverage | None = None
         self.adagc: AdaGC | None = None
@@ -229,9 +231,9 @@ class CarambaModule(pl.LightningModule):
     def _step(self, loss: Tensor) -> Tensor:
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
-        rate = self._learning_rate(*self.objective.schedule_span(self.global_step, self.phase.steps))
+        self.rate = self._learning_rate(*self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rate * group.get(LR_MULT, 1.0)
         self.objective.join_gradients()
         scaler = self._scaler
         if scaler is not None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.train import PhaseConfig
-from caramba.optim import build_optimizer
+from caramba.errors import ConfigError
+from caramba.optim import build_optimizer, check_lr_mult
 
 SHAPES = {
     "topology.up.weight": (6, 4),
@@ -188,6 +189,9 @@ def test_a_saved_state_goes_on_bit_equal(optimizer: str) -> None:
             {"optimizer": "muon", "fused_optimizer": False},
             "fused_optimizer=false belongs to optimizer=adamw or sgd, got optimizer=muon",
         ),
+        ({"optimizer": "swats", "lr_mult": {"*": 2}}, "swats finds one rate for all weights, got lr_mult"),
+        ({"phase": "global", "lora": {}, "lr_mult": {"*": 2}}, "lora trains updates alone, whose lr is one"),
+        ({"orchestrator_enabled": True, "lr_mult": {"*": 2}}, "sets the rates of strategies, got lr_mult"),
         ({"adagc": {}}, "adagc belongs to gradient_clip_algorithm=adagc, got norm"),
         ({"gradient_clip_algorithm": "value", "max_grad_norm": None}, "clips every element at gradient_clip"),
     ],
@@ -202,3 +206,20 @@ def test_muon_takes_the_automatic_rate_and_a_rate_grows_with_the_batch() -> None
     batch = {"batch_size": 16, "gradient_accumulation_steps": 4, "lr_base_batch": 16}
     assert phase_of("adamw", lr_scaling="linear", **batch).learning_rate_at(64) == 4 * LR
     assert phase_of("adamw", lr_scaling="sqrt", **batch).learning_rate_at(64) == 2 * LR
+
+
+def test_rates_are_multiples_by_pattern_of_names_and_the_last_match_holds() -> None:
+    phase = phase_of("adamw", lr_mult={"topology.*": 10, "*.norm.*": 0, "head.*": 0.5})
+    groups = build_optimizer(made().items(), phase).param_groups
+    shapes = {(group["lr_mult"], group["weight_decay"]): [tuple(p.shape) for p in group["params"]] for group in groups}
+    assert shapes == {
+        (0.0, 0.0): [(4,)],
+        (0.5, DECAY): [(5, 4)],
+        (1.0, 0.0): [(5, 4)],
+        (10.0, DECAY): [(6, 4), (2, 3, 4)],
+    }
+
+
+def test_a_pattern_that_matches_no_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got the pattern '\\*gate\\*', expected one that matches a parameter"):
+        check_lr_mult(SHAPES, {"head.*": 2, "*gate*": 2})

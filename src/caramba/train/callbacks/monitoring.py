@@ -65,7 +65,7 @@ class Monitoring(pl.Callback):
         if pl_module.shares_blocks:
             values = merge_over_ranks(values)
         values["running_loss"] = pl_module.running_loss()
-        values["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        values["lr"] = pl_module.rate
         norms = self._norms.read()
         values |= norms_of_stages(norms) if pl_module.has_stages else norms
         values |= self.meter.read(step) | self.memory.read()
