@@ -133,6 +133,18 @@ def latent() -> Iterator[Case]:
         # Attention gives the gradient in the order of heads or of tokens.
         grad = one(2, 4, 128, width + geo, dtype=dtype).transpose(1, 2)
         yield Case("latent_queries_backward", name, ("_backward_kernel",), lambda a=(grad, *rest): a)
+    for name, dtype, n, width in (
+        ("bf16", BF16, 4, 64),
+        ("fp16, widest", F16, 16, 128),
+        ("bf16, odd widths", BF16, 3, 24),
+    ):
+        q = one(2, 128, 4, 2 * width, dtype=dtype).transpose(1, 2)[..., :width]
+        k, table = one(2, 2, n, width, dtype=dtype), one(1, 128, width // 2, dtype=F32)
+        rest = (q, k, k, one(2, width, dtype=F32), table, table)
+        yield Case("first_tokens", name, ("_forward_kernel",), lambda a=rest: a)
+        grads = one(2, 4, 128, width, dtype=dtype), one(2, 4, 128, 1, dtype=F32)
+        call = (*grads, *rest, one(2, 4, 128, 1, dtype=F32))
+        yield Case("first_tokens_backward", name, ("_backward_kernel",), lambda a=call: a)
     for name, dtype, batch, n_tokens, width, rank, geo in (
         ("bf16", BF16, 32, 1, 64, 128, 64),
         ("bf16, one row", BF16, 1, 1, 64, 128, 256),

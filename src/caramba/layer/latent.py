@@ -70,13 +70,24 @@ class FirstTokens(nn.Module):
 
         With the position of every token, [B, T], where documents begin anywhere, the streams are those of all tokens.
         """
+        angles = self.angles(x, offset)
+        if angles is not None:
+            cos, sin = angles
+            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows))
+        return q, self.streams(x, offset, angles)
+
+    def angles(self, x: Tensor, offset: int | Tensor) -> Angles:
+        """Return cos and sin of the tokens x from position `offset` on, None without RoPE."""
+        return None if self.rope is None else self.rope(offset, x.shape[1], x.device)
+
+    def streams(self, x: Tensor, offset: int | Tensor, angles: Angles) -> dict[str, Tensor]:
+        """Return keys after RoPE and values of the tokens among the first n, as `forward`."""
         n = x.shape[1] if isinstance(offset, Tensor) else min(max(self.n_tokens - offset, 0), x.shape[1])
         k, v = split_heads(self.k(x[:, :n]), self.n_kv_heads), split_heads(self.v(x[:, :n]), self.n_kv_heads)
-        if self.rope is not None:
-            cos, sin = self.rope(offset, x.shape[1], x.device)
-            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows))
+        if angles is not None:
+            cos, sin = angles
             k = rotate(k, cos[..., :n, :], sin[..., :n, :])
-        return q, {"k_first": k.to(v.dtype), "v_first": v}
+        return {"k_first": k.to(v.dtype), "v_first": v}
 
     def scores(self, q: Tensor, q_sem: Tensor, k: Tensor) -> Tensor:
         """Return scores [B, H, T, S] of scaled queries on keys k [B, K, S, D], without the causal mask."""
@@ -315,9 +326,8 @@ class LatentProjection(GatedProjection):
         streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
         if self.first is None:
             return self.map_queries(asking, q, asked, c.dtype), streams
-        q_geo = self._geometric(q, asked)
-        q_first, kept = self.first(x, q, offset, rows)
-        return self._concatenate_paths(asking, q, q_geo, c.dtype, q_first), streams | kept
+        q, kept = self.map_with_first(self.first, x, q, asked, c.dtype, offset, rows)
+        return q, streams | kept
 
     def linears(self, x: Tensor, asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries of the tokens `asking`, and the latent c and the geometric key of x before RoPE."""
@@ -327,6 +337,21 @@ class LatentProjection(GatedProjection):
     def map_queries(self, x: Tensor, q: Tensor, angles: Angles, dtype: torch.dtype) -> Tensor:
         """Return [q_h, RoPE(q_h G_h)] of the tokens x, gated and scaled."""
         return self._concatenate_paths(x, q, self._geometric(q, angles), dtype)
+
+    def map_with_first(
+        self,
+        tokens: FirstTokens,
+        x: Tensor,
+        q: Tensor,
+        angles: Angles,
+        dtype: torch.dtype,
+        offset: int | Tensor,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return [q_h, RoPE(q_h G_h), RoPE(q_h)], the last for the first tokens, and the streams of these."""
+        q_first, kept = tokens(x, q, offset, rows)
+        q_geo = self._geometric(q, angles)
+        return self._concatenate_paths(select_rows(x, rows), q, q_geo, dtype, q_first), kept
 
     def _geometric(self, q: Tensor, angles: Angles) -> Tensor:
         """Return RoPE(q_h G_h). Shape: [B, H, T, D] to [B, H, T, Dgeo]."""
@@ -359,7 +384,7 @@ class LatentProjection(GatedProjection):
             n_keys = min(n_keys, score.window + q.shape[2] - 1)
         k, v = self.keys_values({name: streams[name][:, :, -n_keys:].to(q.dtype) for name in ("c", "k_geo")})
         if self.first is not None:
-            q, kept, total = self._read_first(self.first, q, streams, first)
+            q, kept, total = self.read_first(self.first, q, streams, first)
             return self.first.join(score, q, k, v, kept, total, first)
         null = None
         if self.null_c is not None and self.null_geo is not None:
@@ -379,7 +404,7 @@ class LatentProjection(GatedProjection):
         kept = total = None
         first, starts = bounds(documents)
         if self.first is not None:
-            q, kept, total = self._read_first(self.first, q, streams, first)
+            q, kept, total = self.read_first(self.first, q, streams, first)
         has_one_width = q.shape[2] > 1 or q.dtype in HALF_PRECISION or self.first is not None
         queries, key = self.score_operands(q, streams)
         null = None
@@ -403,14 +428,14 @@ class LatentProjection(GatedProjection):
         key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
         return queries, key.to(q.dtype)
 
-    def _read_first(
-        self, rows: FirstTokens, q: Tensor, streams: Mapping[str, Tensor], first: Tensor | None
+    def read_first(
+        self, tokens: FirstTokens, q: Tensor, streams: Mapping[str, Tensor], first: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Split off the queries of the first tokens; return the others, the first tokens' output and log-sum-exp."""
         q, q_first = q.split((self.query_dim + self.dims.rope, self.query_dim), dim=-1)
         n_keys = streams["c"].shape[2]
         q_sem = q[..., : self.query_dim]
-        return q, *rows.read(q_first, q_sem, streams["k_first"], streams["v_first"], n_keys, first)
+        return q, *tokens.read(q_first, q_sem, streams["k_first"], streams["v_first"], n_keys, first)
 
     def cache_queries(self, q: Tensor) -> Queries:
         """Return the queries q_h A_h [B, H, T, R] and q_geo [B, H, T, Dgeo] of the absorbed form."""

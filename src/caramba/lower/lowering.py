@@ -141,6 +141,7 @@ PASSES = (
     Pass("fuse_linears", ("decode",), "", _of("fuse_linears", "fuse_linears")),
     Pass("latent_keys", ("train",), "LatentProjection", _of("absorb_latent", "fuse_latent_keys")),
     Pass("latent_queries", ("train", "decode"), "LatentProjection", _of("absorb_latent", "fuse_latent_queries")),
+    Pass("first_tokens", ("train",), "FirstTokens", _of("first_tokens", "fuse_first_tokens")),
     Pass("prefix_attention", ("train",), "FirstTokens", _of("prefix_attention", "fuse_prefix_attention")),
     Pass("split_keys", ("train", "prefill", "decode"), "LatentProjection", _of("split_keys", "split_keys")),
     Pass("absorb_latent", ("decode",), "LatentProjection", _of("absorb_latent", "absorb_latent")),

@@ -27,7 +27,8 @@ class PrefixAttention(FirstTokens):
         if first is not None or not has_prefix_kernel(score, q, k, v):
             return super().join(score, q, k, v, kept, total, first)
         n, late = self.n_tokens, slice(self.n_tokens, None)
-        given = (q, k.to(q.dtype), v.to(q.dtype), kept.float(), total.float())
+        kept = kept if kept.dtype == q.dtype else kept.float()
+        given = (q, k.to(q.dtype), v.to(q.dtype), kept, total.float())
         queries, keys, values, out, lse = (x[:, :, late] for x in given)
         out = prefix_attention(queries, keys, values, out, lse)
         return torch.cat((kept[:, :, :n].to(q.dtype), out), dim=2)

@@ -18,6 +18,7 @@ from caramba.ops import backend
 KERNELS: dict[str, tuple[str, ...]] = {
     "float8_swiglu": ("float8_cast", "float8_swiglu", "float8_swiglu_backward"),
     "latent_queries": ("latent_queries",),
+    "first_tokens": ("first_tokens",),
     "prefix_attention": ("prefix_attention",),
     "split_keys": ("decoupled_attention",),
     "absorb_latent": ("absorbed_queries",),
@@ -45,7 +46,7 @@ def model_of(one: Pass) -> nn.Module:
             assert isinstance(part, nn.Linear)
             layer.set_submodule(name, Float8Linear(part, recipe))
         return nn.Sequential(layer)
-    if one.name == "prefix_attention":
+    if one.name in ("first_tokens", "prefix_attention"):
         return lively("latent_first")
     return lively(
         "latent" if one.name in ("latent_keys", "latent_queries", "split_keys", "absorb_latent") else "gqa_scaled"
