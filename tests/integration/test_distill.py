@@ -272,6 +272,21 @@ def test_compiled_code_agrees(teacher: Path, plain_run: tuple[Path, list[float]]
     assert compiled == pytest.approx(plain, rel=0.02)
 
 
+@pytest.mark.slow
+def test_code_of_inductor_agrees(tmp_path: Path, cache: Path) -> None:
+    part = "{type: ResidualTopology, layers: [{type: RMSNormLayer, d_model: 128}, {type: SwiGLULayer, d_model: 128, d_ff: 64}]}"
+    words = ("model=tiny", "train=pretrain", "benchmark=none", "verify=none", *SMALL, f"model.topology.layers=[{part}]")
+    words += ("train.steps=3", "train.batch_size=2", "train.block_size=64", "settings.instrument=none")
+    losses = []
+    for is_compiled in ("false", "true"):
+        folder = tmp_path / is_compiled
+        folder.mkdir()
+        run, _ = launch([*words, f"train.compile={is_compiled}"], folder, cache)
+        losses.append(stage(run, "pretrain")["loss"])
+    assert decisions(run, "pretrain")["compile_model"]["value"] is True
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
