@@ -6,7 +6,8 @@ The file is written after every case; what there was no time or memory for is in
 - state: bytes of a layer's cache of one sequence once it holds so many tokens
 - decode: ms a token after `--contexts` tokens, `--batch` rows, of memory and of full attention, from the host and in a
   CUDA graph
-- peak: allocated bytes over `--decoded` tokens after the first few, of one row and `--peak-blocks` blocks
+- peak: allocated bytes over `--decoded` tokens after the first few, of one row and `--peak-blocks` blocks, decoded in
+  a CUDA graph
 - prefill: seconds of prompts of `--prompts` tokens, one row
 - train: tokens/s of forward and backward, by `--compiled` (no, or modes of torch.compile, which compiles blocks), of
   memory by the queries of a chunk of its op, and of its window alone
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -165,10 +167,14 @@ def host_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
 
 
 def memory_graph_steps(sides: Sides, model: Model, length: int) -> Callable[[], None]:
+    return graph_steps(sides, model, sides.options.batch, length, 2 * sides.options.steps)
+
+
+def graph_steps(sides: Sides, model: Model, rows: int, length: int, room: int) -> Callable[[], None]:
     """Greedy steps on a `DeviceContext`, captured as `caramba generate` does; on a CPU one after the other."""
-    rows, n_steps = sides.options.batch, sides.options.steps
+    n_steps = sides.options.steps
     lower(model, sides.device, "decode", is_compiled=False)
-    step = DeviceContext(sides.filled(model, rows, length, 2 * n_steps))
+    step = DeviceContext(sides.filled(model, rows, length, room))
     token = sides.tokens(model, rows, 1)[:, 0]
 
     def trial(given: Tensor) -> Tensor:
@@ -201,26 +207,27 @@ def full_graph_steps(sides: Sides, model: Model, length: int) -> Callable[[], No
     return functools.partial(decoder.run, n_steps)
 
 
+def peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 @torch.inference_mode()
 def peak(sides: Sides) -> Iterator[Row]:
-    """Highest allocation over all decoded tokens above that of the first few, of one block; on a CPU the cache's."""
+    """Highest allocation over all decoded tokens above that of the first few; on a CPU the process's."""
     model, options = sides.model("memory", blocks=sides.options.peak_blocks), sides.options
-    first = min(options.window + PIECE, options.decoded // 4)
-    ctx, token = sides.context(model, 1, options.decoded), sides.tokens(model, 1, 1)
-    on_gpu = sides.device.type == "cuda"
+    first, on_gpu = options.window + PIECE, sides.device.type == "cuda"
+    turn = graph_steps(sides, model, 1, first, options.decoded)
 
-    def bytes_after(n: int) -> int:
-        for _ in range(n):
-            model(token, ctx)
-        return torch.cuda.max_memory_allocated() if on_gpu else ctx.nbytes()
+    def bytes_after_turn() -> int:
+        turn()
+        return torch.cuda.max_memory_allocated() if on_gpu else peak_resident_bytes()
 
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    began, done, before = time.monotonic(), first, bytes_after(first)
+    began, done, before = time.monotonic(), options.steps, bytes_after_turn()
     after = before
     while done < options.decoded and time.monotonic() - began < options.seconds / 2:
-        n = min(256, options.decoded - done)
-        after, done = bytes_after(n), done + n
+        after, done = bytes_after_turn(), done + options.steps
     yield {
         "decoded": done,
         "asked": options.decoded,
@@ -246,7 +253,7 @@ def prompts(sides: Sides) -> Iterator[Row]:
 
 
 def prefix(sides: Sides) -> Iterator[Row]:
-    """Turns of one conversation: its prefix, then each question after the earlier answers."""
+    """Turns of one conversation: its prefix, then each question after the earlier answers. Another text runs before."""
     model, n = sides.model("memory", sides.options.chunk), sides.options.prefix
     vocab = model.spec.embedder.vocab_size
     for keeps in (False, True):
@@ -254,6 +261,9 @@ def prefix(sides: Sides) -> Iterator[Row]:
         kept: dict[str, Any] = {"use_memory_cache": True, "cache_size": 4096.0} if keeps else {}
         engine = Engine(model, n_slots=1, max_len=longest, prefill_chunk=PIECE, **kept)
         text = [(7 * place) % vocab for place in range(n)]
+        engine.submit([(5 + 3 * place) % vocab for place in range(min(n, PIECE))], max_new_tokens=ANSWER)
+        while engine.step():
+            pass
         seconds = []
         for turn in range(TURNS):
             began = time.perf_counter()
