@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +22,7 @@ COMPILER = ("g++", "-std=c++20", "-fPIC", "-fno-strict-aliasing")
 OPTIONS = ("-Og", "-Wno-unknown-pragmas")  # a third of -O2's time; kernels run as fast
 EARLY, DESCENDING = 1, 2
 """What a launch's `mode` is made of: copies are done at once, not as late as is allowed; the last lanes run first."""
+WEEK_S = 7 * 24 * 3600
 MODES = (0, EARLY, DESCENDING, EARLY | DESCENDING)
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -60,8 +63,23 @@ def argument(x: object) -> ctypes.c_int | ctypes.c_void_p | ctypes.Array[ctypes.
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="emulated-")
+def _folder() -> Path:
+    """Return where compiled kernels stay for other processes and later runs. Another source or compiler has another
+    folder; what was not used for a week is removed."""
+    root = Path(tempfile.gettempdir()) / f"caramba-emulated-{os.getuid()}"
+    version = subprocess.run([COMPILER[0], "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(version)
+    here = Path(__file__).parent
+    for folder in (KERNELS, here / "warp_emulator", here / "metal_emulator"):
+        for file in sorted(path for path in folder.iterdir() if path.is_file()):
+            digest.update(file.read_bytes())
+    folder = root / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    for other in root.iterdir():
+        if time.time() - other.stat().st_mtime > WEEK_S:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
 
 
 @functools.cache
@@ -82,26 +100,34 @@ def _compile(source: Path, name: str, macros: tuple[tuple[str, object], ...]) ->
 @functools.cache
 def precompile(header: Path, options: tuple[str, ...]) -> Path:
     """Return an emulator's header, which g++ reads precompiled: reading the text takes as long as a kernel."""
-    folder = Path(_folder().name) / hashlib.sha256(repr((header, options)).encode()).hexdigest()[:16]
-    folder.mkdir()
-    copy = folder / header.name
-    copy.write_text(f'#include "{header}"\n', encoding="utf-8")
-    subprocess.run([*COMPILER, *options, "-x", "c++-header", str(copy)], check=True)
+    folder = _folder() / hashlib.sha256(repr((header, options)).encode()).hexdigest()[:16]
+    copy, made = folder / header.name, folder / f"{header.name}.gch"
+    if not made.exists():
+        folder.mkdir(exist_ok=True)
+        copy.write_text(f'#include "{header}"\n', encoding="utf-8")
+        own = made.with_suffix(f".{os.getpid()}")
+        subprocess.run([*COMPILER, *options, "-x", "c++-header", str(copy), "-o", str(own)], check=True)
+        own.replace(made)
     return copy
 
 
 @functools.cache
 def compile_library(text: str, options: tuple[str, ...], what: str) -> Path:
-    """Compile C++ of a kernel into a shared library for this host, once in this process.
+    """Compile C++ of a kernel into a shared library for this host, where no process did before.
 
     Raises:
         RuntimeError: the compiler refuses it.
     """
     tag = hashlib.sha256(repr((text, options)).encode()).hexdigest()[:16]
-    main, library = (Path(_folder().name) / f"{tag}.{suffix}" for suffix in ("cpp", "so"))
+    library = _folder() / f"{tag}.so"
+    if library.exists():
+        return library
+    main, own = (_folder() / f"{tag}.{os.getpid()}.{suffix}" for suffix in ("cpp", "so"))
     main.write_text(text, encoding="utf-8")
-    command = [*COMPILER, "-shared", *options, str(main), "-o", str(library)]
+    command = [*COMPILER, "-shared", *options, str(main), "-o", str(own)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
+    main.unlink()
     if made.returncode:
         raise RuntimeError(f"g++ refuses {what}:\n{made.stderr[-4000:]}")
+    own.replace(library)
     return library
