@@ -2,6 +2,7 @@
 
 Usage on a GPU: python scripts/bench/run.py memory [--seconds 110] [--only state peak decode prefill train prefix]
 The file is written after every case; what there was no time or memory for is in `left_out`, with the reason.
+`--join FILE NEWER` makes one file of two, with the newer rows where both have some.
 
 - state: bytes of a layer's cache of one sequence once it holds so many tokens
 - decode: ms a token after `--contexts` tokens, `--batch` rows, of memory and of full attention, from the host and in a
@@ -30,6 +31,7 @@ from models import cache_kind, llama_spec
 from record import Record, Row
 from registry import check_names
 from static_decode import StaticDecoder
+from summaries import join
 from timing import device_seconds, wall_seconds
 from torch import Tensor
 from torch.nn import functional as F
@@ -48,13 +50,14 @@ OPTIONS = (
     "--size=135m|tiny --window=512 --slots=64 --batch=16 --contexts=2048,32768 --lengths=2048,8192,32768,131072 "
     "--decoded=32768 --prompts=8192,32768 --rows=8 --tokens=2048 --chunk=32 --chunks=16,32 "
     "--compiled=no,default,reduce-overhead "
-    "--prefix=8192 --steps=32 --peak-blocks=1 --seconds=110 --only=*"
+    "--prefix=8192 --steps=32 --peak-blocks=1 --seconds=110 --only=* --join=*"
 )
 SMOKE_OPTIONS = (
     "--size tiny --window 8 --slots 4 --batch 2 --contexts 24,48 --lengths 32,64 --decoded 40 --prompts 32,64 --rows 2 "
     "--tokens 32 --chunk 4 --chunks 4,8 --compiled no --prefix 64 --steps 2"
 )
 PARTS = ("state", "train", "decode", "prefill", "prefix", "peak")
+KEYS = ("case", "side", "chunk", "compiled", "context", "tokens", "memory_cache")
 TURNS, ANSWER, PIECE = 8, 4, 512
 
 
@@ -284,6 +287,10 @@ def prefix(sides: Sides) -> Iterator[Row]:
 
 
 def run(options: argparse.Namespace, record: Record) -> None:
+    if options.join:
+        join(record, options.join, equal=("sizes",), by=KEYS)
+        record.save(summary=summarise(record.data["rows"], options))
+        return
     chosen = options.only or list(PARTS)
     check_names("--only", chosen, PARTS)
     kernels.load(record.device)

@@ -8,6 +8,8 @@ the memory slots, where their sizes allow that; `over_memory` is the ratio. A pa
 the reason, and models that there is no time for are in `left_out`. `summary` has the recall of each over the seeds and
 that of the memory slots minus it, paired by seeds, with Student's 95% intervals.
 
+`--join FILES` makes one file of runs of other seeds or attentions that were done at once.
+
 Rows of 16 windows are seen whole through two layers by a window of the same bytes: compare it on `--windows 64`.
 """
 
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from record import Record, Row
 from registry import check_names
-from summaries import differences, interval
+from summaries import differences, interval, join
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -45,7 +47,7 @@ from caramba.model import Model, build_model
 
 OPTIONS = (
     "--pairs=4 --windows=16 --window=4 --slots=16 --d-model=64 --heads=2 --blocks=2 --steps=250 --rows=64 --lr=0.003 "
-    "--batches=4 --seeds=1 --seconds=600 --only=*"
+    "--batches=4 --seed=0 --seeds=1 --seconds=600 --only=* --join=*"
 )
 SMOKE_OPTIONS = "--steps 2 --rows 4 --batches 1 --windows 4 --pairs 2 --d-model 16"
 
@@ -239,6 +241,10 @@ def recalled(model: Model, config: RecallBenchmarkConfig, n_pairs: int, length: 
 
 
 def run(options: argparse.Namespace, record: Record) -> None:
+    if options.join:
+        join(record, options.join, equal=("length", "memory_bytes"), by=("attention", "pairs", "seed"))
+        record.save(summary=summarise(record.data["rows"]))
+        return
     layer, device = layer_of(options), record.device
     own = tuple(attentions(layer))
     chosen = options.only or [*own, *OTHERS]
@@ -255,7 +261,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
     for kind in chosen:
         if missing[kind]:
             record.add({"attention": kind, "skipped": missing[kind]})
-    for seed in range(options.seeds):
+    for seed in range(options.seed, options.seed + options.seeds):
         for kind in chosen:
             if missing[kind]:
                 continue
@@ -278,15 +284,14 @@ def run(options: argparse.Namespace, record: Record) -> None:
 
 def summarise(rows: list[Row]) -> Row:
     """Return each attention's recall over seeds, and the memory's minus it, each with its 95% interval."""
-    by_kind: dict[str, dict[int, float]] = {}
+    by_kind: dict[tuple[int, str], dict[int, float]] = {}
     for row in rows:
         if "recall" in row:
-            by_kind.setdefault(row["attention"], {})[row["seed"]] = row["recall"]
-    ours = by_kind.get("memory", {})
+            by_kind.setdefault((row["pairs"], row["attention"]), {})[row["seed"]] = row["recall"]
     summary: Row = {}
-    for kind, found in by_kind.items():
-        summary[kind] = interval(found)
-        minus = differences(ours, found)
+    for (pairs, kind), found in by_kind.items():
+        of_kind = summary.setdefault(f"pairs={pairs}", {})[kind] = interval(found)
+        minus = differences(by_kind.get((pairs, "memory"), {}), found)
         if kind != "memory" and minus:
-            summary[kind]["memory_minus"] = interval(minus)
+            of_kind["memory_minus"] = interval(minus)
     return summary

@@ -2,6 +2,7 @@
 
 Usage on a GPU: python scripts/bench/run.py memory_needle --data TOKENS [--seconds 300] [--parts needle resize]
 Usage on a CPU: the same without --data, which reads the bytes of the standard library, and with smaller sizes
+Several at once: the same with --seeds 1 --seed 0, 1, ... and an --out each, then --join FILES makes one file of them
 
 Of `--rows` rows a step, `--share` are recall rows: text in which key and value pairs are stated and asked for later.
 The loss is the mean over text plus the mean over answers. A key is one token of the text's own vocabulary, a value one
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from record import Record, Row
 from registry import check_names
-from summaries import differences, interval
+from summaries import differences, interval, join
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,7 +42,8 @@ from caramba.optim.groups import is_stack_matrix, parameter_groups
 
 OPTIONS = (
     "--data= --parts=* --d-model=320 --heads=5 --blocks=4 --window=32 --windows=16 --slots=32 --values=64 --pairs=12 "
-    "--asked=2 --rows=80 --share=0.05 --steps=800 --tune=100 --lr=0.002 --seeds=3 --items=32 --only=* --seconds=300"
+    "--asked=2 --rows=60 --share=0.05 --steps=600 --tune=100 --lr=0.002 --seed=0 --seeds=3 --items=32 "
+    "--only=* --join=* --seconds=300"
 )
 SMOKE_OPTIONS = (
     "--d-model 16 --heads 2 --blocks 1 --window 4 --windows 12 --slots 4 --values 4 --pairs 2 --rows 4 --share 0.25 "
@@ -264,7 +266,11 @@ def run(options: argparse.Namespace, record: Record) -> None:
     parts, chosen = options.parts or list(PARTS), options.only or list(kinds)
     check_names("--parts", parts, PARTS)
     check_names("--only", chosen, kinds)
-    rows = open_rows(options)
+    if options.join:
+        join(record, options.join, equal=("chance", "sizes"), by=("case", "attention", "trained_on", "cut", "seed"))
+        record.save(summary=summarise(record.data["rows"]))
+        return
+    rows, seeds = open_rows(options), range(options.seed, options.seed + options.seeds)
     sizes = (
         "d_model",
         "heads",
@@ -290,12 +296,12 @@ def run(options: argparse.Namespace, record: Record) -> None:
         wanted = [
             (kind, seed, False) for seed in range(options.seeds) for kind in chosen if kind != "window" or not seed
         ]
-        wanted += [("memory", 0, True)] if "memory" in chosen else []
+        wanted += [("memory", 0, True)] if "memory" in chosen and 0 in seeds else []
         names = (f"needle {kind} {seed}{' of text alone' if text else ''}" for kind, seed, text in wanted)
         cases += [(name, functools.partial(one, *key)) for name, key in zip(names, wanted, strict=True)]
     if "resize" in parts:
         call = functools.partial(resize, options, rows, record.device)
-        cases += [(f"resize {seed}", functools.partial(call, seed)) for seed in range(options.seeds)]
+        cases += [(f"resize {seed}", functools.partial(call, seed)) for seed in seeds]
     began = time.monotonic()
     record.measure(cases, options.seconds)
     record.save(summary=summarise(record.data["rows"]), wall_seconds=round(time.monotonic() - began))
