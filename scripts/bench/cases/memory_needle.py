@@ -41,8 +41,8 @@ from caramba.model import Model, build_model
 from caramba.optim.groups import is_stack_matrix, parameter_groups
 
 OPTIONS = (
-    "--data= --parts=* --d-model=320 --heads=5 --blocks=4 --window=32 --windows=16 --slots=32 --values=64 --pairs=12 "
-    "--asked=2 --rows=60 --share=0.05 --steps=600 --tune=100 --lr=0.002 --seed=0 --seeds=3 --items=32 "
+    "--data= --parts=* --d-model=320 --heads=5 --blocks=4 --window=32 --windows=16 --slots=32 --values=64 --pairs=16 "
+    "--asked=3 --rows=60 --share=0.05 --steps=600 --tune=100 --lr=0.002 --seed=0 --seeds=3 --items=32 "
     "--only=* --join=* --seconds=300"
 )
 SMOKE_OPTIONS = (
