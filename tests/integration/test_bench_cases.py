@@ -132,3 +132,28 @@ def test_spread_of_ten_values_is_median_and_middle_60_percent() -> None:
     timing = importlib.import_module("timing")
     found = timing.spread([n / 1000 for n in range(10)])
     assert found == pytest.approx({"median_ms": 4.5, "p20_ms": 2.0, "p80_ms": 7.0})
+
+
+def test_joined_files_keep_newer_rows_with_their_commits_and_are_of_equal_sizes(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(name: str, commit: str, sizes: int, rows: list[dict[str, Any]], **more: Any) -> str:
+        head = {"benchmark": "memory", "made_by": name, "machine": {"commit": commit}, "sizes": {"window": sizes}}
+        (tmp_path / name).write_text(json.dumps(head | {"rows": rows} | more))
+        return str(tmp_path / name)
+
+    trained = {"case": "train", "side": "memory", "chunk": 32, "compiled": "no", "over_window": 0.5}
+    state = {"case": "state", "tokens": 64, "bytes_per_layer": 8}
+    old = write("old", "a", 4, [trained, state], left_out=["peak: no time left"], teacher_gain={"nats": 0.7})
+    new = write("new", "b", 4, [trained | {"over_window": 0.75}, {"case": "peak", "rise": 0.0}])
+    out = tmp_path / "joined.json"
+    assert bench.main(["memory", "--join", old, new, "--compiled", "no,", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert [(row["case"], row["commit"]) for row in found["rows"]] == [("train", "b"), ("state", "a"), ("peak", "b")]
+    assert (found["left_out"], found["teacher_gain"], found["made_by"]) == ([], {"nats": 0.7}, "old; new")
+    assert (found["summary"]["train_over_window"], found["summary"]["peak_rise"]) == ({"no": 0.75}, 0.0)
+    other = write("other", "b", 8, [])
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["memory", "--join", old, other, "--out", str(out)])
+    assert ended.value.code == 2
+    assert "got sizes {'window': 8}, expected {'window': 4}" in capsys.readouterr().err

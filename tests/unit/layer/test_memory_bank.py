@@ -132,6 +132,28 @@ def test_slots_carry_what_left_the_window() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, VARIANTS[-1]])
+def test_swapped_slots_give_each_row_the_memory_of_the_other(changes: dict[str, Any]) -> None:
+    spec = memory_spec(**changes).model_dump(mode="json")
+    spec["topology"]["layers"] = spec["topology"]["layers"][:1]  # a second layer's window holds what slots said
+    model = build_model(ModelSpec.model_validate(spec), seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+        x, last = tokens(), 7 + SPARE_TOKENS
+        x[1, -last:] = x[0, -last:]  # rows differ in the slots alone
+        ctx, questions = model.new_context(2, LENGTH + 3), tokens(3, rows=1, seed=1).expand(2, -1)
+        model(x, ctx)
+        swapped = ctx.clone()
+        for cache in swapped.caches:
+            assert isinstance(cache, MemoryLayerKVCache)
+            for state in cache.state:
+                state.copy_(state.roll(1, 0))
+        plain, other = model(questions, ctx), model(questions, swapped)
+    assert (plain[0] - plain[1]).abs().max() > 1e-4
+    torch.testing.assert_close(other, plain.roll(1, 0), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, VARIANTS[-1]])
 def test_documents_equal_forwards_of_their_own(changes: dict[str, Any]) -> None:
     model, x = memory_model(**changes), tokens(rows=1)
     ids = torch.tensor([[0] * 31 + [1] * 9 + [2] * 50])
