@@ -1,14 +1,91 @@
 """Muon for the matrices of a stack and AdamW for everything else, as one optimiser."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from caramba.optim.adamw import AdamW
-from caramba.optim.groups import call_closure
+from caramba.optim.groups import call_closure, is_sharded
 
 LIKE_ADAMW = "match_rms_adamw"
+MOST_AT_ONCE = 2**24
+"""Values of the matrices that are made orthogonal together: their products take some 0.2 GB."""
+
+
+class Matrix(NamedTuple):
+    """A weight [R, C] with its gradient and momentum."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+class BatchedMuon(torch.optim.Muon):
+    """`torch.optim.Muon` that makes matrices of one shape orthogonal together, by one set of launches.
+
+    torch takes one matrix after the other: a small model then waits for the host. Groups and states are torch's.
+    Where matrices are sharded over ranks, the step is torch's.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every matrix that has a gradient; return what `closure`, run first, returns."""
+        if any(is_sharded(p) for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        loss = call_closure(closure)
+        for group in self.param_groups:
+            found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+            self._init_group(group, *found)
+            for alike in _alike([Matrix(*one) for one in zip(*found, strict=True)]):
+                _step_alike(alike, group)
+        return loss
+
+
+def _alike(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """Yield matrices of one shape, dtype and device, at most MOST_AT_ONCE values of them."""
+    found: dict[Any, list[Matrix]] = {}
+    for one in matrices:
+        key = (one.weight.shape, one.weight.dtype, one.grad.dtype, one.weight.device)
+        found.setdefault(key, []).append(one)
+    for alike in found.values():
+        n = max(1, MOST_AT_ONCE // alike[0].weight.numel())
+        yield from (alike[start : start + n] for start in range(0, len(alike), n))
+
+
+def _step_alike(matrices: Sequence[Matrix], group: dict[str, Any]) -> None:
+    """Step matrices of one shape [R, C]."""
+    weights, grads, momenta = (list(part) for part in zip(*matrices, strict=True))
+    lr, mu = group["lr"], group["momentum"]
+    torch._foreach_lerp_(momenta, grads, 1 - mu)  # pyright: ignore[reportPrivateImportUsage]
+    ahead = momenta
+    if group["nesterov"]:
+        ahead = torch._foreach_lerp(grads, momenta, mu)  # pyright: ignore[reportPrivateImportUsage]
+    found = orthogonal(torch.stack(ahead), group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+    updates = list(found.to(weights[0].dtype).unbind())
+    size = 0.2 * math.sqrt(max(weights[0].shape)) * lr
+    torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_add_(weights, updates, alpha=-size)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], *, steps: int, eps: float) -> Tensor:
+    """Return U V^T of matrices U S V^T, with singular values of about 1, by Newton-Schulz steps.
+
+    Shape: matrices and result [N, R, C]; the result is contiguous, in bfloat16.
+
+    Reference: Jordan et al., 2024 (Muon).
+    """
+    a, b, c = coefficients
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16()
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT.contiguous() if is_tall else x
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -35,7 +112,7 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         parts: list[torch.optim.Optimizer] = []
         if matrices:
-            parts.append(torch.optim.Muon(list(matrices), lr=lr, momentum=momentum, adjust_lr_fn=LIKE_ADAMW))
+            parts.append(BatchedMuon(list(matrices), lr=lr, momentum=momentum, adjust_lr_fn=LIKE_ADAMW))
         if others:
             parts.append(AdamW(list(others), lr=lr, betas=betas))
         self.parts: tuple[torch.optim.Optimizer, ...] = ()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from caramba.config.train import PhaseConfig
-from caramba.optim import AdaGC, build_optimizer
+from caramba.optim import AdaGC, build_optimizer, muon
 from caramba.optim.lion import Lion
 from caramba.optim.muon import MuonAdamW
 from caramba.optim.swats import SWATS
@@ -143,3 +143,17 @@ def test_muon(package: str) -> None:
         peer_muon = torch.optim.Muon
     run(peer_muon(theirs, adjust_lr_fn="match_rms_adamw", **options), theirs, 20)
     assert_equal(ours, theirs, 1e-5)
+
+
+def test_muon_steps_matrices_of_one_shape_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five matrices of one shape, three at once, a tall one, and one without a gradient."""
+    monkeypatch.setattr(muon, "MOST_AT_ONCE", 3 * 48)
+    shapes = ((6, 8),) * 5 + ((8, 4), (4, 8))
+    ours, theirs = weights(*shapes), weights(*shapes)
+    unused = torch.nn.Parameter(torch.ones(6, 8))
+    made = muon.BatchedMuon([*ours, unused], lr=1e-2, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    run(made, ours, 20)
+    run(torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), theirs, 20)
+    assert_equal(ours, theirs, 1e-5)
+    assert torch.equal(unused, torch.ones(6, 8))
+    assert [tuple(state) for state in made.state.values()] == [("momentum_buffer",)] * 7
