@@ -196,7 +196,7 @@ def top_of(rows: Iterable[Mapping[str, Any]], loss_tolerance: float) -> Mapping[
 
 
 OptimizerRow = Literal["adamw", "lion", "muon", "swats", "pidao", "pidao_adaptive", "nowcast", "orchestrator"]
-ROW_LR: dict[str, float] = {"lion": 0.2, "pidao": 2.0}
+ROW_LR: dict[str, float] = {"lion": 0.2, "muon": 4.0, "pidao": 2.0}
 """Rates that a row's search is around, as multiples of lr; others' are lr itself."""
 ROW_KEYS: dict[str, dict[str, Any]] = {
     "swats": {"swats": {"tolerance": 1e-5}},
@@ -209,8 +209,8 @@ class OptimizersConfig(Config):
 
     Each row trains with every one of `rates` on one order of the data; the best by one half of the held-out windows
     then trains with `seeds` other orders, scored on the other half. Differences are paired with AdamW's by seed. Trials
-    of `orchestrator` and `nowcast` count as steps of their own: their phase is as much shorter. Where `search_steps`
-    hold no decision, their rates are those tried by AdamW, with which they begin. With `equal_time`, after all rows,
+    of `orchestrator` and `nowcast` count as steps of their own: their phase is as much shorter. With `search_steps`
+    their rates are those tried by AdamW, with which they begin. With `equal_time`, after all rows,
     AdamW trains again for as many steps as take the row's seconds, and so does the best fixed row of the
     orchestrator's portfolio for it. With `objective: kl` rows distil copies of the student, as it comes from its
     teacher or a checkpoint, in place of fresh models, and losses are divergences.
@@ -226,6 +226,9 @@ class OptimizersConfig(Config):
         description="ce: fresh models learn the text; kl: copies of the student learn its teacher's output",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the computation")
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        default=False, description="as train.compile; all runs share what is compiled"
+    )
     steps: Positive = Field(default=400, description="optimiser steps of a run, trials included")
     search_steps: Positive | None = Field(
         default=None, description="optimiser steps of the trial of a rate; unset: steps"
@@ -245,15 +248,13 @@ class OptimizersConfig(Config):
         description="time that the table may take; what would end after it is left out by name; unset: no limit",
     )
     strategies: Strategies = Field(
-        default={}, description="strategies of the row orchestrator; unset: conservative_adamw, muon and lion"
+        default={}, description="strategies of the row orchestrator; unset: train's, conservative_adamw and muon"
     )
     decision_interval: Positive | None = Field(
-        default=None, description="steps between decisions; unset: a quarter of the steps"
+        default=None, description="steps between decisions; unset: train's, or a quarter of fewer steps"
     )
-    decisions: Positive | None = Field(
-        default=None, description="most decisions with trials of a run; unset: as many as its steps hold"
-    )
-    eval_horizon: Positive = Field(default=8, description="steps of a trial")
+    decisions: Positive = Field(default=1, description="most decisions of a run whose trials cost all that they may")
+    eval_horizon: Positive = Field(default=32, description="steps of a trial")
     repeats: Annotated[int, Field(ge=2)] = Field(default=3, description="repeats of a trial")
 
     @model_validator(mode="after")

@@ -363,7 +363,9 @@ class PhaseConfig(Config):
         "clip}",
     )
     orchestrator_initial_strategy: str = Field(default="conservative_adamw", description="strategy at the start")
-    orchestrator_decision_interval: Positive = Field(default=500, description="optimiser steps between two decisions")
+    orchestrator_decision_interval: Positive = Field(
+        default=500, description="optimiser steps between two decisions; the first comes after 40, or the warm-up"
+    )
     orchestrator_policy: Literal["halving", "ucb", "replay"] = Field(
         default="halving",
         description="how trials are spent: halving tries all and halves them, ucb tries one challenger; replay follows "
@@ -372,7 +374,7 @@ class PhaseConfig(Config):
     orchestrator_decisions: PathText | None = Field(
         default=None, description="decisions.jsonl of an earlier run that replay follows"
     )
-    orchestrator_eval_horizon: Positive = Field(default=20, description="steps of a trial")
+    orchestrator_eval_horizon: Positive = Field(default=32, description="steps of a trial")
     orchestrator_repeats: Annotated[int, Field(ge=2)] = Field(
         default=3,
         description="trials of a candidate on other batches, whose paired differences give the interval",

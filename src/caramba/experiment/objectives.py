@@ -102,7 +102,7 @@ def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
     """Return the teacher of a phase: the session's, or a copy in the 16 bits that the phase computes in."""
     teacher = frozen(session.model_of("teacher"))
     dtype = getattr(torch, decided.value("dtype"))
-    if dtype == torch.float32:
+    if all(value.dtype == dtype for value in teacher.parameters()):
         return teacher
     # The copy takes these in place of its parameters, so that no second set of float32 weights is ever allocated.
     memo: dict[int, object] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import statistics
@@ -16,17 +17,18 @@ import lightning.pytorch as pl
 import torch
 
 from caramba.config.benchmark import ROW_KEYS, ROW_LR, BenchmarkConfig, OptimizersConfig
-from caramba.config.optimizer import STRATEGIES, StrategyConfig, trial_steps
+from caramba.config.optimizer import DEFAULT_STRATEGIES, STRATEGIES, StrategyConfig, trial_steps
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import batches, spread_windows
 from caramba.errors import CarambaError
-from caramba.experiment.objectives import build_objective
+from caramba.experiment.objectives import build_objective, frozen_teacher
 from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_apart
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, Metric
 from caramba.runs.files import write_json
+from caramba.runtime import RuntimePlan
 from caramba.train.orchestration.policies import compute_interval
 from caramba.train.orchestration.trials import mean_loss
 
@@ -35,6 +37,8 @@ ORCHESTRATED = ("nowcast", "orchestrator")
 SMOOTHED = 20
 POINTS = 50
 SCORED_AT_ONCE = 8
+SEARCH_SEED = 1000
+"""Order of the data by which rates are searched."""
 Row = dict[str, Any]
 
 
@@ -81,6 +85,8 @@ class OptimizerTable:
         self.began = time.perf_counter()
         self.took: dict[str, list[tuple[float, float]]] = {}
         """Seconds of each row's runs around their training, and of a step."""
+        self._model: Model | None = None
+        self._teacher: Model | None = None
 
     @property
     def measured(self) -> list[Row]:
@@ -123,6 +129,7 @@ class OptimizerTable:
             "warmup_steps": steps // 20,
             "min_lr_ratio": 0.02,
             "dtype": config.dtype,
+            "compile_model": config.compile,
             **ROW_KEYS.get(row, {}),
         }
         if row not in ORCHESTRATED:
@@ -138,11 +145,11 @@ class OptimizerTable:
         return PhaseConfig.model_validate({**keys, "orchestrator_budget": min(1.0, (steps - own + 0.5) / own)})
 
     def _strategies(self) -> dict[str, StrategyConfig]:
-        names = ("conservative_adamw", "muon", "lion")
-        return self.config.strategies or {name: STRATEGIES[name] for name in names}
+        return self.config.strategies or {name: STRATEGIES[name] for name in DEFAULT_STRATEGIES}
 
     def _interval_of(self, steps: int) -> int:
-        return self.config.decision_interval or max(1, steps // 4)
+        own = PhaseConfig.model_fields["orchestrator_decision_interval"].default
+        return self.config.decision_interval or max(1, min(own, steps // 4))
 
     def _orchestrator_keys(self, row: str, steps: int) -> dict[str, Any]:
         config, interval = self.config, self._interval_of(steps)
@@ -167,7 +174,7 @@ class OptimizerTable:
         any_length = {**keys, **self._orchestrator_keys(row, steps), "steps": 10**9}
         cost = trial_steps(PhaseConfig.model_validate(any_length))
         held = (steps - 1) // (self._interval_of(steps) + cost)
-        decisions = max(1, min(held, steps // (2 * cost), self.config.decisions or steps))
+        decisions = max(1, min(held, steps // (2 * cost), self.config.decisions))
         return steps - decisions * cost, cost
 
     def _holds_decision(self, own: int, cost: int, steps: int) -> bool:
@@ -180,20 +187,18 @@ class OptimizerTable:
         began = time.perf_counter()
         phase = self.phase_of(row, rate, steps)
         plan = session.plan(phase, "optimizers", self.spec.embedder.d_model)
-        if config.objective == "ce":
-            model = build_model(self.spec, seed=seed)
-        else:
-            model = copy.deepcopy(session.model_of(self.role))
-        model = model.to(session.device).train()
+        model = self._fresh_model(seed)
+        sharer = dataclasses.replace(session, teacher=self._teacher_of(plan))
         losses = Losses(session.device)
         with tempfile.TemporaryDirectory() as name:
             outcome = fit_apart(
-                session, phase, plan, model, Path(name), seed=session.manifest.seed + seed, callbacks=[losses]
+                sharer, phase, plan, model, Path(name), seed=session.manifest.seed + seed, callbacks=[losses]
             )
             file = Path(name) / "decisions.jsonl"
             lines = file.read_text().splitlines() if file.is_file() else []
+        self._model = model
         per_step = config.batch_size * config.block_size
-        halves = self._held_out(phase, model)
+        loss = self._held_out(phase, model, 0 if seed == SEARCH_SEED else 1)
         curve, every = losses.smooth(), max(1, phase.steps // POINTS)
         around = time.perf_counter() - began - losses.wall
         self.took.setdefault(row, []).append((around, losses.wall / steps))
@@ -203,8 +208,7 @@ class OptimizerTable:
             "trial_steps": int(outcome.measured.get("trial_steps", 0)),
             "tokens": (outcome.steps + int(outcome.measured.get("trial_steps", 0))) * per_step,
             "seconds": losses.seconds[-1],
-            "search_loss": halves[0],
-            "loss": halves[1],
+            "loss": loss,
             "train_loss": curve[-1],
             "curve": [
                 {"tokens": (at + 1) * per_step, "seconds": losses.seconds[at], "loss": curve[at]}
@@ -213,33 +217,55 @@ class OptimizerTable:
             "decisions": [json.loads(line) for line in lines],
         }
 
-    def _held_out(self, phase: PhaseConfig, model: Model) -> list[float]:
-        """Return a model's mean losses in float32 on both halves of the held-out windows."""
+    def _fresh_model(self, seed: int) -> Model:
+        """Return the model that a run trains, as every run begins: one module for all, which is compiled once.
+
+        A run that fails leaves nothing: it may have been lowered or compiled.
+        """
+        session, kept = self.session, self._model
+        self._model = None
+        if self.config.objective == "ce":
+            first = build_model(self.spec, seed=seed)
+        else:
+            first = session.model_of(self.role)
+        if kept is None:
+            kept = copy.deepcopy(first).to(session.device)
+        else:
+            kept.zero_grad(set_to_none=True)
+            kept.load_state_dict(first.state_dict())
+        return kept.train()
+
+    def _teacher_of(self, plan: RuntimePlan) -> Model | None:
+        """Return the session's teacher, of a distillation in what it computes in, made once."""
+        if self.config.objective == "ce":
+            return self.session.teacher
+        if self._teacher is None:
+            self._teacher = frozen_teacher(self.session, plan)
+        return self._teacher
+
+    def _held_out(self, phase: PhaseConfig, model: Model, half: int) -> float:
+        """Return a model's mean loss in float32 on a half of the held-out windows."""
         session = self.session
         plain = phase.model_copy(update={"dtype": "float32"})
         decided = session.plan(plain, "optimizers", self.spec.embedder.d_model)
         objective = build_objective(session, plain, decided, model.float().eval())
         windows = session.windows("val", self.config.block_size)
         indices = spread_windows(len(windows), self.config.val_windows)
-        return [
-            mean_loss(objective, batches(windows, indices[half::2], SCORED_AT_ONCE), session.device) for half in (0, 1)
-        ]
+        return mean_loss(objective, batches(windows, indices[half::2], SCORED_AT_ONCE), session.device)
 
     def search(self, row: str) -> list[Row]:
-        """Return a row's rates, each with its loss after `search_steps`; AdamW's where these hold no decision."""
+        """Return a row's rates, each with its loss after `search_steps`; AdamW's where a row begins with it."""
         config = self.config
         steps = config.search_steps or config.steps
         if config.search_steps and row in ORCHESTRATED:
-            own, cost = self._own_steps(row, steps)
-            if not self._holds_decision(own, cost, steps):
-                return self.rows[0]["rates"]
+            return self.rows[0]["rates"]
         tried: list[Row] = []
         failure: CarambaError | None = None
         for at, rate in enumerate(config.rates):
             self.need_time(row, *[steps] * (len(config.rates) - at), *[config.steps] * config.seeds)
             one: Row = {"rate": rate, "lr": config.lr * ROW_LR.get(row, 1.0) * rate}
             try:
-                one["loss"] = self.train(row, rate, steps, 1000)["search_loss"]
+                one["loss"] = self.train(row, rate, steps, SEARCH_SEED)["loss"]
             except CarambaError as error:  # it has diverged; the row fails if all of its rates do
                 one |= {"loss": None, "error": str(error)}
                 failure = error

@@ -24,7 +24,7 @@ class Matrix(NamedTuple):
 
 
 class BatchedMuon(torch.optim.Muon):
-    """`torch.optim.Muon` that makes matrices of one shape orthogonal together, by one set of launches.
+    """`torch.optim.Muon` that makes matrices of one shape, or of its transpose, orthogonal by one set of launches.
 
     torch takes one matrix after the other: a small model then waits for the host. Groups and states are torch's.
     Where matrices are sharded over ranks, the step is torch's.
@@ -44,48 +44,53 @@ class BatchedMuon(torch.optim.Muon):
         return loss
 
 
+def _is_tall(matrix: Matrix) -> bool:
+    return matrix.weight.shape[0] > matrix.weight.shape[1]
+
+
 def _alike(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """Yield matrices of one shape, dtype and device, at most MOST_AT_ONCE values of them."""
+    """Yield matrices of one shape or its transpose, dtype and device, tall ones first, MOST_AT_ONCE values at most."""
     found: dict[Any, list[Matrix]] = {}
     for one in matrices:
-        key = (one.weight.shape, one.weight.dtype, one.grad.dtype, one.weight.device)
+        key = (tuple(sorted(one.weight.shape)), one.weight.dtype, one.grad.dtype, one.weight.device)
         found.setdefault(key, []).append(one)
     for alike in found.values():
+        alike.sort(key=_is_tall, reverse=True)
         n = max(1, MOST_AT_ONCE // alike[0].weight.numel())
         yield from (alike[start : start + n] for start in range(0, len(alike), n))
 
 
 def _step_alike(matrices: Sequence[Matrix], group: dict[str, Any]) -> None:
-    """Step matrices of one shape [R, C]."""
+    """Step matrices of shape [C, R] with C > R, then those of shape [R, C]."""
     weights, grads, momenta = (list(part) for part in zip(*matrices, strict=True))
     lr, mu = group["lr"], group["momentum"]
     torch._foreach_lerp_(momenta, grads, 1 - mu)  # pyright: ignore[reportPrivateImportUsage]
     ahead = momenta
     if group["nesterov"]:
         ahead = torch._foreach_lerp(grads, momenta, mu)  # pyright: ignore[reportPrivateImportUsage]
-    found = orthogonal(torch.stack(ahead), group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
-    updates = list(found.to(weights[0].dtype).unbind())
+    tall = sum(_is_tall(one) for one in matrices)
+    wide = torch.stack([*(x.mT for x in ahead[:tall]), *ahead[tall:]]).bfloat16()
+    found = orthogonal(wide, group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+    found = found.to(weights[0].dtype)
+    updates = [*found[:tall].mT.contiguous().unbind(), *found[tall:].unbind()]
     size = 0.2 * math.sqrt(max(weights[0].shape)) * lr
     torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
     torch._foreach_add_(weights, updates, alpha=-size)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], *, steps: int, eps: float) -> Tensor:
-    """Return U V^T of matrices U S V^T, with singular values of about 1, by Newton-Schulz steps.
+def orthogonal(x: Tensor, coefficients: tuple[float, float, float], *, steps: int, eps: float) -> Tensor:
+    """Return U V^T of matrices U S V^T, with singular values of about 1, by Newton-Schulz steps in x's dtype.
 
-    Shape: matrices and result [N, R, C]; the result is contiguous, in bfloat16.
+    Shape: x and result [N, R, C] with R at most C.
 
     Reference: Jordan et al., 2024 (Muon).
     """
     a, b, c = coefficients
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16()
-    x = x.mT if is_tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT.contiguous() if is_tall else x
+    return x
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -38,7 +38,7 @@ class MadeUp(OptimizerTable):
         self.took.setdefault(row, []).append((0.0, SECONDS[row]))
         loss = LOSS[row] + abs(rate - 1) + seed * 0.1 - steps * 1e-3
         curve = [{"tokens": steps, "seconds": 1.0, "loss": loss}]
-        losses = {"search_loss": loss, "loss": loss, "train_loss": loss}
+        losses = {"loss": loss, "train_loss": loss}
         counted = {"steps": steps, "trial_steps": 0, "tokens": steps, "seconds": SECONDS[row] * steps}
         return {"seed": seed, **counted, **losses, "curve": curve, "decisions": []}
 
@@ -101,7 +101,7 @@ def test_equal_time_of_the_orchestrator_comes_before_that_of_others(
     assert "equal_time_skipped" in rows["lion"]
 
 
-def test_rates_are_those_of_adamw_where_short_trials_hold_no_decision(
+def test_rates_of_rows_that_begin_with_adamw_are_its_own_by_shorter_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"rows": ["adamw", "orchestrator"], "decisions": 1, "decision_interval": 5, "equal_time": False}
@@ -112,9 +112,9 @@ def test_rates_are_those_of_adamw_where_short_trials_hold_no_decision(
         ("orchestrator", 1.0, 100, 0),
         ("orchestrator", 1.0, 100, 1),
     ]
-    long = MadeUp(tmp_path / "b", **keys, search_steps=30, eval_horizon=1)
+    long = MadeUp(tmp_path / "b", **keys, eval_horizon=1)
     rows_of(long, monkeypatch)
-    assert [one[2] for one in long.trained if one[0] == "orchestrator"] == [30, 30, 30, 100, 100]
+    assert [one[2] for one in long.trained if one[0] == "orchestrator"] == [100, 100, 100, 100, 100]
 
 
 def test_a_rate_that_diverges_is_not_taken_and_a_row_of_them_fails(

@@ -146,7 +146,7 @@ def test_muon(package: str) -> None:
 
 
 def test_muon_steps_matrices_of_one_shape_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five matrices of one shape, three at once, a tall one, and one without a gradient."""
+    """Five matrices of one shape, three at once, two of another and its transpose, and one without a gradient."""
     monkeypatch.setattr(muon, "MOST_AT_ONCE", 3 * 48)
     shapes = ((6, 8),) * 5 + ((8, 4), (4, 8))
     ours, theirs = weights(*shapes), weights(*shapes)

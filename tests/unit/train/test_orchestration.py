@@ -190,7 +190,7 @@ def test_identical_candidates_never_switch(tmp_path: Path) -> None:
         assert {one["choice"] for one in ours.decisions} == {"conservative_adamw"}
         intervals = [one["interval"] for one in ours.decisions if one["interval"] is not None]
         assert intervals
-        assert all(interval == [0.0, 0.0, 0.0] for interval in intervals)
+        assert all(interval == [0.0, "-inf", "inf"] for interval in intervals), "one pair of trials is enough"
         plain = train(phase_of(save_every=None), tmp_path / f"{policy}_plain")
         assert ours.weights == plain.weights
 
@@ -214,7 +214,7 @@ def test_a_trial_that_runs_out_of_memory_scores_infinity(tmp_path: Path, monkeyp
     monkeypatch.setattr(Trials, "_train", short_of_memory)
     strategies = ["conservative_adamw", "muon"]
     found = train(orchestrated(orchestrator_strategies=strategies, save_every=None), tmp_path)
-    assert found.decisions[0]["scores"]["muon"] == ["inf", "inf"]
+    assert found.decisions[0]["scores"]["muon"] == ["inf"]
     assert found.decisions[0]["choice"] == "conservative_adamw"
     assert len(found.decisions) == 3, "the run went on"
 
@@ -280,7 +280,7 @@ def test_a_jump_is_kept_only_if_it_helps(is_good: bool, tmp_path: Path, monkeypa
     plain = train(phase_of(save_every=None, steps=30), tmp_path / "plain")
     jump = ours.decisions[0]["nowcast"]
     assert jump["kept"] is is_good
-    assert (jump["interval"][2] < 0) is is_good
+    assert (float(jump["interval"][2]) < 0) is is_good
     assert (ours.weights == plain.weights) is not is_good
     assert ours.decisions[0]["cost"]["steps"] == 2 * 2 * 4
     assert ours.callback is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -242,6 +243,20 @@ RECOMPILE_LIMIT = 64
 # Before torch 2.12 a graph is taken again although a parameter has been frozen or freed since (pytorch#139476): a phase
 # would still train the parameters of the phase before it, and no others.
 SEES_FROZEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+_of_last: list[tuple[weakref.ref[nn.Parameter], bool]] = []
+"""Parameters of what was compiled last, and whether each took gradients."""
+
+
+def forget_other_graphs(modules: Sequence[nn.Module]) -> None:
+    """Have graphs taken anew, unless they are of these modules with the same parameters frozen."""
+    found = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters()]
+    is_same = len(found) == len(_of_last) and all(
+        kept() is parameter and was_free == is_free
+        for (kept, was_free), (parameter, is_free) in zip(_of_last, found, strict=True)
+    )
+    if not is_same:
+        torch._dynamo.reset()
+        _of_last[:] = [(weakref.ref(parameter), is_free) for parameter, is_free in found]
 
 
 class Compilation(RestoreOnExit):
@@ -260,14 +275,19 @@ class Compilation(RestoreOnExit):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not SEES_FROZEN:
-            torch._dynamo.reset()
+            forget_other_graphs(self.modules)
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         self._replaced = [module.__dict__.get("forward") for module in self.modules]
         for module in self.modules:
             module.forward = torch.compile(module.forward, mode=self.mode)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.mode != "default" and pl_module.micro_steps == 0:
+        if pl_module.micro_steps == 0:
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """Give up what CUDA graphs have returned before."""
+        if self.mode != "default":
             torch.compiler.cudagraph_mark_step_begin()
 
     def restore(self) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from caramba.config.optimizer import trial_steps
+from caramba.config.optimizer import first_decision, trial_steps
 from caramba.config.train import PhaseConfig
 from caramba.errors import CarambaError, ConfigError
 from caramba.optim.clip import tensor_norms
@@ -25,7 +25,7 @@ from caramba.optim.nowcast import FORECASTS, Snapshots
 from caramba.optim.portfolio import Portfolio
 from caramba.runs.files import write_whole
 from caramba.runtime import is_distributed
-from caramba.train.orchestration.policies import Choice, Gains, choose, compute_interval
+from caramba.train.orchestration.policies import Choice, Gains, choose, compute_interval, is_settled
 from caramba.train.orchestration.trials import Fork, TrialData, Trials
 
 DECISIONS = "decisions.jsonl"
@@ -154,6 +154,7 @@ class Orchestrator:
     ) -> None:
         self.phase, self.journal, self.data, self.replayed = phase, journal, data, replayed
         self.decided, self.last_switch, self.left = 0, -(10**9), ""
+        self.unchanged = 0  # step of the last decision whose trials changed nothing
         self.trial_steps, self.trial_seconds = 0, 0.0
         self.gains = Gains()
         self.losses: deque[Tensor] = deque(maxlen=SLOPE_OVER)
@@ -164,8 +165,8 @@ class Orchestrator:
 
     def is_due(self, step: int) -> bool:
         """Whether a decision comes before step `step` (0-based)."""
-        interval = self.phase.orchestrator_decision_interval
-        return step > self.decided and step % interval == 0 and step < self.phase.steps
+        is_boundary = step % self.phase.orchestrator_decision_interval == 0 or step == first_decision(self.phase)
+        return step > self.decided and is_boundary and step < self.phase.steps
 
     def decide(self, step: int, module: Any, portfolio: Portfolio, device: torch.device) -> str:
         """Take the decision before step `step`, record it and return the strategy that steps next."""
@@ -206,6 +207,8 @@ class Orchestrator:
         since = step - self.last_switch
         if since < phase.orchestrator_min_steps_between_switches:
             return Choice(active, f"{since} steps after a switch: too soon"), none, None
+        if step < 2 * self.unchanged:
+            return Choice(active, f"trials at step {self.unchanged} changed nothing: again from twice that"), none, None
         challengers = [
             name
             for name, one in phase.orchestrator_strategies.items()
@@ -233,6 +236,8 @@ class Orchestrator:
         jump = self._nowcast(step, module, trials, fork, found.choice)
         self.trial_steps += trials.steps
         self.trial_seconds += trials.seconds
+        has_changed = found.choice != active or (jump is not None and jump["kept"])
+        self.unchanged = 0 if has_changed else step
         tokens = trials.steps * self.data.per_step * phase.block_size
         return found, {"steps": trials.steps, "seconds": round(trials.seconds, 4), "tokens": tokens}, jump
 
@@ -256,6 +261,8 @@ class Orchestrator:
                 for before in (jump, None)
             )
             differences.append(with_it - without if math.isfinite(with_it) else math.inf)
+            if is_settled(differences[-1], self.phase.orchestrator_repeats):
+                break
         interval = compute_interval(differences)
         is_kept = interval.high < 0
         if is_kept:
@@ -266,7 +273,7 @@ class Orchestrator:
 
     def watch_step(self, step: int, parameters: list[Any]) -> None:
         """Look at the step before a decision: how much it changes the weights."""
-        if (step + 1) % self.phase.orchestrator_decision_interval == 0:
+        if self.is_due(step + 1):
             self._before = copies_of(parameters)
 
     @torch.no_grad()
@@ -311,6 +318,7 @@ class Orchestrator:
             "decided": self.decided,
             "last_switch": self.last_switch,
             "left": self.left,
+            "unchanged": self.unchanged,
             "trial_steps": self.trial_steps,
             "trial_seconds": self.trial_seconds,
             "gains": dataclasses.asdict(self.gains),
@@ -322,6 +330,7 @@ class Orchestrator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.decided, self.last_switch, self.left = state["decided"], state["last_switch"], state["left"]
         self.trial_steps, self.trial_seconds = state["trial_steps"], state["trial_seconds"]
+        self.unchanged = state.get("unchanged", 0)  # not in states of before trials became rarer
         self.gains = Gains(**state["gains"])
         self.losses.extend(torch.tensor(loss) for loss in state["losses"])
         self.ratio = None if state["ratio"] is None else torch.tensor(state["ratio"])

@@ -60,6 +60,9 @@ def student_quantile(p: float, degrees: int) -> float:
 
 Score = Callable[[str, int, int, int | None], float]
 """Held-out loss of a strategy after a horizon of steps: name, horizon, repeat, half of the held-out windows."""
+FEW = 4
+"""Repeats of which none may be against a challenger: with one difference of 0 and others equal, t is sqrt(n - 1), which
+is below Student's quantile."""
 BACK = 2.0
 """How much wider the interval is for a switch back to the strategy that was left last."""
 
@@ -130,7 +133,7 @@ def choose(
 ) -> Choice:
     """Find a challenger, compare it with the strategy in use over repeats, and switch if the interval excludes 0.
 
-    A challenger is chosen on one half of the held-out windows and tested on the other, on other batches. The interval
+    Repeats end where no further one could have the interval exclude 0. A challenger is chosen on one half of the held-out windows and tested on the other, on other batches. The interval
     is 95% over all challengers of the decision. `left` is the strategy that was left last.
     """
     scores: dict[str, list[float]] = {}
@@ -147,6 +150,8 @@ def choose(
     for repeat in range(1, phase.orchestrator_repeats + 1):
         for name in (active, challenger):
             scores.setdefault(name, []).append(score(name, horizon, repeat, 1))
+        if is_settled(_difference(scores[challenger][-1], scores[active][-1]), phase.orchestrator_repeats):
+            break
     pairs = list(zip(scores[challenger], scores[active], strict=True))
     differences = [_difference(first, second) for first, second in pairs]
     compared = len(challengers) if phase.orchestrator_policy == "halving" else 1
@@ -159,6 +164,11 @@ def choose(
         return Choice(challenger, reason, scores, challenger, interval)
     reason = f"{challenger} is not ahead of {active}: the interval does not exclude 0"
     return Choice(active, reason, scores, challenger, interval)
+
+
+def is_settled(difference: float, repeats: int) -> bool:
+    """Whether an interval over `repeats` differences, this one among them, cannot lie below 0."""
+    return difference >= 0 and repeats <= FEW
 
 
 def _difference(first: float, second: float) -> float:

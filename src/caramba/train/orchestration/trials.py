@@ -24,6 +24,7 @@ from caramba.runtime import (
     random_states,
     restore_random_states,
 )
+from caramba.train.callbacks import Compilation
 from caramba.train.data import IndexedWindows, train_loader
 
 MOST_HELD_OUT, LEAST_HELD_OUT = 64, 8
@@ -54,7 +55,9 @@ class TrialData:
         n = len(dataset)
         ahead = (phase.orchestrator_repeats + 1) * phase.orchestrator_eval_horizon
         first = start + (phase.steps + ahead) * per_step
-        count = min(MOST_HELD_OUT, n - first)
+        assert isinstance(phase.batch_size, int)
+        both = 2 * phase.batch_size  # halves of whole batches, so that a compiled forward sees one shape
+        count = min(max(MOST_HELD_OUT // both, 1) * both, n - first)
         if count < LEAST_HELD_OUT:
             raise ConfigError(
                 f"train.orchestrator_enabled: {n:,} windows of the train split, of which phases and trials read "
@@ -116,6 +119,7 @@ class Trials:
         self.module, self.portfolio, self.data, self.device = module, portfolio, data, device
         self.phase: PhaseConfig = module.phase
         self.steps, self.seconds = 0, 0.0
+        self._compilations = [one for one in module.trainer.callbacks if isinstance(one, Compilation)]
 
     def score(
         self,
@@ -128,14 +132,13 @@ class Trials:
         half: int | None,
         before: Callable[[], None] | None = None,
     ) -> float:
-        """Return the held-out loss after `horizon` steps of strategy `name` whose rate decays to 0.
+        """Return the held-out loss after `horizon` steps of strategy `name` whose rate decays to 0, from the boundary.
 
         A trial that diverges or runs out of memory scores infinity. Weights and states are as before.
         """
         began = time.perf_counter()
         was_training, ramp = self.module.model.training, self.portfolio.ramp_steps
         try:
-            fork.restore()
             torch.manual_seed(hash_of(self.phase.seed or 0, step, repeat))
             if before is not None:
                 before()
@@ -155,6 +158,19 @@ class Trials:
         self.seconds += time.perf_counter() - began
         return loss if math.isfinite(loss) else math.inf
 
+    def _begin_step(self) -> None:
+        for one in self._compilations:
+            one.begin_step()
+
+    def _each_a_step(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._begin_step()
+            yield batch
+
+    def _moved(self, x: Tensor) -> Tensor:
+        """Return a tensor on the device, for which the host does not wait."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+
     def _context(self) -> contextlib.AbstractContextManager[Any]:
         return self.module.trainer.precision_plugin.train_step_context()
 
@@ -165,7 +181,9 @@ class Trials:
         for at in range(horizon):
             module.objective.at(step + at, phase.steps)
             for micro in range(times):
-                batch = [x.to(self.device) for x in next(batches)]
+                if micro == 0:
+                    self._begin_step()
+                batch = [self._moved(x) for x in next(batches)]
                 if module.averaging is not None and micro + 1 == times:
                     module.averaging.expect(batch[0].numel())
                 weight = 1.0
@@ -187,7 +205,7 @@ class Trials:
     def _held_out(self, half: int | None) -> float:
         self.module.model.eval()
         with self._context():
-            mean = mean_loss(self.module.objective, self.data.scoring(half), self.device)
+            mean = mean_loss(self.module.objective, self._each_a_step(self.data.scoring(half)), self.device)
         return float(mean_over_ranks({"loss": torch.tensor(mean, device=self.device)})["loss"])
 
 
