@@ -133,8 +133,9 @@ def choose(
 ) -> Choice:
     """Find a challenger, compare it with the strategy in use over repeats, and switch if the interval excludes 0.
 
-    Repeats end where no further one could have the interval exclude 0. A challenger is chosen on one half of the held-out windows and tested on the other, on other batches. The interval
-    is 95% over all challengers of the decision. `left` is the strategy that was left last.
+    Repeats end where no further one could have the interval exclude 0. A challenger is chosen on one half of the
+    held-out windows and tested on the other, on other batches. The interval is 95% over all challengers of the
+    decision. `left` is the strategy that was left last.
     """
     scores: dict[str, list[float]] = {}
     names = list(challengers)
