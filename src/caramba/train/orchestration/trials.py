@@ -55,9 +55,7 @@ class TrialData:
         n = len(dataset)
         ahead = (phase.orchestrator_repeats + 1) * phase.orchestrator_eval_horizon
         first = start + (phase.steps + ahead) * per_step
-        assert isinstance(phase.batch_size, int)
-        both = 2 * phase.batch_size  # halves of whole batches, so that a compiled forward sees one shape
-        count = min(max(MOST_HELD_OUT // both, 1) * both, n - first)
+        count = min(MOST_HELD_OUT, n - first)
         if count < LEAST_HELD_OUT:
             raise ConfigError(
                 f"train.orchestrator_enabled: {n:,} windows of the train split, of which phases and trials read "
@@ -162,11 +160,6 @@ class Trials:
         for one in self._compilations:
             one.begin_step()
 
-    def _each_a_step(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._begin_step()
-            yield batch
-
     def _moved(self, x: Tensor) -> Tensor:
         """Return a tensor on the device, for which the host does not wait."""
         return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
@@ -204,8 +197,9 @@ class Trials:
 
     def _held_out(self, half: int | None) -> float:
         self.module.model.eval()
-        with self._context():
-            mean = mean_loss(self.module.objective, self._each_a_step(self.data.scoring(half)), self.device)
+        # Graphs without gradients would be compiled for these few batches alone.
+        with torch.compiler.set_stance("force_eager"), self._context():
+            mean = mean_loss(self.module.objective, self.data.scoring(half), self.device)
         return float(mean_over_ranks({"loss": torch.tensor(mean, device=self.device)})["loss"])
 
 
