@@ -248,7 +248,7 @@ _of_last: list[tuple[weakref.ref[nn.Parameter], bool]] = []
 
 
 def forget_other_graphs(modules: Sequence[nn.Module]) -> None:
-    """Have graphs taken anew, unless they are of these modules with the same parameters frozen."""
+    """Have graphs taken again, unless they are of these modules with the same parameters frozen."""
     found = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters()]
     is_same = len(found) == len(_of_last) and all(
         kept() is parameter and was_free == is_free

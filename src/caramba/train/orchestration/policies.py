@@ -168,7 +168,7 @@ def choose(
 
 
 def is_settled(difference: float, repeats: int) -> bool:
-    """Whether an interval over `repeats` differences, this one among them, cannot lie below 0."""
+    """Whether an interval over `repeats` differences, this one among them, cannot be all below 0."""
     return difference >= 0 and repeats <= FEW
 
 
