@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 from tests.integration.commands import SMALL, caramba, only_run
 
+ROOT = Path(__file__).parents[2]
 TABLE = "benchmark.benchmarks.0.config"
 WORDS = ("launch", "train=none", "verify=none", "benchmark=optimizers", "plan=off")
 
@@ -45,6 +48,18 @@ def test_a_table_of_optimisers_is_measured(tmp_path: Path, cache: Path) -> None:
     report = json.loads((run / "artifacts" / "report.json").read_text())
     assert "optimizers.student.val_loss@row=orchestrator" in report["metrics"]
     assert (run / "artifacts" / "optimizers.png").stat().st_size > 5_000
+
+    out = tmp_path / "record.json"
+    words = [str(run), str(run), "--out", str(out), "--model", "one block"]
+    done = subprocess.run(
+        [sys.executable, "scripts/bench/optimizer_record.py", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    kept = json.loads(out.read_text())
+    assert [row["row"] for row in kept["rows"]] == ["adamw", "orchestrator"], "rows of two runs, each once"
+    assert kept["made_by"][0].startswith("caramba launch train=none")
+    assert done.stdout.count("| orchestrator |") == 1
+    assert out.with_suffix(".png").stat().st_size > 5_000
 
 
 def test_rows_distil_copies_of_a_student_with_short_trials_of_rates(tmp_path: Path, cache: Path) -> None:

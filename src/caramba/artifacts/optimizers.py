@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from caramba.artifacts.key import MetricKey
@@ -65,6 +66,11 @@ def draw_optimizers(result: RunResult) -> tuple[Picture | None, list[Omission]]:
     rows = collect_measured_rows(result, KIND)
     if not rows:
         return None, omit_if_asked(result, KIND, OPTIMIZERS_FILE)
+    return draw_rows(rows, result.labels), time_omissions(result)
+
+
+def draw_rows(rows: Sequence[dict[str, Any]], labels: dict[str, str]) -> Picture:
+    """Return the curves of the first seed of rows that were measured."""
     with styled():
         figure = new_figure(10.0, 4.2)
         panels = figure.subplots(1, 2, sharey=True)
@@ -82,7 +88,7 @@ def draw_optimizers(result: RunResult) -> tuple[Picture | None, list[Omission]]:
         panels[0].set_ylabel("training loss (lower is better)")
         panels[0].set_title("Optimisers; triangles are switches", loc="left")
         panels[1].legend(loc="upper right")
-        return to_picture(figure, result.labels), time_omissions(result)
+        return to_picture(figure, labels)
 
 
 def _switches(run: dict[str, Any], key: str) -> list[tuple[float, float]]:
