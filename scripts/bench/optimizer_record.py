@@ -2,8 +2,8 @@
 
 Usage: python scripts/bench/optimizer_record.py RUN... --out docs/benchmarks/NAME.json --model TEXT [--note TEXT]
 
-Several runs are one table whose rows were measured apart: each has AdamW's row, with the same losses. The plot is
-NAME.png; the rows of a Markdown table are printed.
+Several runs are one table whose rows were measured separately: each has AdamW's row, with the same losses. The plot is
+NAME.png, and the rows of a Markdown table are printed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from caramba.artifacts.optimizers import draw_rows
 from caramba.runs.files import write_json
 
 Row = dict[str, Any]
-APART = ("rows", "seconds")
+OWN = ("rows", "seconds")
 """Settings that runs of one table may have of their own."""
 
 
 def settings_of(table: Row) -> Row:
-    return {key: value for key, value in table["settings"].items() if key not in APART}
+    return {key: value for key, value in table["settings"].items() if key not in OWN}
 
 
 def join_tables(tables: list[Row]) -> list[Row]:
