@@ -141,7 +141,7 @@ def test_a_student_with_memory_slots_keeps_heads_and_rope_and_trains_its_gates(
     teacher_folder: Path, tmp_path: Path
 ) -> None:
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 61, 20_000, dtype=np.uint16))
-    sizes = ("model.surgery.local_window=8", "model.surgery.memory_slots=4")
+    sizes = ("model.surgery.local_window=8", "model.surgery.memory_slots=6")
     words = ("model=hf_memory", f"model.teacher.checkpoint={teacher_folder}", "train=blockwise", *sizes)
     training = (
         "train.steps=8",
@@ -176,7 +176,7 @@ def test_the_memory_experiment_measures_what_the_window_costs_its_teacher_and_th
     (group,) = manifest_of(*words, "data=tokens", "data.path=tokens.npy").groups
     assert [bench.config.type for bench in group.benchmarks] == ["memory_gap", "memory"]
     assert [run.train.block_size for run in group.runs if run.train] == [8192, 8192]
-    sizes = ("model.surgery.local_window=8", "model.surgery.memory_slots=4", "train.dtype=float32")
+    sizes = ("model.surgery.local_window=8", "model.surgery.memory_slots=6", "train.dtype=float32")
     sizes += ("train.steps=3", "train.warmup_steps=1", "train.batch_size=2", "train.block_size=64")
     gap = "{id: gap, config: {type: memory_gap, block_size: 64, windows: 8, start: 16, min_gain: 1.0e-9}}"
     run = caramba_launch([*words, *data, *sizes, "verify=none", f"benchmark.benchmarks=[{gap}]"], quiet=True)

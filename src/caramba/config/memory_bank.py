@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionMode
@@ -26,6 +26,7 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
     A token is written to the slots when it leaves the window. Its gates depend on its key before RoPE and its value:
     slot m keeps a share a_m = sigmoid(gate_m)^(1/memory_tau) of what it holds and takes 1 - a_m of the token. One
     softmax covers window and slots. The state has a constant size per sequence and is empty at the start of each.
+    The first `memory_first_tokens` slots hold one token each, the first ones of the sequence, and never change.
 
     `memory_compression_ratio` is max_sequence_length / (local_window + memory_slots): give the slots or the ratio.
 
@@ -54,6 +55,10 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
         default=8.0, description="temperature of the slot gates; larger values forget more slowly"
     )
 
+    memory_first_tokens: NonNegativeInt = Field(
+        default=0,
+        description="first tokens of a sequence, or document, that a slot each holds as they are: attention sinks",
+    )
     memory_read: Literal["joint", "gated"] = Field(
         default="joint",
         description="one softmax over window and slots, or one each, mixed by a trained share of every head",
@@ -108,6 +113,11 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
                 "or remove the rate"
             )
         self._slots_of_ratio(self.local_window)
+        if self.memory_first_tokens >= self.slots:
+            raise ValueError(
+                f"memory_first_tokens={self.memory_first_tokens} takes all of {self.slots} slots; use at most "
+                f"{self.slots - 1}, or more slots"
+            )
         return self
 
     def _slots_of_ratio(self, window: int) -> None:

@@ -182,6 +182,10 @@ class SurgeryConfig(Config):
     memory_slots: Dimension | None = Field(
         default=None, description="of method=memory and model=hf_memory: slots per key/value head"
     )
+    memory_first_tokens: NonNegativeInt | None = Field(
+        default=None,
+        description="of method=memory and model=hf_memory: slots that hold the first tokens as they are, unset: none",
+    )
 
 
 class ModelConfig(ModelSpec):

@@ -58,7 +58,8 @@ class MemoryBankLayer(AttentionLayer):
     slot that nothing was written to is masked. a_m is at least exp(-4) = 0.018, so that chunks of tokens are products
     of matrices in float32.
 
-    The state belongs to a sequence: a forward without a context, and each document of a packed row, starts empty.
+    The state belongs to a sequence: a forward without a context, and each document of a packed row, starts empty. Each
+    of its first `memory_first_tokens` tokens has a slot of its own that takes no other.
 
     `memory_read: gated` gives window and slots a softmax each, mixed by sigmoid(read_gate) of every head. With
     `use_adaptive_compression` slots take a share sigmoid(write_gate [k; v] + write_gate_bias) of (1 - a) k and keep the
@@ -67,7 +68,8 @@ class MemoryBankLayer(AttentionLayer):
     Shape: x [B, T, M] to [B, T, M]; slot_gate [K, slots, Dqk + Dv], slot_gate_bias [K * slots], read_gate [H],
     write_gate [K, Dqk + Dv], write_gate_bias [K].
 
-    Reference: Zhang et al., 2024, arXiv:2409.07146 (gated slots).
+    Reference: Zhang et al., 2024, arXiv:2409.07146 (gated slots); Xiao et al., 2023, arXiv:2309.17453 (first tokens as
+    attention sinks).
     """
 
     config: MemoryBankLayerConfig
@@ -113,11 +115,23 @@ class MemoryBankLayer(AttentionLayer):
         assert window is not None
         return MemoryLayerKVCache(self.dims.streams, window, slots, batch_size=batch_size, kind=kind, device=device)
 
-    def gates(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def gates(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log a and 1 - a, each [B, K, S, slots] in at least float32.
 
-        Shape: k before RoPE and v, [B, K, S, ·].
+        Slots of first tokens have a = 1, and take the whole of their token alone.
+
+        Shape: k before RoPE and v, [B, K, S, ·]; positions of the tokens, integers [S] or [B, 1, S].
         """
+        decay, write = self._gates(k, v)
+        n_first = self.config.memory_first_tokens
+        if not n_first:
+            return decay, write
+        slots = torch.arange(self.config.slots, device=k.device)
+        is_held = slots < n_first
+        taken = (positions[..., None] == slots).to(write.dtype)
+        return decay.masked_fill(is_held, 0), torch.where(is_held, taken, write)
+
+    def _gates(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(k.device.type, enabled=False):
             kv = torch.cat((upcast(k), upcast(v)), dim=-1)
             kv = F.rms_norm(kv, kv.shape[-1:])  # gates that do not depend on the scale of the projections
@@ -194,7 +208,8 @@ class MemoryBankLayer(AttentionLayer):
         for into, x in zip(cache.ring, (k, v), strict=True):
             into.index_copy_(2, step.place, x.to(into.dtype))
         ring_k, ring_v = (x.to(dtype) for x in cache.ring)
-        decay, write = (gate.masked_fill(step.is_written, 0) for gate in self.gates(left_k, left_v))
+        places = step.positions[0, size:-1]
+        decay, write = (gate.masked_fill(step.is_written, 0) for gate in self.gates(left_k, left_v, places))
         wide = torch.promote_types(dtype, torch.float32)
         near_q = slot_q = self.projection.scale_queries(q, wide)
         slot_k = left_k
@@ -229,9 +244,13 @@ class MemoryBankLayer(AttentionLayer):
         assert window is not None
         # Tokens of the last window are written by no query here, so they need no gates.
         n_written = max(k.shape[2] - window, 0)
+        if isinstance(k_offset, Tensor):
+            places = k_offset[:, None, :n_written]
+        else:
+            places = torch.arange(k_offset, k_offset + n_written, device=k.device)
         log_keep, write = (
             F.pad(gate, (0, 0, 0, k.shape[2] - n_written))
-            for gate in self.gates(k[:, :, :n_written], v[:, :, :n_written])
+            for gate in self.gates(k[:, :, :n_written], v[:, :, :n_written], places)
         )
         gates = log_keep, write
         slot_q, slot_k = self.projection.scale_queries(q, dtype), k

@@ -100,6 +100,11 @@ class SlotMemory:
             raise ConfigError(f"resize_memory: got {slots} slots, expected at least 1")
         reads = self._slot_reads or {}
         for name, layer in layers.items():
+            if slots <= layer.config.memory_first_tokens:
+                raise ConfigError(
+                    f"resize_memory: got {slots} slots, and {name} holds the first {layer.config.memory_first_tokens} "
+                    f"tokens in as many; use at least {layer.config.memory_first_tokens + 1}"
+                )
             if slots < layer.config.slots and name not in reads:
                 raise ConfigError(
                     f"resize_memory: {name} has {layer.config.slots} slots, and what is read of them is not known; "
@@ -145,7 +150,8 @@ def _kept_slots(layer: MemoryBankLayer, slots: int, reads: Tensor) -> Tensor:
     heads, now = layer.dims.n_kv_heads, layer.config.slots
     if slots >= now:
         return torch.arange(now, device=layer.slot_gate.device).expand(heads, now)
-    return reads.topk(slots, dim=-1).indices.sort(-1).values
+    is_first = torch.arange(now, device=reads.device) < layer.config.memory_first_tokens
+    return reads.masked_fill(is_first, torch.inf).topk(slots, dim=-1).indices.sort(-1).values
 
 
 def _resize(

@@ -78,9 +78,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"rope_enabled": False, "mode": "standard", "n_kv_heads": None},
     {"q_chunk": 4},
     {"memory_bptt_chunks": 2},
+    {"memory_first_tokens": 2},
     {"memory_read": "gated"},
     {"memory_read": "gated", "memory_rope": True, "use_adaptive_compression": True, "memory_write_rate": 0.4},
 ]
+VARIANTS[-1]["memory_first_tokens"] = 1
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
@@ -129,6 +131,29 @@ def test_slots_carry_what_left_the_window() -> None:
     reach = 2 * 7  # two layers of a window of 7
     with torch.no_grad():
         assert (model(x) - model(other))[0, 2 * reach :].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_window_and_first_tokens_are_full_attention_where_no_token_lies_between(is_packed: bool) -> None:
+    model = memory_model(memory_first_tokens=3, memory_slots=4, memory_rope=True)
+    plain = memory_spec().model_dump(mode="json")
+    for node in plain["topology"]["layers"]:
+        node["layers"][1] = {key: LAYER[key] for key in LAYER if not key.startswith(("memory", "local", "type"))}
+        node["layers"][1] |= {"type": "AttentionLayer"}
+    full = build_model(ModelSpec.model_validate(plain)).eval()
+    full.load_state_dict({name: x for name, x in model.state_dict().items() if "slot" not in name})
+    x = tokens(20)
+    documents = torch.arange(20).expand(2, -1) // 10 if is_packed else None
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, MemoryBankLayer):  # the slot of other tokens stays empty
+                layer.slot_gate.zero_()
+                layer.slot_gate_bias.fill_(200.0)
+        theirs, ours = (one.logits(one.hidden(x, documents=documents)) for one in (full, model))
+    seen = 20 if is_packed else 10  # a window of 7 and 3 first tokens
+    torch.testing.assert_close(ours[:, :seen], theirs[:, :seen], atol=1e-5, rtol=1e-5)
+    if not is_packed:
+        assert (ours[:, seen:] - theirs[:, seen:]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("changes", [{}, VARIANTS[-1]])
@@ -307,6 +332,7 @@ def test_training_gradients_reach_the_gates() -> None:
         ({"cache_format": "q4_0"}, "cache_format=q4_0 is not built"),
         ({"mode": "decoupled", "sem_dim": 8, "geo_dim": 8}, "mode=decoupled is not built"),
         ({"attention_block_size": 4, "q_chunk": 8}, "name the same key"),
+        ({"memory_first_tokens": 5}, "takes all of 5 slots; use at most 4"),
     ],
 )
 def test_wrong_keys_are_refused_with_a_fix(changes: dict[str, Any], message: str) -> None:

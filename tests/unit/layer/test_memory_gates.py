@@ -72,8 +72,9 @@ def test_write_gate_scales_what_slots_take_and_keeps_the_rest() -> None:
     plain = MemoryBankLayer(layer_config()).double()
     plain.load_state_dict({name: x for name, x in layer.state_dict().items() if "write_gate" not in name})
     k, v = normal(1, 2, 9, 6, seed=2), normal(1, 2, 9, 6, seed=3)
-    decay, write = layer.gates(k, v)
-    _, all_of_it = plain.gates(k, v)
+    places = torch.arange(k.shape[2])
+    decay, write = layer.gates(k, v, places)
+    _, all_of_it = plain.gates(k, v, places)
     for head in range(2):
         for token in range(9):
             both = torch.cat((k[0, head, token], v[0, head, token]))

@@ -111,3 +111,15 @@ def test_resize_without_statistics_or_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         model.resize_memory(0)
     assert layers_of(model)[0].config.slots == 5
+
+
+def test_slots_of_first_tokens_stay() -> None:
+    model, x = memory_model(memory_first_tokens=2), tokens()
+    reads = next(iter(model.get_memory_stats(x)["layers"].values()))["read_mass"]
+    reads[:, :2] = 0
+    layer = layers_of(model)[0]
+    first = layer.slot_gate.detach().clone()
+    model.resize_memory(3)
+    assert torch.equal(layer.slot_gate[:, :2], first[:, :2])
+    with pytest.raises(ConfigError, match=r"got 2 slots, and .* holds the first 2 tokens in as many; use at least 3"):
+        model.resize_memory(2)
