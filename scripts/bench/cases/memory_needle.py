@@ -36,6 +36,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.memory_bank import MemoryBankLayerConfig
 from caramba.config.model import ModelSpec
 from caramba.data import open_corpus
+from caramba.data.folder import Tokens
 from caramba.evaluation.recall import attentions
 from caramba.model import Model, build_model
 from caramba.optim.groups import is_stack_matrix, parameter_groups
@@ -61,7 +62,7 @@ INIT = 0.8
 class Rows:
     """Rows of a text, with or without pairs. Two ids behind the vocabulary state a pair and ask for one."""
 
-    def __init__(self, train: np.ndarray, held_out: np.ndarray, vocab: int, options: argparse.Namespace) -> None:
+    def __init__(self, train: Tokens, held_out: Tokens, vocab: int, options: argparse.Namespace) -> None:
         self.texts = {"train": train, "held_out": held_out}
         self.length = options.windows * options.window
         self.pairs, self.asked = options.pairs, options.asked
@@ -113,7 +114,7 @@ def open_rows(options: argparse.Namespace) -> Rows:
     data = {"type": "tokens", "path": options.data} if options.data else {"type": "stdlib", "tokenizer": "byte"}
     corpus = open_corpus(DataConfig.model_validate(data | ({} if options.data else {"max_bytes": 1_000_000})))
     vocab = corpus.vocab_size or 1 + max(corpus.max_ids)
-    return Rows(np.asarray(corpus.train), np.asarray(corpus.val), vocab, options)
+    return Rows(corpus.train, corpus.val, vocab, options)
 
 
 def layer_of(options: argparse.Namespace, slots: int) -> MemoryBankLayerConfig:
