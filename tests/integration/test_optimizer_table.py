@@ -38,6 +38,10 @@ def test_a_table_of_optimisers_is_measured(tmp_path: Path, cache: Path) -> None:
     assert adamw["tokens"] == 40 * 2 * 16
     assert ours["trial_tokens"] > 0
     assert ours["tokens"] <= adamw["tokens"], "trials are among its steps"
+    for trained in ours["runs"]:
+        pairs = [one["cost"]["steps"] for one in trained["decisions"] if one.get("cost", {}).get("steps")]
+        room = 2 * 2 if pairs == [2 * 2] else 2 * 2 * 2
+        assert trained["steps"] + room == 40, "as long as the trials of its decision leave"
     differences = [a["loss"] - b["loss"] for a, b in zip(ours["runs"], adamw["runs"], strict=True)]
     assert ours["loss_difference"]["mean"] == pytest.approx(sum(differences) / 2)
     assert len(ours["adamw_at_equal_time"]) == 2

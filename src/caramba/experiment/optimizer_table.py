@@ -29,6 +29,7 @@ from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, Metric
 from caramba.runs.files import write_json
 from caramba.runtime import RuntimePlan
+from caramba.train.orchestration.build import Orchestration
 from caramba.train.orchestration.policies import compute_interval
 from caramba.train.orchestration.trials import mean_loss
 
@@ -74,6 +75,18 @@ class Losses(pl.Callback):
         return [statistics.fmean(values[max(0, at - SMOOTHED + 1) : at + 1]) for at in range(len(values))]
 
 
+class TrialsWithin(pl.Callback):
+    """Ends a run whose trials have cost more than `most` steps."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.is_exceeded = most, False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        for one in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue] Lightning sets it later
+            if isinstance(one, Orchestration) and one.orchestrator.trial_steps > self.most:
+                self.is_exceeded = trainer.should_stop = True
+
+
 class OptimizerTable:
     """One table of a session: its rows so far, AdamW's first."""
 
@@ -114,8 +127,11 @@ class OptimizerTable:
                 f"{row} takes about {needed:.0f} s more, and {left:.0f} s of seconds={limit:g} are left"
             )
 
-    def phase_of(self, row: str, rate: float, steps: int) -> PhaseConfig:
-        """Return a row's phase of `steps` steps, trials included; `rate` is a multiple of the row's own."""
+    def phase_of(self, row: str, rate: float, steps: int, *, repeats: int | None = None) -> PhaseConfig:
+        """Return a row's phase of `steps` steps, trials included; `rate` is a multiple of the row's own.
+
+        Trials leave room for `repeats` of a decision's, all by default.
+        """
         config = self.config
         keys: dict[str, Any] = {
             "phase": "pretrain" if config.objective == "ce" else "global",
@@ -141,8 +157,11 @@ class OptimizerTable:
                 f"{self.bench.id}: {row} decides after {self._interval_of(steps)} steps and a decision takes {cost}, "
                 f"which steps={steps} do not hold; raise steps, or lower eval_horizon or repeats"
             )
+        budget = steps - own
+        if repeats is not None:
+            own += (cost - self._cost(row, steps, repeats)) * (budget // cost)
         keys |= {"steps": own, "warmup_steps": own // 20}
-        return PhaseConfig.model_validate({**keys, "orchestrator_budget": min(1.0, (steps - own + 0.5) / own)})
+        return PhaseConfig.model_validate({**keys, "orchestrator_budget": min(1.0, (budget + 0.5) / own)})
 
     def _strategies(self) -> dict[str, StrategyConfig]:
         return self.config.strategies or {name: STRATEGIES[name] for name in DEFAULT_STRATEGIES}
@@ -170,33 +189,57 @@ class OptimizerTable:
 
     def _own_steps(self, row: str, steps: int) -> tuple[int, int]:
         """Return the steps of `steps` that a row's trials leave, and those of one decision."""
-        keys = {"phase": "pretrain", "lr": 1.0, "batch_size": 1, "block_size": 1, "orchestrator_budget": 1.0}
-        any_length = {**keys, **self._orchestrator_keys(row, steps), "steps": 10**9}
-        cost = trial_steps(PhaseConfig.model_validate(any_length))
+        cost = self._cost(row, steps, self.config.repeats)
         held = (steps - 1) // (self._interval_of(steps) + cost)
         decisions = max(1, min(held, steps // (2 * cost), self.config.decisions))
         return steps - decisions * cost, cost
+
+    def _cost(self, row: str, steps: int, repeats: int) -> int:
+        """Return the steps of one decision with so many repeats."""
+        keys = {"phase": "pretrain", "lr": 1.0, "batch_size": 1, "block_size": 1, "orchestrator_budget": 1.0}
+        phase = PhaseConfig.model_validate({**keys, **self._orchestrator_keys(row, steps), "steps": 10**9})
+        return trial_steps(phase.model_copy(update={"orchestrator_repeats": repeats}))
 
     def _holds_decision(self, own: int, cost: int, steps: int) -> bool:
         """Whether a boundary is among a run's own steps, and its trials within their largest budget."""
         return own > self._interval_of(steps) and own >= cost
 
     def train(self, row: str, rate: float, steps: int, seed: int) -> Row:
-        """Train a model and return its losses on both halves of the held-out windows, and what it took."""
+        """Train a model and return its held-out loss and what it took.
+
+        Trials that end after one pair cost a third of those that switch. How long the run's own steps may be is so
+        known only after a decision: a run that has left too little room for it begins again with all of it.
+        """
+        found = self._train(row, rate, steps, seed, repeats=1) if row in ORCHESTRATED else None
+        if found is None:
+            found = self._train(row, rate, steps, seed)
+        assert found is not None
+        return found
+
+    def _train(self, row: str, rate: float, steps: int, seed: int, *, repeats: int | None = None) -> Row | None:
+        """Train a run; None if trials have taken more than there was left for `repeats` of them."""
         session, config = self.session, self.config
         began = time.perf_counter()
-        phase = self.phase_of(row, rate, steps)
+        phase = self.phase_of(row, rate, steps, repeats=repeats)
         plan = session.plan(phase, "optimizers", self.spec.embedder.d_model)
         model = self._fresh_model(seed)
         sharer = dataclasses.replace(session, teacher=self._teacher_of(plan))
-        losses = Losses(session.device)
+        losses, within = Losses(session.device), TrialsWithin(steps - phase.steps)
         with tempfile.TemporaryDirectory() as name:
             outcome = fit_apart(
-                sharer, phase, plan, model, Path(name), seed=session.manifest.seed + seed, callbacks=[losses]
+                sharer,
+                phase,
+                plan,
+                model,
+                Path(name),
+                seed=session.manifest.seed + seed,
+                callbacks=[losses, within],
             )
             file = Path(name) / "decisions.jsonl"
             lines = file.read_text().splitlines() if file.is_file() else []
         self._model = model
+        if within.is_exceeded:
+            return None
         per_step = config.batch_size * config.block_size
         loss = self._held_out(phase, model, 0 if seed == SEARCH_SEED else 1)
         curve, every = losses.smooth(), max(1, phase.steps // POINTS)
