@@ -185,9 +185,8 @@ STRATEGIES: Mapping[str, StrategyConfig] = {
     "spike_resistant": StrategyConfig(optimizer="adamw", rate=1.0, clip="adagc"),
     "sgd_escape": StrategyConfig(optimizer="sgd", rate=MATCHED, momentum=0.9),
     "lion": StrategyConfig(optimizer="lion", rate=0.2, betas=(0.9, 0.99), decay=1.0),
-    # Its updates are the size of AdamW's, but its best rates are 4 to 8 times AdamW's best (docs/orchestrator.md). Its
-    # weights decay as those of a run at that rate.
-    "muon": StrategyConfig(optimizer="muon", rate=4.0, decay=4.0),
+    # Its updates are the size of AdamW's, but its best rates are 4 to 8 times AdamW's best (docs/orchestrator.md).
+    "muon": StrategyConfig(optimizer="muon", rate=4.0),
     "swats": StrategyConfig(optimizer="swats", rate=1.0, swats=SwatsConfig(tolerance=1e-5)),
     "pidao": StrategyConfig(optimizer="pidao", rate=MATCHED),
     "pidao_adaptive": StrategyConfig(optimizer="pidao_adaptive", rate=1.0),
