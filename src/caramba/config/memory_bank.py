@@ -59,6 +59,11 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
         default=0,
         description="first tokens of a sequence, or document, that a slot each holds as they are: attention sinks",
     )
+    memory_slot_bias: float | None = Field(
+        default=None,
+        description="initial bias of the scores of slots but those of first tokens, trained; negative: slots are read "
+        "little at first; unset: no bias",
+    )
     memory_read: Literal["joint", "gated"] = Field(
         default="joint",
         description="one softmax over window and slots, or one each, mixed by a trained share of every head",
@@ -164,6 +169,8 @@ class MemoryBankLayerConfig(AttentionLayerConfig):
             "slot_gate": (dims.n_kv_heads, self.slots, dims.qk + dims.v),
             "slot_gate_bias": (dims.n_kv_heads * self.slots,),
         }
+        if self.memory_slot_bias is not None:
+            found |= {"slot_bias": (dims.n_kv_heads * self.slots,)}
         if self.memory_read == "gated":
             found |= {"read_gate": (dims.n_heads,)}
         if self.use_adaptive_compression:

@@ -186,6 +186,10 @@ class SurgeryConfig(Config):
         default=None,
         description="of method=memory and model=hf_memory: slots that hold the first tokens as they are, unset: none",
     )
+    memory_slot_bias: float | None = Field(
+        default=None,
+        description="of method=memory and model=hf_memory: initial bias of the scores of other slots, unset: none",
+    )
 
 
 class ModelConfig(ModelSpec):

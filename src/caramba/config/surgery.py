@@ -287,7 +287,7 @@ def _check_stated_widths(surgery: SurgeryConfig, ours: list[AttentionLayerConfig
     """The widths that `surgery` states are those of the attention; a budget chooses its own."""
     names = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens", "cache_format")
     for config in ours:
-        for name in ("local_window", "memory_slots", "memory_first_tokens"):
+        for name in ("local_window", "memory_slots", "memory_first_tokens", "memory_slot_bias"):
             stated, found = getattr(surgery, name), getattr(config, name, None)
             if stated is not None and (surgery.method != "memory" or stated != found):
                 raise ConfigError(

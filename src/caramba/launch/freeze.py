@@ -264,6 +264,7 @@ def _student(model: dict[str, Any], teacher: dict[str, Any], name: str, source: 
     if surgery.get("method") == "memory":
         own = {"type": "MemoryBankLayer"} | {key: surgery.get(key) for key in ("local_window", "memory_slots")}
         own["memory_first_tokens"] = surgery.get("memory_first_tokens") or 0
+        own["memory_slot_bias"] = surgery.get("memory_slot_bias")
         topology = _with_attention(teacher["topology"], lambda node: node | own)
         return {**model, **teacher, "topology": topology, "name": model.get("name") or f"{name}_memory"}
     layers = [node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer"]

@@ -65,8 +65,10 @@ class MemoryBankLayer(AttentionLayer):
     `use_adaptive_compression` slots take a share sigmoid(write_gate [k; v] + write_gate_bias) of (1 - a) k and keep the
     rest of what they hold; a penalty draws the mean share to `memory_write_rate`.
 
-    Shape: x [B, T, M] to [B, T, M]; slot_gate [K, slots, Dqk + Dv], slot_gate_bias [K * slots], read_gate [H],
-    write_gate [K, Dqk + Dv], write_gate_bias [K].
+    With `memory_slot_bias` slot_bias is added to the scores of the slots.
+
+    Shape: x [B, T, M] to [B, T, M]; slot_gate [K, slots, Dqk + Dv], slot_gate_bias and slot_bias [K * slots], read_gate
+    [H], write_gate [K, Dqk + Dv], write_gate_bias [K].
 
     Reference: Zhang et al., 2024, arXiv:2409.07146 (gated slots); Xiao et al., 2023, arXiv:2309.17453 (first tokens as
     attention sinks).
@@ -80,6 +82,8 @@ class MemoryBankLayer(AttentionLayer):
         kv_heads, slots = self.dims.n_kv_heads, config.slots
         self.slot_gate = nn.Parameter(torch.empty(kv_heads, slots, self.dims.qk + self.dims.v))
         self.slot_gate_bias = nn.Parameter(torch.empty(kv_heads * slots))
+        if config.memory_slot_bias is not None:
+            self.slot_bias = nn.Parameter(torch.empty(kv_heads * slots))
         if config.memory_read == "gated":
             self.read_gate = nn.Parameter(torch.empty(self.dims.n_heads))
         if config.use_adaptive_compression:
@@ -94,6 +98,9 @@ class MemoryBankLayer(AttentionLayer):
         spread = torch.linspace(0.0, MAX_BIAS, self.config.slots).repeat(self.dims.n_kv_heads)
         with torch.no_grad():
             self.slot_gate_bias.copy_(spread)
+            if self.config.memory_slot_bias is not None:
+                self.slot_bias.fill_(self.config.memory_slot_bias)
+                self.slot_bias.view(self.dims.n_kv_heads, -1)[:, : self.config.memory_first_tokens] = 0
         if self.config.memory_read == "gated":
             nn.init.zeros_(self.read_gate)
         if self.config.use_adaptive_compression:
@@ -227,7 +234,7 @@ class MemoryBankLayer(AttentionLayer):
         write_slots_(cache.state, *(x[:, :, :1] for x in left))
         seen = write_slots(cache.state, *(x[:, :, 1:] for x in left))
         share = upcast(self.read_gate).sigmoid() if self.config.memory_read == "gated" else None
-        return memory_bank_step(near_q, ring_k, ring_v, slot_q, seen, step.is_hidden, share)
+        return memory_bank_step(near_q, ring_k, ring_v, slot_q, seen, step.is_hidden, share, self._score_bias())
 
     def _attend(
         self,
@@ -262,7 +269,7 @@ class MemoryBankLayer(AttentionLayer):
             slot_q, slot_k = rotated_q, rotated_k
         given = (rotated_q, rotated_k, v, slot_q, slot_k, *gates)
         options: dict[str, Any] = {"window": window, "state": state, "first": first}
-        options["chunk"] = self.config.q_chunk or LONGEST_CHUNK
+        options |= {"chunk": self.config.q_chunk or LONGEST_CHUNK, "slot_bias": self._score_bias()}
         if self.config.memory_read == "gated":
             options["share"] = upcast(self.read_gate).sigmoid()
         heads, _ = memory_bank(*given, **options, bptt_chunks=self.config.memory_bptt_chunks or 0)
@@ -273,6 +280,12 @@ class MemoryBankLayer(AttentionLayer):
             self.use.n_queries += q.shape[0] * q.shape[1] // k.shape[1] * q.shape[2]
             self.use.n_written += k.shape[0] * n_written
         return heads, gates
+
+    def _score_bias(self) -> Tensor | None:
+        """Return what is added to the scores of the slots, [K, slots] in at least float32."""
+        if self.config.memory_slot_bias is None:
+            return None
+        return upcast(self.slot_bias).view(self.dims.n_kv_heads, -1)
 
     def start_use(self) -> None:
         """Record from now on what is read from the slots and written to them; `use = None` ends it."""

@@ -170,7 +170,8 @@ def _resize(
         nn.init.zeros_(fresh.slot_gate)
         nn.init.constant_(fresh.slot_gate_bias, CLOSED_BIAS)
     heads = layer.dims.n_kv_heads
-    for name in ("slot_gate", "slot_gate_bias"):
+    names = ("slot_gate", "slot_gate_bias", *(("slot_bias",) if layer.config.memory_slot_bias is not None else ()))
+    for name in names:
         parameter, new = getattr(layer, name), getattr(fresh, name).detach()
         before = parameter.shape
         added = new.to(parameter).unflatten(0, (heads, -1)) if new.dim() == 1 else new.to(parameter)

@@ -75,6 +75,7 @@ def memory_bank(
     chunk: int = LONGEST_CHUNK,
     bptt_chunks: int = 0,
     share: Tensor | None = None,
+    slot_bias: Tensor | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """Attend to the last `window` tokens and to memory slots that hold what has left it, in one softmax.
 
@@ -85,7 +86,7 @@ def memory_bank(
     `Documents`), a document sees neither tokens nor slots of the one before; then T = S and there is no state.
 
     With `share` window and slots have a softmax each: (1 - share) of the window's + share of the slots'; slots that
-    nothing was written to leave the window alone.
+    nothing was written to leave the window alone. `slot_bias` is added to the scores of the slots.
 
     Gradients pass from a chunk's reads to earlier writes within groups of `bptt_chunks` chunks, counted from the first
     query; 0 passes them through all. A group begins with a state that counts as constant.
@@ -94,7 +95,7 @@ def memory_bank(
     than `LONGEST_CHUNK` queries as `LONGEST_CHUNK`.
 
     Shape: q, slot_q [B, H, T, D]; k, slot_k [B, K, S, D], v [B, K, S, Dv]; decay, write [B, K, S, M]; first int64
-    [B, T]; share [H]. Returns [B, H, T, Dv] in q's dtype, and the state.
+    [B, T]; share [H]; slot_bias [K, M]. Returns [B, H, T, Dv] in q's dtype, and the state.
 
     Raises:
         ConfigError: shapes that do not fit, or a state with `first`.
@@ -111,6 +112,7 @@ def memory_bank(
     _check(q, k, v, slot_q, slot_k, decay, write, state, first, window)
     with torch.autocast(q.device.type, enabled=False):
         options: dict[str, Any] = {"window": window, "state": state, "first": first, "chunk": chunk}
+        options["slot_bias"] = slot_bias
         slots = read_slots(slot_q, slot_k, v, decay, write, **options, bptt_chunks=bptt_chunks)
         if window == 0:
             return slots.out.to(q.dtype), slots.state
@@ -130,17 +132,18 @@ def memory_bank_step(
     state: MemoryState,
     is_hidden: Tensor,
     share: Tensor | None = None,
+    slot_bias: Tensor | None = None,
 ) -> Tensor:
     """Return `memory_bank` of one query that writes nothing, on keys in any order.
 
     Shape: q, slot_q [B, H, 1, D]; k [B, K, S, D], v [B, K, S, Dv]; is_hidden bool [S], keys that count for nothing;
-    share [H]. Returns [B, H, 1, Dv] in v's dtype.
+    share [H]; slot_bias [K, M]. Returns [B, H, 1, Dv] in v's dtype.
     """
     with torch.autocast(q.device.type, enabled=False):
         groups, n_keys = (k.shape[1], -1), k.shape[2]
         q, slot_q = (upcast(x[:, :, 0]).unflatten(1, groups) for x in (q, slot_q))
         near = (q @ upcast(k).mT).masked_fill(is_hidden, -torch.inf)
-        far = _slot_scores(slot_q, state)
+        far = _slot_scores(slot_q, state, slot_bias)
         if share is None:
             p = torch.cat((near, far), dim=-1).softmax(-1)
             out = upcast(p[..., :n_keys].to(v.dtype) @ v) + p[..., n_keys:] @ state.values
@@ -165,12 +168,14 @@ def slot_reads(
     first: Tensor | None = None,
     chunk: int = LONGEST_CHUNK,
     share: Tensor | None = None,
+    slot_bias: Tensor | None = None,
 ) -> Tensor:
     """Return how much each head's queries read of each slot, probabilities summed over them.
 
     Arguments are those of `memory_bank`, with a window of 1 or more. Shape: [H, M].
     """
-    slots = read_slots(slot_q, slot_k, v, decay, write, window=window, state=state, first=first, chunk=chunk)
+    options: dict[str, Any] = {"state": state, "first": first, "chunk": chunk, "slot_bias": slot_bias}
+    slots = read_slots(slot_q, slot_k, v, decay, write, window=window, **options)
     if share is not None:
         part = share[:, None, None] * (slots.lse > NOTHING / 2)
     else:
@@ -191,9 +196,12 @@ def write_slots(state: MemoryState, slot_k: Tensor, v: Tensor, decay: Tensor, wr
     )
 
 
-def _slot_scores(q: Tensor, state: MemoryState) -> Tensor:
+def _slot_scores(q: Tensor, state: MemoryState, slot_bias: Tensor | None) -> Tensor:
     """Return the scores of one query a head, [B, K, G, D] to [B, K, G, M]; `NOTHING` where nothing was written."""
-    return (q @ state.keys.mT).masked_fill((state.mass <= 0)[:, :, None], NOTHING)
+    scores = q @ state.keys.mT
+    if slot_bias is not None:
+        scores = scores + slot_bias[:, None]
+    return scores.masked_fill((state.mass <= 0)[:, :, None], NOTHING)
 
 
 def write_slots_(state: MemoryState, slot_k: Tensor, v: Tensor, decay: Tensor, write: Tensor) -> None:
@@ -216,6 +224,7 @@ def read_slots(
     first: Tensor | None = None,
     chunk: int = LONGEST_CHUNK,
     bptt_chunks: int = 0,
+    slot_bias: Tensor | None = None,
 ) -> SlotRead:
     """Return what queries read of the slots by a softmax of their own.
 
@@ -239,7 +248,7 @@ def read_slots(
     if n_before:
         state = write_slots(state, *(x[:, :, :n_before] for x in (k, v, decay, write)))
     if n_queries == 1:
-        scores = _slot_scores(upcast(q[:, :, :, 0]), state)
+        scores = _slot_scores(upcast(q[:, :, :, 0]), state, slot_bias)
         p = scores.softmax(-1)
         found = (p @ state.values, scores.logsumexp(-1, keepdim=True), p)
         out, lse, p = (x.flatten(1, 2)[:, :, None] for x in found)
@@ -247,7 +256,7 @@ def read_slots(
     layout = _Layout(n_queries, k.shape[2], window, min(max(chunk, 1), LONGEST_CHUNK, n_queries))
     k, v, decay, write = (layout.written(x) for x in (k, v, decay.clamp_min(LOWEST), write))
     resets = layout.resets(first)
-    return _read_chunks(layout, layout.chunks(q), k, v, decay, write, state, resets, bptt_chunks)
+    return _read_chunks(layout, layout.chunks(q), k, v, decay, write, state, resets, bptt_chunks, slot_bias)
 
 
 def _read_chunks(
@@ -260,6 +269,7 @@ def _read_chunks(
     state: MemoryState,
     resets: Tensor | None,
     bptt_chunks: int,
+    slot_bias: Tensor | None,
 ) -> SlotRead:
     """Read by chunks. Shape: q [B, K, G, N, C, D]; k, v, decay and write [B, K, N, C, ·], what queries write."""
     q, groups = q.transpose(2, 3).flatten(3, 4), (q.shape[2], layout.chunk)
@@ -293,7 +303,10 @@ def _read_chunks(
     weights = weights.to(dtype)
     products = (q @ k.mT).unflatten(3, groups).masked_fill(hidden, 0).flatten(3, 4)
     scores = kept * (q @ keys.mT).unflatten(3, groups)
-    scores = torch.addcmul(scores, up, upcast(products @ weights).unflatten(3, groups)).masked_fill(is_empty, NOTHING)
+    scores = torch.addcmul(scores, up, upcast(products @ weights).unflatten(3, groups))
+    if slot_bias is not None:
+        scores = scores + slot_bias[:, None, None, None]
+    scores = scores.masked_fill(is_empty, NOTHING)
     p = scores.softmax(-1)
     by_token = ((p * up).to(dtype).flatten(3, 4) @ weights.mT).unflatten(3, groups)
     by_token = by_token.masked_fill(hidden, 0).flatten(3, 4)

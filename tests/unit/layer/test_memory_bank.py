@@ -78,11 +78,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"rope_enabled": False, "mode": "standard", "n_kv_heads": None},
     {"q_chunk": 4},
     {"memory_bptt_chunks": 2},
-    {"memory_first_tokens": 2},
+    {"memory_first_tokens": 2, "memory_slot_bias": -0.5},
     {"memory_read": "gated"},
     {"memory_read": "gated", "memory_rope": True, "use_adaptive_compression": True, "memory_write_rate": 0.4},
 ]
-VARIANTS[-1]["memory_first_tokens"] = 1
+VARIANTS[-1] |= {"memory_first_tokens": 1, "memory_slot_bias": 0.5}
 
 
 @pytest.mark.parametrize("changes", VARIANTS)

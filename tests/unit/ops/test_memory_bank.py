@@ -42,7 +42,11 @@ def some_state() -> MemoryState:
 
 
 def recurrence(
-    given: list[Tensor], window: int, state: MemoryState | None = None, first: Tensor | None = None
+    given: list[Tensor],
+    window: int,
+    state: MemoryState | None = None,
+    first: Tensor | None = None,
+    slot_bias: Tensor | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """Write and read one token at a time, one sequence and head at a time."""
     q, k, v, slot_q, slot_k, decay, write = (x.detach() for x in given)
@@ -69,7 +73,8 @@ def recurrence(
                     written += 1
                 low = max(place - window + 1, begin)
                 some = mass > 0
-                scores = torch.cat((k[b, kv, low : place + 1] @ q[b, head, t], keys[some] @ slot_q[b, head, t]))
+                far = keys @ slot_q[b, head, t] + (0 if slot_bias is None else slot_bias[kv].detach())
+                scores = torch.cat((k[b, kv, low : place + 1] @ q[b, head, t], far[some]))
                 seen = torch.cat((v[b, kv, low : place + 1], values[some]))
                 out[b, head, t] = scores.softmax(0) @ seen
             for into, x in zip(after, (keys, values, mass), strict=True):
@@ -105,6 +110,22 @@ def test_memory_bank_with_documents_equals_recurrence(window: int, chunk: int) -
     given = arguments()
     out, _ = memory_bank(*given, window=window, chunk=chunk, first=FIRST)
     torch.testing.assert_close(out, recurrence(given, window, first=FIRST)[0])
+
+
+@pytest.mark.parametrize("n_keys", [T, T + 9])
+def test_a_bias_of_slots_is_added_to_their_scores_and_has_its_gradient(n_keys: int) -> None:
+    bias, state = normal(K, M, seed=10).requires_grad_(), some_state()
+    given = arguments(T, n_keys)
+    out, _ = memory_bank(*given, window=3, state=state, chunk=4, slot_bias=bias)
+    torch.testing.assert_close(out, recurrence(given, 3, state, slot_bias=bias)[0])
+    q, k, v, slot_q, *rest = given
+    last, _ = memory_bank(q[:, :, -1:], k, v, slot_q[:, :, -1:], *rest, window=3, state=state, slot_bias=bias)
+    torch.testing.assert_close(last, out[:, :, -1:])
+
+    def output(*inputs: Tensor) -> Tensor:
+        return memory_bank(*inputs[:-1], window=3, chunk=4, slot_bias=inputs[-1])[0]
+
+    assert torch.autograd.gradcheck(output, (*arguments(), bias), fast_mode=True)
 
 
 def test_memory_bank_window_0_equals_gated_slot_attention() -> None:
