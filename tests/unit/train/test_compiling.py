@@ -10,8 +10,25 @@ from torch._dynamo.utils import counters
 
 from caramba.distill import LanguageModelObjective
 from caramba.model import build_model
-from caramba.train.callbacks.model_changes import Compilation
+from caramba.train.callbacks.model_changes import Compilation, forget_other_graphs
 from tests.unit.model.model_specs import VOCAB, transformer
+
+
+def test_graphs_stay_while_the_same_weights_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a table reset the weights of one module; another module or a weight that is frozen needs new graphs."""
+    resets: list[int] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))
+    block, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    for modules, n in (([block], 1), ([block], 1), ([other], 2), ([block, other], 3), ([block], 4)):
+        forget_other_graphs(modules)
+        assert len(resets) == n
+    with torch.no_grad():
+        block.weight.copy_(other.weight)
+    forget_other_graphs([block])
+    assert len(resets) == 4
+    block.bias.requires_grad_(False)
+    forget_other_graphs([block])
+    assert len(resets) == 5
 
 
 @pytest.mark.gpu

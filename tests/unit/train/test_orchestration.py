@@ -193,6 +193,16 @@ def test_identical_candidates_never_switch(tmp_path: Path) -> None:
         assert all(interval == [0.0, "-inf", "inf"] for interval in intervals), "one pair of trials is enough"
         plain = train(phase_of(save_every=None), tmp_path / f"{policy}_plain")
         assert ours.weights == plain.weights
+        assert [one["cost"]["steps"] > 0 for one in ours.decisions] == [True, True, False]
+        assert ours.decisions[2]["reason"] == "trials at step 20 changed nothing: again from twice that"
+
+
+def test_the_first_decision_comes_early_and_the_next_after_an_interval(tmp_path: Path) -> None:
+    keys = {"steps": 55, "orchestrator_decision_interval": 50, "save_every": None, "orchestrator_mode": "monitor"}
+    for warmup, first in ((4, 40), (45, 45)):
+        (tmp_path / str(warmup)).mkdir()
+        found = train(orchestrated(**keys, warmup_steps=warmup), tmp_path / str(warmup))
+        assert [one["step"] for one in found.decisions] == [first, 50]
 
 
 def test_a_budget_that_is_spent_ends_the_trials(tmp_path: Path) -> None:
