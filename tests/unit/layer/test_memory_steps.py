@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.examples import is_thorough
 from tests.unit.layer.test_memory_bank import LENGTH, VARIANTS, memory_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,8 +46,10 @@ def test_tokens_without_their_slots_are_refused() -> None:
         cache.append(cache.read())
 
 
-@pytest.mark.parametrize("changes", VARIANTS)
-@pytest.mark.parametrize("n", PROMPTS)
+@pytest.mark.parametrize(
+    ("n", "changes"),
+    [(n, changes) for n in PROMPTS for changes in VARIANTS if is_thorough or n == CAPACITY or changes == VARIANTS[0]],
+)
 @torch.no_grad()
 def test_device_steps_equal_full_forward(n: int, changes: dict[str, Any]) -> None:
     model, x = memory_model(**changes), tokens()
