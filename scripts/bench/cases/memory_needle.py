@@ -6,7 +6,8 @@ Several at once: the same with --seeds 1 --seed 0, 1, ... and an --out each, the
 
 Of `--rows` rows a step, `--share` are recall rows: text in which key and value pairs are stated and asked for later.
 The loss is the mean over text plus the mean over answers. A key is one token of the text's own vocabulary, a value one
-of `--values` tokens; keys of the evaluation are never keys in training. Rows are `--windows` windows long.
+of `--values` tokens; keys of the evaluation are never keys in training. Rows are `--windows` windows long, and have at
+most `--pairs` pairs, at least a sixth of them, each asked for at most `--asked` times.
 
 - needle: share of values that are found in held-out text, by depth, of one pair and of four, after training with recall
   rows and (`memory`) without; memory, its window alone, and a window of the same cache bytes, `--seeds` each
@@ -42,8 +43,8 @@ from caramba.model import Model, build_model
 from caramba.optim.groups import is_stack_matrix, parameter_groups
 
 OPTIONS = (
-    "--data= --parts=* --d-model=320 --heads=5 --blocks=4 --window=32 --windows=16 --slots=32 --values=64 --pairs=16 "
-    "--asked=3 --rows=60 --share=0.05 --steps=600 --tune=100 --lr=0.002 --seed=0 --seeds=3 --items=32 "
+    "--data= --parts=* --d-model=320 --heads=5 --blocks=4 --window=32 --windows=16 --slots=32 --values=64 --pairs=24 "
+    "--asked=8 --rows=60 --share=0.05 --steps=800 --tune=100 --lr=0.002 --seed=0 --seeds=3 --items=32 "
     "--only=* --join=* --seconds=300"
 )
 SMOKE_OPTIONS = (
@@ -83,10 +84,12 @@ class Rows:
         """Return training rows with pairs, and which of their tokens are answers, each [rows, length + 1]."""
         tokens = self.text("train", rows, source)
         is_answer = np.zeros(tokens.shape, dtype=bool)
-        places = 1 + self.asked
+        n_cells = tokens.shape[1] // CELL
         for row, answers in zip(tokens, is_answer, strict=True):
-            cells = source.permutation(len(row) // CELL)[: self.pairs * places].reshape(self.pairs, places)
-            keys = source.choice(self.keys["train"], self.pairs, replace=False)
+            pairs = source.integers(max(self.pairs // 6, 1), self.pairs + 1)
+            places = min(1 + self.asked, n_cells // pairs)
+            cells = source.permutation(n_cells)[: pairs * places].reshape(pairs, places)
+            keys = source.choice(self.keys["train"], pairs, replace=False)
             for key, where in zip(keys, np.sort(cells, axis=1) * CELL, strict=True):
                 value = source.choice(self.values)
                 for place, at in enumerate(where):
