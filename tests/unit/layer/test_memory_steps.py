@@ -196,7 +196,9 @@ def test_captured_steps_equal_full_forward(n: int, changes: dict[str, Any]) -> N
     for t in range(n, LENGTH - 10):
         step.advance()
         outputs[:, t - n].copy_(replay_graph(graph, x[:, t]))
-    assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == taken
+    # Less where Python has collected what tests before left.
+    assert torch.cuda.memory_reserved() <= taken[0]
+    assert torch.cuda.memory_allocated() <= taken[1]
     torch.testing.assert_close(outputs, full[:, n : LENGTH - 10], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(model(x[:, -10:], ctx), full[:, -10:], atol=1e-4, rtol=1e-4)
 
