@@ -41,8 +41,7 @@ class BudgetLedger:
 
     def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None, way_on: str = WAY_ON) -> None:
         """`way_on` is the command that resumes the draft, for messages."""
-        self.limits, self.spent, self._price = limits, spent, price or Price(0.0, 0.0)
-        self._advice = f"; raise it and resume with {way_on}, which keeps what is written"
+        self.limits, self.spent, self._price, self._way_on = limits, spent, price or Price(0.0, 0.0), way_on
 
     def begin(self) -> None:
         """Count one more iteration.
@@ -52,7 +51,7 @@ class BudgetLedger:
         """
         most = self.limits.max_iterations
         if self.spent.iterations >= most:
-            raise BudgetExceeded(f"the draft took max_iterations={most} requests and is not finished{self._advice}")
+            raise self._exceeded(f"the draft took max_iterations={most} requests and is not finished")
         self.spent.iterations += 1
 
     def reserve(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Spent:
@@ -62,18 +61,13 @@ class BudgetLedger:
             BudgetExceeded: it would cross a limit; nothing is booked then.
         """
         prompt = len(json.dumps([messages, tools], ensure_ascii=False).encode()) // BYTES_PER_TOKEN + 1
-        most, spent = self._of(prompt, self.limits.max_reply_tokens), self.spent
-        if spent.tokens + most.tokens > self.limits.max_tokens:
-            raise BudgetExceeded(
-                f"the next request may take {most.tokens:,} tokens, {spent.tokens:,} of "
-                f"max_tokens={self.limits.max_tokens:,} are spent{self._advice}"
-            )
-        limit = self.limits.max_cost_usd
-        if limit is not None and spent.cost_usd + most.cost_usd > limit:
-            raise BudgetExceeded(
-                f"the next request may cost {most.cost_usd:.4f} USD, {spent.cost_usd:.4f} of max_cost_usd={limit:g} "
-                f"are spent{self._advice}"
-            )
+        most, spent, limits = self._of(prompt, self.limits.max_reply_tokens), self.spent, self.limits
+        if spent.tokens + most.tokens > limits.max_tokens:
+            there = f"{spent.tokens:,} of max_tokens={limits.max_tokens:,}"
+            raise self._exceeded(f"the next request may take {most.tokens:,} tokens, {there} are spent")
+        if limits.max_cost_usd is not None and spent.cost_usd + most.cost_usd > limits.max_cost_usd:
+            there = f"{spent.cost_usd:.4f} of max_cost_usd={limits.max_cost_usd:g}"
+            raise self._exceeded(f"the next request may cost {most.cost_usd:.4f} USD, {there} are spent")
         self._take(most)
         return most
 
@@ -98,3 +92,6 @@ class BudgetLedger:
         self.spent.prompt_tokens += sign * amount.prompt_tokens
         self.spent.reply_tokens += sign * amount.reply_tokens
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)
+
+    def _exceeded(self, reason: str) -> BudgetExceeded:
+        return BudgetExceeded(f"{reason}; raise it and resume with {self._way_on}, which keeps what is written")

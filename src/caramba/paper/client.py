@@ -6,29 +6,27 @@ list of prices; both are switched off here, as are its own retries and telemetry
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
 import os
 import random
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from caramba.config.optional_deps import need_library
-from caramba.config.paper import ApiConfig, PaperConfig
+from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError, fits_header
 from caramba.paper.budget import WAY_ON, BudgetLedger, Price
-from caramba.paper.untrusted import encodable, read_json, read_object
+from caramba.paper.untrusted import StatusError, encodable, fetch, read_object
 from caramba.runs.deadline import run_with_timeout
 
 FIRST_WAIT_S = 1.0
 MOST_REASKED = 2
-MOST_BYTES = 16_000_000
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
 Messages = list[dict[str, Any]]
@@ -45,29 +43,12 @@ class _ToolsRefused(Exception):  # noqa: N818 - names the event
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call that the model asks for; `arguments` is the text it wrote, JSON or not."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
 class ModelReply:
-    """The model's answer: text, tool calls, or both. Tokens are None where the server did not count them."""
+    """The model's answer as a message with text, tool calls, or both. Tokens are None where they were not counted."""
 
-    text: str
-    calls: tuple[ToolCall, ...]
-    finish: str
+    message: dict[str, Any]
     prompt_tokens: int | None
     reply_tokens: int | None
-
-    def message(self) -> dict[str, Any]:
-        """Return it as a message of the conversation."""
-        calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                 for call in self.calls]  # fmt: skip
-        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
 
 
 class LanguageModel:
@@ -87,6 +68,11 @@ class LanguageModel:
             need_library(library, "paper", "paper")
         self._send = open_transport(config)
 
+    @property
+    def name(self) -> str:
+        """The model and where it is asked, for messages."""
+        return f"{self.config.model} at {self.config.api.base_url}" if self.config.api.base_url else self.config.model
+
     def price(self) -> Price | None:
         """Return what a token costs: as configured, else as in litellm's own list, None if in neither.
 
@@ -97,9 +83,8 @@ class LanguageModel:
             return configured
         is_listed, limit = self.config.api.base_url is None, self.config.budget.max_cost_usd
         known = (load_litellm().model_cost.get(self.config.model) if is_listed else None) or {}
-        prompt, reply = known.get("input_cost_per_token"), known.get("output_cost_per_token")
-        if prompt is not None and reply is not None:
-            return Price(float(prompt), float(reply))
+        if {"input_cost_per_token", "output_cost_per_token"} <= known.keys():
+            return Price(float(known["input_cost_per_token"]), float(known["output_cost_per_token"]))
         if limit is not None:
             raise ConfigError(
                 f"paper.budget.max_cost_usd={limit:g}: what {self.config.model} costs is not known here; set "
@@ -121,42 +106,31 @@ class LanguageModel:
                 return attempt(messages, tools)
             except _ToolsRefused:
                 self._has_text_tools = True
-        return self._ask_in_text(attempt, messages, tools)
-
-    def _ask_in_text(
-        self, attempt: Callable[[Messages, Messages], ModelReply], messages: Messages, tools: Messages
-    ) -> ModelReply:
-        """Ask for calls as JSON, and again where the answer is none."""
         conversation = as_text(messages, tools)
         for _ in range(MOST_REASKED + 1):
             reply = attempt(conversation, [])
             try:
-                return _reply(read_calls(reply.text, tools), reply.finish, reply.prompt_tokens, reply.reply_tokens)
-            except ValueError as error:
+                return dataclasses.replace(reply, message=read_calls(reply.message["content"]))
+            except AgentError as error:
                 asked = f"{error}; answer with one JSON object as described, and nothing else"
-                conversation += [
-                    {"role": "assistant", "content": reply.text},
-                    {"role": "user", "content": asked},
-                ]
+                conversation += [reply.message, {"role": "user", "content": asked}]
         raise ModelUnusable(
-            f"{self.config.model}{at_server(self.config.api)}: {MOST_REASKED + 1} answers without a call in JSON; "
-            "take a model that follows a schema"
+            f"{self.name}: {MOST_REASKED + 1} answers without a call in JSON; take a model that follows a schema"
         )
 
     def _attempt(
         self, ledger: BudgetLedger, record: Callable[..., None], messages: Messages, tools: Messages
     ) -> ModelReply:
-        config = self.config
+        """Send a request until it is answered, refused, or was tried as often as allowed."""
+        config, api = self.config, self.config.api
         body: dict[str, Any] = {"messages": messages, "max_tokens": config.budget.max_reply_tokens}
         body |= {"tools": tools, "tool_choice": "auto"} if tools else {}
         body |= {} if config.temperature is None else {"temperature": config.temperature}
-        attempt = 0
-        while True:
-            attempt += 1
+        for attempt in range(1, api.retries + 2):
             reserved = ledger.reserve(messages, tools)
             record("attempt", attempt=attempt, reserved_tokens=reserved.tokens)
             try:
-                reply = _read(run_with_timeout(config.api.timeout_s, lambda: self._send(body)))
+                reply = _read(run_with_timeout(api.timeout_s, lambda: self._send(body)))
             except Exception as error:
                 text, status, asked_s = _read_failure(error, config)
                 # What the server did not take costs nothing.
@@ -164,29 +138,29 @@ class LanguageModel:
                 if was_refused:
                     ledger.release(reserved)
                 record("attempt_failed", attempt=attempt, error=text, status=status)
-                if tools and status in (400, 422) and config.api.tools == "auto" and "tool" in text:
+                if tools and status in (400, 422) and api.tools == "auto" and "tool" in text:
                     raise _ToolsRefused from None
                 may_pass = status == 429 or not was_refused
-                if not may_pass or attempt > config.api.retries:
-                    tries = f" (attempt {attempt} of {config.api.retries + 1})" if may_pass else ""
+                if not may_pass or attempt > api.retries:
+                    tries = f" (attempt {attempt} of {api.retries + 1})" if may_pass else ""
                     raise self._refusal(text, status, tries) from None
                 wait = max(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5), asked_s)
-                self._sleep(min(wait, config.api.max_wait_s))
+                self._sleep(min(wait, api.max_wait_s))
             else:
                 ledger.record_usage(reserved, reply.prompt_tokens, reply.reply_tokens)
                 return reply
+        raise AssertionError("unreachable")
 
     def _refusal(self, text: str, status: int | None, tries: str) -> AgentError | ConfigError:
         """Return what a failed attempt means that is the last one."""
-        api, model = self.config.api, f"{self.config.model}{at_server(self.config.api)}"
         if status in (401, 403):
-            key = api.shown_key_env if api.key_env else "the provider's key"
+            key = self.config.api.shown_key_env if self.config.api.key_env else "the provider's key"
             wrong = f"the server refused the key ({status}); check {key}"
         elif status == 404:
             wrong = f"the server knows no such model or address ({status}); check model and api.base_url"
         else:
-            return AgentError(f"{model}: {text}{tries}; the draft is kept, resume with {self._way_on}")
-        return ConfigError(f"paper.model={model}: {wrong} [{text}]")
+            return AgentError(f"{self.name}: {text}{tries}; the draft is kept, resume with {self._way_on}")
+        return ConfigError(f"paper.model={self.name}: {wrong} [{text}]")
 
 
 def price_in_config(config: PaperConfig) -> Price | None:
@@ -196,32 +170,33 @@ def price_in_config(config: PaperConfig) -> Price | None:
 
 
 def _read(answer: dict[str, Any]) -> ModelReply:
-    """Return a response as a reply; one without a choice is an AgentError."""
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0].get("message"), dict):
-        raise AgentError("the server's answer holds no choice")
-    usage = answer.get("usage") or {}
+    """Return a response as text that can be saved; one without a choice is an AgentError."""
+    try:
+        message, usage = answer["choices"][0]["message"], answer.get("usage") or {}
+        calls = [(call.get("id"), call["function"]["name"], call["function"].get("arguments"))
+                 for call in message.get("tool_calls") or []]  # fmt: skip
+        read = _message(message.get("content"), calls)
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise AgentError("the server's answer holds no choice that can be read") from None
     prompt, reply = usage.get("prompt_tokens") or 0, usage.get("completion_tokens", 0)
     is_counted = isinstance(prompt, int) and isinstance(reply, int) and prompt > 0 and reply >= 0
-    counts = (prompt, reply) if is_counted else (None, None)
-    return _reply(choices[0]["message"], str(choices[0].get("finish_reason") or ""), *counts)
+    return ModelReply(read, *((prompt, reply) if is_counted else (None, None)))
 
 
-def _reply(message: dict[str, Any], finish: str, prompt: int | None, reply: int | None) -> ModelReply:
-    """Return a message as text that can be saved; each call has an id of its own."""
-    calls: dict[str, ToolCall] = {}
-    for index, call in enumerate(message.get("tool_calls") or []):
-        identity = encodable(str(call.get("id") or f"call_{index}"))
-        identity = f"{identity}_{index}" if identity in calls else identity
-        function = call.get("function") or {}
-        name, text = str(function.get("name") or ""), str(function.get("arguments") or "")
-        calls[identity] = ToolCall(identity, encodable(name), encodable(text))
-    text = encodable(str(message.get("content") or ""))
-    return ModelReply(text, tuple(calls.values()), encodable(finish), prompt, reply)
+def _message(text: Any, calls: Iterable[tuple[Any, str, Any]]) -> dict[str, Any]:
+    """Return a message of text that can be saved, with calls of an id, a name and arguments, JSON or not."""
+    made: dict[str, dict[str, Any]] = {}
+    for index, (given, name, arguments) in enumerate(calls):
+        identity = encodable(str(given or f"call_{index}"))
+        identity = f"{identity}_{index}" if identity in made else identity
+        function = {"name": encodable(str(name)), "arguments": encodable(str(arguments or ""))}
+        made[identity] = {"id": identity, "type": "function", "function": function}
+    content = {"role": "assistant", "content": encodable(str(text or ""))}
+    return {**content, "tool_calls": list(made.values())} if made else content
 
 
 _ASKED = (
-    "You call tools by answering with one JSON object and nothing else, "
+    "Answer with one JSON object and nothing else. To call tools: "
     '{"calls": [{"name": NAME, "arguments": {...}}]}, or, when you are done, {"text": WORDS}. Tools:\n'
 )
 
@@ -235,11 +210,11 @@ def as_text(messages: Messages, tools: Messages) -> Messages:
         if role == "system":
             text = f"{text}\n\n{_ASKED}{schemas}"
         elif role == "assistant":
-            calls = [
-                {"name": call["function"]["name"], "arguments": _loaded(call["function"]["arguments"])}
-                for call in message.get("tool_calls", [])
-            ]
-            text = json.dumps({"calls": calls} if calls else {"text": text}, ensure_ascii=False)
+            made = [call["function"] for call in message.get("tool_calls", [])]
+            calls = ", ".join(
+                f'{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}' for call in made
+            )
+            text = f'{{"calls": [{calls}]}}' if made else json.dumps({"text": text}, ensure_ascii=False)
         elif role == "tool":
             role, text = "user", f"Result of {message['tool_call_id']}: {text}"
         if found and role == "user" == found[-1]["role"]:
@@ -249,45 +224,21 @@ def as_text(messages: Messages, tools: Messages) -> Messages:
     return found
 
 
-def read_calls(text: str, tools: Messages) -> dict[str, Any]:
+def read_calls(text: str) -> dict[str, Any]:
     """Return an answer with the calls that it makes as a message of the chat-completions protocol.
 
     Raises:
-        ValueError: the answer is not of the form that was asked for; the message is for the model.
+        AgentError: the answer is not of the form that was asked for; the message is for the model.
     """
-    plain = read_object(text)
-    if not plain.keys() & {"calls", "text"}:
-        raise ValueError("the object has neither calls nor text")
-    known = [tool["function"]["name"] for tool in tools]
-    calls: list[dict[str, Any]] = []
-    for index, call in enumerate(plain.get("calls") or []):
-        if not isinstance(call, dict) or call.get("name") not in known:
-            raise ValueError(f"call {index + 1} names no tool of {', '.join(known)}")
-        arguments = json.dumps(call.get("arguments") or {}, ensure_ascii=False)
-        calls.append({"function": {"name": call["name"], "arguments": arguments}})
-    return {"content": plain.get("text"), "tool_calls": calls}
-
-
-def _loaded(arguments: str) -> Any:
+    plain = read_object(text, "the answer")
     try:
-        return read_json(arguments)
-    except ValueError:
-        return arguments
-
-
-class StatusError(Exception):
-    """An HTTP status that is no success; `litellm_response_headers` as on litellm's own errors."""
-
-    def __init__(self, status: int, text: str, headers: dict[str, str]) -> None:
-        super().__init__(text)
-        self.status_code, self.litellm_response_headers = status, headers
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key to another server."""
-
-    def redirect_request(self, *arguments: Any) -> None:
-        return None
+        calls = [(None, call["name"], json.dumps(call.get("arguments") or {}, ensure_ascii=False))
+                 for call in plain.get("calls") or []]  # fmt: skip
+    except (KeyError, TypeError, AttributeError):
+        raise AgentError("calls is no list of objects with a name and arguments") from None
+    if not plain.keys() & {"calls", "text"}:
+        raise AgentError("the object has neither calls nor text")
+    return _message(plain.get("text"), calls)
 
 
 def read_limits(config: PaperConfig) -> None:
@@ -300,7 +251,7 @@ def read_limits(config: PaperConfig) -> None:
         return
     try:
         listed = _open(config, "models").get("data")
-    except (StatusError, ValueError):
+    except (StatusError, ValueError, AgentError):
         return  # not every server lists its models
     except OSError as error:
         reason = getattr(error, "reason", error)
@@ -317,23 +268,9 @@ def read_limits(config: PaperConfig) -> None:
 
 
 def _open(config: PaperConfig, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"{str(config.api.base_url).rstrip('/')}/{path}",
-        None if body is None else json.dumps(body).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer {_own_key(config) or 'none'}"},
-    )
-    try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=config.api.timeout_s) as answer:
-            content = answer.read(MOST_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        headers = {name.lower(): value for name, value in error.headers.items()}
-        raise StatusError(error.code, error.read(4000).decode(errors="replace"), headers) from None
-    if len(content) > MOST_BYTES:
-        raise AgentError(f"the server's answer is longer than {MOST_BYTES} bytes")
-    plain = read_json(content)
-    if not isinstance(plain, dict):
-        raise ValueError("the server's answer is no JSON object")
-    return plain
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_own_key(config) or 'none'}"}
+    url = f"{str(config.api.base_url).rstrip('/')}/{path}"
+    return read_object(fetch(url, headers, body, timeout_s=config.api.timeout_s).decode(errors="replace"), url)
 
 
 def load_litellm() -> Any:
@@ -347,48 +284,36 @@ def load_litellm() -> Any:
     return litellm
 
 
-def _over_litellm(config: PaperConfig, key: str | None) -> Send:
-    litellm, where = load_litellm(), f"paper.model={config.model}"
-    fixed: dict[str, Any] = {"timeout": config.api.timeout_s, "num_retries": 0, "max_retries": 0}
-    try:
-        litellm.get_llm_provider(config.model)
-    except Exception:
-        raise ConfigError(
-            f"{where}: litellm knows no provider for it; write PROVIDER/MODEL, such as openai/gpt-4o or "
-            "anthropic/claude-sonnet-4-5, or set api.base_url to an OpenAI-compatible server"
-        ) from None
-    if key is not None:
-        fixed["api_key"] = key
-    else:
-        # litellm takes a key that is set to nothing for one that is set.
-        names = [name for name, value in os.environ.items() if name.endswith("_KEY") and not value.strip()]
-        blank = {name: os.environ.pop(name) for name in names}
-        try:
-            known = litellm.validate_environment(config.model)
-        finally:
-            os.environ.update(blank)
-        if not known.get("keys_in_environment"):
-            missing = ", ".join(known.get("missing_keys") or []) or "its key"
-            raise ConfigError(f"{where}: the environment lacks {missing}; export it, or set api.key_env")
-    return lambda body: litellm.completion(model=config.model, **body, **fixed).model_dump()
-
-
 def open_transport(config: PaperConfig) -> Send:
     """Return what sends requests as configured.
 
     Raises:
         ConfigError: no key for the address, or a model or key that litellm does not know.
     """
-    key, model = _own_key(config), config.model.removeprefix("openai/")
-    if config.api.base_url is None:
-        return _over_litellm(config, key)
-    # A key for another server is not sent to this one.
-    if key is None and urlsplit(config.api.base_url).hostname not in _LOOPBACK:
+    key, where = _own_key(config), f"paper.model={config.model}"
+    if config.api.base_url is not None:
+        # A key for another server is not sent to this one.
+        if key is None and urlsplit(config.api.base_url).hostname not in _LOOPBACK:
+            raise ConfigError(
+                f"paper.api.base_url={config.api.base_url}: the name of this server's key is unknown; set api.key_env "
+                "to the environment variable that holds it"
+            )
+        model = config.model.removeprefix("openai/")
+        return lambda body: _open(config, "chat/completions", {**body, "model": model})
+    litellm = load_litellm()
+    try:
+        usual = f"{litellm.get_llm_provider(config.model)[1].upper()}_API_KEY"
+    except Exception:
         raise ConfigError(
-            f"paper.api.base_url={config.api.base_url}: the name of this server's key is unknown; set api.key_env to "
-            "the environment variable that holds it"
-        )
-    return lambda body: _open(config, "chat/completions", {**body, "model": model})
+            f"{where}: litellm knows no provider for it; write PROVIDER/MODEL, such as openai/gpt-4o or "
+            "anthropic/claude-sonnet-4-5, or set api.base_url to an OpenAI-compatible server"
+        ) from None
+    known, is_blank = litellm.validate_environment(config.model), os.environ.get(usual, usual).strip() == ""
+    if key is None and (is_blank or not known.get("keys_in_environment")):
+        missing = usual if is_blank else ", ".join(known.get("missing_keys") or []) or "its key"
+        raise ConfigError(f"{where}: the environment lacks {missing}; export it, or set api.key_env")
+    fixed = {"timeout": config.api.timeout_s, "num_retries": 0, "max_retries": 0, **({"api_key": key} if key else {})}
+    return lambda body: litellm.completion(model=config.model, **body, **fixed).model_dump()
 
 
 def _own_key(config: PaperConfig) -> str | None:
@@ -396,16 +321,11 @@ def _own_key(config: PaperConfig) -> str | None:
     if config.api.key_env is None:
         return None
     held, name = os.environ.get(config.api.key_env, "").strip(), config.api.shown_key_env
-    if not held:
-        shown = name if name != "…" else "NAME"
-        wrong = f"no such variable is set; export {shown}=… and give its name, not the key"
-    elif not fits_header(held):
-        wrong = (
-            "the variable holds blanks or characters that a header cannot carry; export the key as the server has it, "
-            "in ASCII"
-        )
-    else:
+    if fits_header(held):
         return held
+    wrong = f"no such variable is set; export {name.replace('…', 'NAME')}=… and give its name, not the key"
+    if held:
+        wrong = "the variable holds blanks or characters that a header cannot carry; export the server's key, in ASCII"
     raise ConfigError(f"paper.api.key_env={name}: {wrong}")
 
 
@@ -417,23 +337,15 @@ def _read_failure(error: Exception, config: PaperConfig) -> tuple[str, int | Non
     name, status = type(error).__name__, getattr(error, "status_code", None)
     if name == "Timeout" or isinstance(error, TimeoutError):
         return f"no answer within {config.api.timeout_s:g} s", status, 0.0
-    text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
+    text = str(error)
+    # Some servers repeat the key that they refuse. One may begin with another.
+    secret = [(value.strip(), name) for name, value in os.environ.items()
+              if name == config.api.key_env or name.upper().endswith(_SECRET)]  # fmt: skip
+    for value, variable in sorted(secret, key=lambda item: -len(item[0])):
+        text = text.replace(value, f"${variable}") if len(value) >= 6 else text
+    text = f"{name}: {' '.join(encodable(text).split())[:300]}"
     if status is None or name == "APIConnectionError":
         text = f"cannot be reached or answers what cannot be read ({text})"
     headers = getattr(error, "litellm_response_headers", None) or {}  # `response` of these errors is made up
     asked = str(headers.get("retry-after", ""))
     return text, status, float(asked) if asked.replace(".", "", 1).isdecimal() else 0.0
-
-
-def _without_keys(text: str, config: PaperConfig) -> str:
-    """Remove keys from a server's message: some repeat the one that they refuse."""
-    secret = [(value.strip(), name) for name, value in os.environ.items()
-              if name == config.api.key_env or name.upper().endswith(_SECRET)]  # fmt: skip
-    for value, name in sorted(secret, key=lambda item: -len(item[0])):  # one may begin with another
-        text = text.replace(value, f"${name}") if len(value) >= 6 else text
-    return encodable(text)
-
-
-def at_server(api: ApiConfig) -> str:
-    """Return where the model is asked, for messages."""
-    return f" at {api.base_url}" if api.base_url else ""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -17,9 +15,14 @@ from caramba.errors import ConfigError
 from caramba.paper.document import STYLES
 
 TIMEOUT_S = 60.0
-PACKAGES = "texlive-latex-recommended (Debian, Ubuntu), or MacTeX or TeX Live elsewhere"
 # Seconds of CPU, blocks of 512 bytes of a file, KiB of memory.
 _LIMITED = 'ulimit -t 60; ulimit -f 200000; ulimit -v 4000000 2>/dev/null; exec "$@"'
+_HOMES = ("HOME", "TEXMFHOME", "TEXMFVAR", "TEXMFCONFIG", "TMPDIR")
+# Paranoid: no absolute path, no parent folder, no hidden file. Dates are fixed.
+_ENVIRONMENT = {
+    "openin_any": "p", "openout_any": "p", "shell_escape": "f", "max_print_line": "1000", "LC_ALL": "C",
+    "SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1",
+}  # fmt: skip
 _WARNINGS = {
     "reference %s": r"LaTeX Warning: (?:Hyper r|R)eference `([^']*)' (?:on page \d+ )?undefined",
     "citation %s": r"Package natbib Warning: Citation `([^']*)'",
@@ -47,16 +50,16 @@ def need_latex(where: str) -> None:
         ConfigError: naming the program or the style files, and what to install.
     """
     missing = [name for name in ("pdflatex", "bibtex", "kpsewhich") if shutil.which(name) is None]
+    if not missing:
+        files = [*(f"{name}.sty" for name in STYLES), "plainnat.bst"]
+        done = subprocess.run(["kpsewhich", *files], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+        found = {Path(line).name for line in done.stdout.splitlines()}
+        missing = [name for name in files if name not in found]
     if missing:
         raise ConfigError(
-            f"{where}: {', '.join(missing)} not found, and no version is kept that does not compile; install {PACKAGES}"
+            f"{where}: {', '.join(missing)} not found, and no version is kept that does not compile; install "
+            "texlive-latex-recommended (Debian, Ubuntu), or MacTeX or TeX Live elsewhere"
         )
-    files = [*(f"{name}.sty" for name in STYLES), "plainnat.bst"]
-    done = subprocess.run(["kpsewhich", *files], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    found = {Path(line).name for line in done.stdout.splitlines()}
-    lacking = [name for name in files if name not in found]
-    if lacking:
-        raise ConfigError(f"{where}: LaTeX lacks {', '.join(lacking)}; install {PACKAGES}")
 
 
 def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S, passes: int = 2) -> Compiled:
@@ -71,10 +74,8 @@ def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S, p
             (folder / path).write_bytes(content)
         latex = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
         has_bibliography = rb"\bibliography{" in files["paper.tex"]
-        steps = [latex, ["bibtex", "paper"], latex, latex] if has_bibliography else [latex] * passes
-        for step in steps:
-            error = _run(step, folder, timeout_s)
-            if error is not None:
+        for step in [latex, ["bibtex", "paper"], latex, latex] if has_bibliography else [latex] * passes:
+            if (error := _run(step, folder, timeout_s)) is not None:
                 return Compiled(None, error)
         log = (folder / "paper.log").read_text(encoding="utf-8", errors="replace")
         wrong = [shown % found for shown, pattern in _WARNINGS.items() for found in re.findall(pattern, log)]
@@ -82,33 +83,18 @@ def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S, p
 
 
 def _run(command: list[str], folder: Path, timeout_s: float) -> str | None:
-    """Run one program and return its error, None when it succeeded. It and what it started end with its time."""
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", _LIMITED, "sh", *command],
-        cwd=folder, env=_environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    """Run one program and return its error, None when it succeeded."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath), **dict.fromkeys(_HOMES, str(folder)), **_ENVIRONMENT}
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        done = subprocess.run(
+            ["/bin/sh", "-c", _LIMITED, "sh", *command], cwd=folder, env=environment, timeout=timeout_s, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"{command[0]} ran longer than {timeout_s:g} s; the text may loop"
-    finally:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    if process.returncode == 0:
+    if done.returncode == 0:
         return None
-    lines = output.decode("utf-8", errors="replace").splitlines()
+    lines = done.stdout.decode("utf-8", errors="replace").splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith("!")), max(len(lines) - 12, 0))
     shown = "\n".join(line for line in lines[start : start + 12] if line.strip())
-    return f"{command[0]} failed (status {process.returncode}):\n{shown}"
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    homes = ("HOME", "TEXMFHOME", "TEXMFVAR", "TEXMFCONFIG", "TMPDIR")
-    # Paranoid: no absolute path, no parent folder, no hidden file.
-    safe = {"openin_any": "p", "openout_any": "p", "shell_escape": "f", "max_print_line": "1000"}
-    fixed = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
-    dates = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1"}
-    return {**fixed, **dict.fromkeys(homes, str(folder)), **safe, **dates}
+    return f"{command[0]} failed (status {done.returncode}):\n{shown}"

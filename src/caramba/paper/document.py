@@ -7,17 +7,17 @@ names that the text uses are defined, so a name that code does not know stops La
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
-from caramba.config.paper import SECTIONS, PaperConfig, SectionName
+from caramba.config.paper import SECTIONS, PaperConfig
 from caramba.errors import ConfigError
-from caramba.paper.evidence import Evidence, unit_tex
-from caramba.paper.latex import Scanned, list_names
+from caramba.paper.evidence import Evidence, need_name, unit_tex
+from caramba.paper.latex import Use
 
-TITLES: dict[SectionName, str] = {
+TITLES: dict[str, str] = {
     name: {"methodology": "Method"}.get(name, name.replace("_", " ").capitalize()) for name in SECTIONS
 }
 
@@ -38,7 +38,7 @@ PREAMBLE = r"""% Written by caramba. Edit below the heading of a section; `caram
 """
 _OPEN, _CLOSE = "% caramba:section ", "% caramba:end "
 _SECTION = re.compile(
-    rf"^{re.escape(_OPEN)}(?P<name>[a-z_]+)\n(?P<heading>[^\n]*\n)(?P<body>.*?)(?P<end>\\end{{abstract}}\n)?^{re.escape(_CLOSE)}(?P=name)$",
+    rf"^{_OPEN}(?P<name>[a-z_]+)\n[^\n]*\n(?P<body>.*?)(?:\\end{{abstract}}\n)?^{_CLOSE}(?P=name)$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -62,6 +62,13 @@ def build_paper(config: PaperConfig, evidence: Evidence, sections: Mapping[str, 
     return "\n".join(lines)
 
 
+def _section(name: str, body: str) -> str:
+    heading = rf"\section{{{TITLES[name]}}}\label{{sec:{name}}}" + "\n"
+    opening = {"abstract": "\\begin{abstract}\n", "appendix": rf"\appendix{heading}"}.get(name, heading)
+    closing = "\\end{abstract}\n" if name == "abstract" else ""
+    return f"{_OPEN}{name}\n{opening}{body.strip()}\n{closing}{_CLOSE}{name}"
+
+
 def read_paper(file: Path) -> dict[str, str]:
     """Return the bodies of the sections of a paper.tex that a person may have edited.
 
@@ -83,35 +90,16 @@ def read_paper(file: Path) -> dict[str, str]:
     return found
 
 
-def outside_of_sections(file: Path, common: Collection[str]) -> list[str]:
-    """Return what code writes in a paper.tex, to be compared with another one that has the sections `common` too.
+def differs_in_bodies_alone(edited: Path, written: Path) -> bool:
+    """Whether an edited paper.tex is the written one with other bodies, fewer sections, or other blank lines."""
+    bodies = read_paper(edited)
 
-    These are the lines outside of sections, and headings: of a section in `common` in place, of another only
-    one that code would not write. Blank lines say nothing.
-    """
+    def replaced(found: re.Match[str]) -> str:
+        return _section(found["name"], bodies[found["name"]]) if found["name"] in bodies else ""
 
-    def kept(found: re.Match[str]) -> str:
-        around = f"{found['heading']}{found['end'] or ''}"
-        if found["name"] in common:
-            return f"{_OPEN}{found['name']}\n{around}"
-        return "" if around == "".join(_around(found["name"])) else around
-
-    text = _SECTION.sub(kept, file.read_text(encoding="utf-8"))
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
-
-
-def _around(name: str) -> tuple[str, str]:
-    """Return the line before the body of a section and what follows it."""
-    title = {**TITLES}.get(name, "")
-    heading = rf"\section{{{title}}}\label{{sec:{name}}}"
-    if name == "abstract":
-        return "\\begin{abstract}\n", "\\end{abstract}\n"
-    return (rf"\appendix{heading}" if name == "appendix" else heading) + "\n", ""
-
-
-def _section(name: SectionName, body: str) -> str:
-    opening, closing = _around(name)
-    return f"{_OPEN}{name}\n{opening}{body.strip()}\n{closing}{_CLOSE}{name}"
+    texts = (edited.read_text(encoding="utf-8"), _SECTION.sub(replaced, written.read_text(encoding="utf-8")))
+    one, other = ([line.rstrip() for line in text.splitlines() if line.strip()] for text in texts)
+    return one == other
 
 
 PROXY_MARK = r"\textsuperscript{\emph{proxy}}"
@@ -135,42 +123,55 @@ _COMMANDS = r"""\makeatletter
 """
 
 
-def results_tex(sections: Sequence[Scanned], evidence: Evidence) -> str:
-    """Return results.tex for sections that passed the gate, each definition after a comment with its source."""
-    lines = [
+def results_tex(uses: Iterable[Use], evidence: Evidence) -> str:
+    """Return results.tex for the uses of sections that passed the gate."""
+    definitions = dict.fromkeys(define(use, evidence) for use in uses)
+    return "\n".join([
         f"% Numbers of run {_comment(evidence.run_id)}, written by code from report.json "
         f"({evidence.report_sha256[:12]}) and manifest.json ({evidence.manifest_sha256[:12]}).",
         _COMMANDS.rstrip(),
         rf"\newcommand{{\carambaproxy}}{{{' ' + PROXY_MARK if evidence.proxy else ''}}}",
-    ]
+        *filter(None, definitions),
+        "\\makeatother\n",
+    ])  # fmt: skip
 
-    def define(command: str, name: str, shown: str, source: str = "", *, is_proxy: bool = False) -> None:
-        mark = PROXY_MARK if is_proxy else ""
-        lines.extend([f"% {_comment(source)}"] if source else [])
-        lines.append(rf"\caramba@define{{{command}}}{{{name}}}{{{shown}{mark}}}")
 
-    for command in ("result", "resultvalue"):
-        for (key,) in list_names(command, sections):
-            one = evidence.result(key)
-            kind = "standard error" if one.is_standard_error else "dispersion"
-            has_spread = command == "result" and one.spread is not None
-            spread = f", {kind} {one.spread!r} of n={one.n}" if has_spread else ""
-            source = f"{key} = {one.value!r} {one.unit}{spread}, from {one.source}"
-            define(command, key, one.tex if command == "result" else one.value_tex, source, is_proxy=one.is_proxy)
-    for operation, first, second in list_names("derived", sections):
-        value, one, other = (
-            evidence.derive(operation, first, second),
-            evidence.result(first),
-            evidence.result(second),
-        )
-        unit = {"ratio": "", "difference": unit_tex(one.unit), "percent_change": r"\,\%"}[operation]
-        define(
-            "derived", f"{operation} {first} {second}", typeset(number(value)) + unit,
-            f"{operation} of {first} and {second} = {value!r}", is_proxy=one.is_proxy or other.is_proxy,
-        )  # fmt: skip
-    for (path,) in list_names("setting", sections):
-        define("setting", path, evidence.settings[path])
-    return "\n".join([*lines, r"\makeatother", ""])
+def define(use: Use, evidence: Evidence) -> str:
+    """Return the definition of what a use prints, after a comment with its source; empty where it prints no value.
+
+    Raises:
+        CarambaError: it names what the run does not have, or a claim that does not hold.
+    """
+    first, *others = use.arguments
+    is_proxy = False
+    match use.command:
+        case "result" | "resultvalue":
+            one = evidence.result(first)
+            kind = "dispersion" if one.standard_error is None else "standard error"
+            spread = "" if one.spread is None else f", {kind} {one.spread!r} of n={one.n}"
+            shown, is_proxy = one.tex if use.command == "result" else one.value_tex, one.is_proxy
+            source = f"{first} = {one.value!r} {one.unit}{spread}, from {one.source}"
+        case "derived":
+            value, keys = evidence.derive(first, *others), tuple(map(evidence.result, others))
+            unit = {"ratio": "", "difference": unit_tex(keys[0].unit), "percent_change": r"\,\%"}[first]
+            shown, is_proxy = typeset(number(value)) + unit, any(one.is_proxy for one in keys)
+            source = f"{first} of {' and '.join(others)} = {value!r}"
+        case "setting":
+            need_name(first, evidence.settings, "setting", "get_experiment_manifest lists them")
+            shown, source = evidence.settings[first], "manifest.json"
+        case "claim":
+            evidence.check_claim(first, *others)
+            return ""
+        case "artifactfigure" | "artifacttable":
+            kind = use.command.removeprefix("artifact")
+            need_name(
+                first, evidence.figures if kind == "figure" else evidence.tables, kind, "list_artifacts lists them"
+            )
+            return ""
+        case _:
+            return ""
+    mark = PROXY_MARK if is_proxy else ""
+    return f"% {_comment(source)}\n\\caramba@define{{{use.command}}}{{{' '.join(use.arguments)}}}{{{shown}{mark}}}"
 
 
 def _comment(text: str) -> str:

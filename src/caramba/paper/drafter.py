@@ -12,7 +12,7 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ from caramba.config.paper import PaperConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
-from caramba.paper.client import LanguageModel, ModelUnusable, at_server, read_limits
+from caramba.paper.client import LanguageModel, ModelUnusable, read_limits
 from caramba.paper.compile import Compiled, need_latex
-from caramba.paper.document import outside_of_sections, read_paper
+from caramba.paper.document import differs_in_bodies_alone, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
-from caramba.paper.gate import Gate, check_section, report
+from caramba.paper.gate import Gate, check_section
 from caramba.paper.literature import Literature, Record, read_bibliography
-from caramba.paper.tools import Toolbox, first_messages, tool_schemas
+from caramba.paper.tools import Toolbox, call_tool, first_messages, tool_schemas
 from caramba.runs import lock
 from caramba.runs.files import sha256_of
 
@@ -57,13 +57,11 @@ class PaperDrafter:
         *,
         sleep: Callable[[float], None] = time.sleep,
         model: Callable[..., LanguageModel] = LanguageModel,
-        extend: Callable[[Evidence], Evidence] | None = None,
+        extend: Callable[[Evidence], Evidence] = lambda evidence: evidence,
     ) -> None:
         """Draft by a configuration; `extend` adds to the evidence of the run what a research loop found."""
-        self._model, self._extend = model, extend
-        self.config = config or PaperConfig()
+        self.config, self.sleep, self._model, self._extend = config or PaperConfig(), sleep, model, extend
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
-        self.sleep = sleep
 
     async def draft(self, run_dir: str | Path, *, update: bool = False, group: str | None = None) -> Drafted:
         """Like `draft_sync`, in a thread. A cancelled draft continues to its end: cancel by its budget."""
@@ -83,9 +81,7 @@ class PaperDrafter:
         need_latex("paper")
         run = Path(run_dir)
         folder = run if group is None else run / "groups" / group
-        evidence = read_evidence(folder, run, group)
-        if self._extend is not None:
-            evidence = self._extend(evidence)
+        evidence = self._extend(read_evidence(folder, run, group))
         paper = PaperFolder(self.output_dir or folder / "paper")
         words = ["caramba", "paper", str(run), *(["--group", group] if group else [])]
         words += ["--output-dir", str(self.output_dir)] if self.output_dir is not None else []
@@ -96,7 +92,7 @@ class PaperDrafter:
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
             session = _Session(self, evidence, paper, model)
-            session.open(group or "", update=update)
+            session.open(update=update)
             if self._model is LanguageModel:  # a loop asks once, and its replay asks nobody
                 read_limits(self.config)
             return session.run(BudgetLedger(self.config.budget, session.draft.spent, price, way_on))
@@ -111,7 +107,7 @@ class _Session:
         literature = Literature(self.config.citations, sleep=drafter.sleep)
         self.tools = Toolbox(self.gate, self.draft, folder, literature, self._ask)
 
-    def open(self, group: str, *, update: bool) -> None:
+    def open(self, *, update: bool) -> None:
         """Bring the draft to where it resumes; refuse a paper that is on another run or not to be updated."""
         draft, config, evidence, root = self.draft, self.config, self.evidence, self.folder.root
         head = self.folder.head() or {}
@@ -120,103 +116,87 @@ class _Session:
         if not update and (head or draft.sections or has_replies or draft.spent.tokens):
             there = f"version {head['version']}" if head else "an unfinished draft"
             raise ConfigError(f"{root}: holds {there} of a paper; --update resumes it, --output-dir DIR begins another")
-        this = (evidence.run_id, group)
-        known = (draft.run_id, draft.group) if draft.run_id else (head.get("run_id"), head.get("group"))
-        if known[0] and known != this:
-            shown = [f"run {name}" + (f" (group {of})" if of else "") for name, of in (known, this)]
+        known = draft.run_id or head.get("run_id", evidence.run_id)
+        if known != evidence.run_id:
             raise ConfigError(
-                f"{root}: holds a paper on {shown[0]}, and this is {shown[1]}; name another folder with "
+                f"{root}: holds a paper on run {known}, and this is run {evidence.run_id}; name another folder with "
                 "--output-dir, or update it with its own run"
             )
         self.folder.heal()
         if head and not draft.sections:
             bodies = read_paper(self.folder.version_path(head["version"]) / PAPER)
-            writers = {name: item["by"] for name, item in head["sections"].items()}
-            draft.sections = {name: Section(body, writers[name]) for name, body in bodies.items()}
+            draft.sections = {name: Section(body, head["sections"][name]["by"]) for name, body in bodies.items()}
             draft.cited = dict(head["citations"])
             draft.records |= TypeAdapter(dict[str, Record]).validate_python(head["records"])
         if config.citations.bibliography is not None:
             draft.records |= read_bibliography(Path(config.citations.bibliography).expanduser())
-        if taken := self._take_edits():
-            logger.info(f"paper: keeps what was edited by hand in {', '.join(taken)}")
-        self._refuse_left_out(draft.sections)
-        # A new edit is a new draft, with a budget of its own.
-        is_open = draft.is_open and update and taken is None
-        # With another title or instruction it is another conversation.
-        opening = hashlib.sha256(json.dumps(first_messages(config, evidence, "")).encode()).hexdigest()
-        if not is_open or draft.report_sha256 != evidence.report_sha256 or draft.opening_sha256 != opening:
+        taken = self._take_edits()
+        if left_out := [name for name in draft.sections if name not in config.sections]:
+            raise ConfigError(
+                f"paper.sections leaves out {', '.join(left_out)}, which the paper has; add it, or remove it from "
+                f"{root / PAPER}"
+            )
+        # A new edit is a new draft, with a budget of its own. With another title or report it is another conversation.
+        goes_on = bool(draft.messages) and update and taken is None
+        opening = json.dumps([first_messages(config, evidence, ""), evidence.report_sha256])
+        opening_sha256 = hashlib.sha256(opening.encode()).hexdigest()
+        if not goes_on or draft.opening_sha256 != opening_sha256:
             draft.messages = first_messages(config, evidence, self._state())
-            draft.spent = draft.spent if is_open else Spent()
-        draft.is_open, draft.run_id, draft.group = True, *this
-        draft.report_sha256, draft.opening_sha256 = evidence.report_sha256, opening
+            draft.spent = draft.spent if goes_on else Spent()
+        draft.run_id, draft.opening_sha256 = evidence.run_id, opening_sha256
 
     def _state(self) -> str:
         """Say what is written, and what the checks now find in it."""
         if not self.draft.sections:
             return "Nothing is written yet. Begin with get_paper_template, get_experiment_results and list_artifacts."
-        found = self.gate.problems(self.draft.sections, self.draft.citable())
-        wrong = f" These no longer hold:\n{report(found)}" if found else ""
+        error = self.gate.try_out(self.draft.sections, self.draft.citable()).error
+        wrong = f" It no longer holds: {error}" if error else ""
         return f"The paper is written; read it with read_tex_file and update what the run has changed.{wrong}"
 
-    def _take_edits(self) -> tuple[str, ...] | None:
+    def _take_edits(self) -> str | None:
         """Take over the sections of paper.tex that a person changed since it was last seen, and return their names.
 
         Returns None where nothing was changed. Where what was changed cannot be kept, the draft is as it was.
         """
-        draft, gate, head, file = self.draft, self.gate, self.folder.head(), self.folder.root / PAPER
+        draft, head, file = self.draft, self.folder.head(), self.folder.root / PAPER
         if head is None or not file.is_file():
             return None
-        digest = sha256_of(file)
         # What was taken over into an adopted version is no edit any more, also where a kill kept that from being noted.
-        has_taken = draft.taken_from == head["version"] and draft.taken_sha256 != ""
-        if digest == (draft.taken_sha256 if has_taken else head["files"][PAPER]):
+        has_taken = draft.taken_sha256 not in ("", head["taken_sha256"])
+        if (digest := sha256_of(file)) == (draft.taken_sha256 if has_taken else head["files"][PAPER]):
             return None
         version = self.folder.version_path(head["version"]) / PAPER
         theirs, ours = read_paper(file), read_paper(version)
-        self._refuse_left_out(sorted(theirs))
-        common = theirs.keys() & ours.keys()
-        if outside_of_sections(file, common) != outside_of_sections(version, common):
+        if not differs_in_bodies_alone(file, version):
             raise ConfigError(
                 f"{file}: text outside of the sections, their order or a heading was changed, and code writes that; "
                 f"move it into a section, or take it back as in versions/{head['version']:03d}/{PAPER} (title, "
                 "authors and sections are options of `caramba paper`)"
             )
-        # What was seen before is no new edit: an update of the model's since then is kept.
-        before = draft.taken if has_taken else ours
-        changed = {name: Section(body, HUMAN) for name, body in theirs.items() if body != before.get(name)}
-        removed = [name for name in before if name not in theirs]
-        sections = {name: item for name, item in {**draft.sections, **changed}.items() if name not in removed}
+        of_person = {name for name, section in draft.sections.items() if section.by == HUMAN}
+        changed = {name: Section(body, HUMAN) for name, body in theirs.items()
+                   if body != ours[name] or name in of_person}  # fmt: skip
         # A person cites an entry of the bibliography by its own key.
         checked = [check_section(name, item.body, self.evidence, {}) for name, item in changed.items()]
-        keys = [key for item in checked for key in item.citation_keys()]
         uncited = draft.records.keys() - draft.cited.values()
-        cited = {key: f"bib:{key}" for key in keys if f"bib:{key}" in uncited} | draft.cited
-        citable = dataclasses.replace(draft, cited=cited).citable()
-        wrong = report(gate.problems(changed, citable))
-        if changed and not gate.problems(sections, citable):
-            ordered = {name: sections[name] for name in self.config.sections if name in sections}
-            wrong = gate.try_out(ordered, citable).error
+        keys = [key for item in checked for key in item.citation_keys() if f"bib:{key}" in uncited]
+        cited = {key: f"bib:{key}" for key in keys} | draft.cited
+        wrong = self.gate.try_out(changed, dataclasses.replace(draft, cited=cited).citable()).error
         if wrong:
             raise ConfigError(
                 f"{file}: what was edited cannot be kept as it is; change it and resume with --update. {wrong}"
             )
-        draft.sections, draft.cited = sections, cited
-        draft.taken_from, draft.taken_sha256, draft.taken = head["version"], digest, theirs
-        return (*changed, *removed)
-
-    def _refuse_left_out(self, there: Iterable[str]) -> None:
-        """Refuse sections that a paper has and its options leave out."""
-        if left_out := [name for name in there if name not in self.config.sections]:
-            raise ConfigError(
-                f"paper.sections leaves out {', '.join(left_out)}, which the paper has; add it, or remove it from "
-                f"{self.folder.root / PAPER}"
-            )
+        kept = {name: item for name, item in draft.sections.items() if name in theirs or name not in ours}
+        draft.sections, draft.cited, draft.taken_sha256 = {**kept, **changed}, cited, digest
+        names = ", ".join([*changed, *(name for name in ours if name not in theirs)])
+        logger.info(f"paper: keeps what was edited by hand in {names or 'no section'}")
+        return names
 
     def run(self, ledger: BudgetLedger) -> Drafted:
         """Continue until a version is adopted."""
         self.ledger = ledger
         self._note("begun", run=self.evidence.run_id, model=self.config.model)
-        logger.info(f"paper: {self.config.model}{at_server(self.config.api)} writes in {self.folder.root}")
+        logger.info(f"paper: {self.model.name} writes in {self.folder.root}")
         while True:
             messages = self.draft.messages
             index = max((at for at, item in enumerate(messages) if item["role"] == "assistant"), default=-1)
@@ -226,7 +206,7 @@ class _Session:
             if pending := [call for call in calls if call["id"] not in answered]:
                 for call in pending:
                     name, text = call["function"]["name"], call["function"]["arguments"]
-                    result = self.tools.call(name, text)
+                    result = call_tool(name, text, self.tools.tools)
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
                     self._note("tool", name=name, arguments=text, result=result)
             elif messages[-1]["role"] == "assistant":
@@ -234,21 +214,18 @@ class _Session:
                 if adopted is not None:
                     return adopted
             else:
-                self.ledger.begin()
-                logger.info(
-                    f"paper: request {self.draft.spent.iterations} of at most {self.config.budget.max_iterations}"
-                )
+                ledger.begin()
+                logger.info(f"paper: request {ledger.spent.iterations} of at most {ledger.limits.max_iterations}")
                 # What a request adds to the one before: all of it together is every request.
-                added, tools = messages[index + 1 :], list(self.tools.tools())
-                self.folder.note("request", model=self.config.model, added=added, tools=tools)
-                schemas = tool_schemas(self.tools.tools())
-                reply = self.model.ask(messages, schemas, self.ledger, self._note)
-                messages.append(reply.message())
+                added, tools = messages[index + 1 :], self.tools.tools
+                self.folder.note("request", model=self.config.model, added=added, tools=list(tools))
+                reply = self.model.ask(messages, tool_schemas(tools), ledger, self._note)
+                messages.append(reply.message)
                 self._note("reply", **asdict(reply), spent=asdict(self.draft.spent))
 
     def _ask(self, messages: list[dict[str, Any]]) -> str:
         """Send a conversation without tools and return the answer."""
-        return self.model.ask(messages, [], self.ledger, self._note).text
+        return self.model.ask(messages, [], self.ledger, self._note).message["content"]
 
     def _finish(self) -> Drafted | None:
         """Adopt the draft as a version, or tell the model what is missing."""
@@ -259,7 +236,13 @@ class _Session:
         refusal = passed.error
         if passed.undefined:
             refusal = f"not finished: these lead nowhere: {', '.join(passed.undefined)}"
-        refusal = refusal or gate.unknown_digits(draft.sections, draft.citable()) or self._edited_since()
+        refusal = refusal or gate.unknown_digits(draft.sections, draft.citable())
+        # What a person saved in paper.tex while the draft ran.
+        if refusal is None and (taken := self._take_edits()) is not None:
+            refusal = (
+                f"A person edited the paper meanwhile ({taken or 'nothing that you see'}); read it with "
+                "read_tex_file, keep their words, and change only what no longer fits them."
+            )
         if refusal is not None:
             draft.messages.append({"role": "user", "content": refusal})
             self._note("refused", reason=refusal)
@@ -269,40 +252,21 @@ class _Session:
                     f"{self.config.model}: {MOST_SILENT} replies without a call and nothing written; take another"
                 )
             return None
-        number = self.folder.adopt(passed.files, self._facts(), self.config.versions_kept)
-        draft.is_open, draft.messages = False, []
-        draft.taken_from, draft.taken_sha256, draft.taken = 0, "", {}
-        self._note("adopted", version=number, spent=asdict(draft.spent))
-        return Drafted(number, self.folder.root / PAPER, self.folder.root / PDF, draft.spent)
-
-    def _edited_since(self) -> str | None:
-        """Take over what a person saved in paper.tex while the draft ran, and say so to the model."""
-        taken = self._take_edits()
-        if taken is None:
-            return None
-        logger.info(f"paper: keeps what was edited by hand meanwhile in {', '.join(taken) or 'no section'}")
-        return (
-            f"A person edited the paper meanwhile ({', '.join(taken) or 'nothing that you see'}); read it with "
-            "read_tex_file, keep their words, and change only what no longer fits them."
-        )
-
-    def _facts(self) -> dict[str, Any]:
-        draft, names = self.draft, ("run_id", "report_sha256", "manifest_sha256", "proxy")
-        return {
-            **{name: getattr(self.evidence, name) for name in names},
-            "group": draft.group,
+        facts = {name: getattr(self.evidence, name) for name in ("run_id", "report_sha256", "manifest_sha256", "proxy")}
+        facts |= {
             "taken_sha256": draft.taken_sha256,
             "model": self.config.model,
-            "sections": {name: {"sha256": item.hash, "by": item.by} for name, item in draft.sections.items()},
+            "sections": {name: {"by": item.by} for name, item in draft.sections.items()},
             "citations": draft.cited,
             "records": {identity: asdict(draft.records[identity]) for identity in draft.cited.values()},
             "spent": asdict(draft.spent),
         }
+        number = self.folder.adopt(passed.files, facts, self.config.versions_kept)
+        draft.messages, draft.taken_sha256 = [], ""
+        self._note("adopted", version=number, spent=asdict(draft.spent))
+        return Drafted(number, self.folder.root / PAPER, self.folder.root / PDF, draft.spent)
 
     def _note(self, event: str, **fields: Any) -> None:
         """Note an event, and save the draft with what is reserved: a kill in mid-request cannot give it back."""
         self.folder.note(event, **fields)
-        self._save()
-
-    def _save(self) -> None:
         self.draft.save(self.folder.draft_file)

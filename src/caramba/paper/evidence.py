@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
 from caramba.artifacts.write import REPORT_FILE, TABLES_FILE
 from caramba.config.manifest import Manifest
-from caramba.config.source import is_mapping, is_sequence
+from caramba.config.source import is_mapping, is_sequence, read_object
 from caramba.errors import CarambaError, ConfigError, nearest
+from caramba.result import Metric
 from caramba.runs.files import sha256_of
 from caramba.runs.manifest import read_manifest
 
 OPERATIONS, DIRECTIONS = ("ratio", "difference", "percent_change"), ("less", "more", "equal")
-PLUS_MINUS = r"\,$\pm$\,"
 _TABLE = re.compile(r"\\begin\{table\}.*?\\label\{tab:caramba-([a-z0-9_-]+)\}.*?\\end\{table\}", re.DOTALL)
 # Keys of a manifest that do not describe the experiment itself.
 _UNTOLD = frozenset(
@@ -31,25 +30,16 @@ _UNTOLD = frozenset(
 
 
 @dataclass(frozen=True)
-class Result:
-    """One number of report.json. `spread` is the standard deviation of `n` samples or their standard error; `is_proxy`
-    marks that it rests on a teacher that was trained here in place of a published one."""
+class Result(Metric):
+    """One number of report.json. `is_proxy` marks that it rests on a teacher that was trained here in place of a
+    published one."""
 
-    key: str
-    value: float
-    unit: str
-    n: int | None
-    spread: float | None
-    source: str
-    is_proxy: bool
-    is_standard_error: bool = False
+    is_proxy: bool = False
 
     @property
-    def standard_error(self) -> float:
+    def error_of_mean(self) -> float:
         """The standard error of the value, zero where it has no dispersion."""
-        if self.spread is None or self.is_standard_error:
-            return self.spread or 0.0
-        return self.spread / math.sqrt(self.n or 1)
+        return self.standard_error or (self.std or 0.0) / math.sqrt(self.n or 1)
 
     @property
     def value_tex(self) -> str:
@@ -59,7 +49,7 @@ class Result:
     @property
     def tex(self) -> str:
         """The value with its dispersion and unit."""
-        spread = "" if self.spread is None else f"{PLUS_MINUS}{typeset(number(self.spread))}"
+        spread = "" if self.spread is None else rf"\,$\pm$\,{typeset(number(self.spread))}"
         return f"{self.value_tex}{spread}{unit_tex(self.unit)}"
 
 
@@ -80,7 +70,7 @@ class Evidence:
     files: tuple[str, ...]
     failures: tuple[str, ...]
     omitted: tuple[str, ...]
-    names: tuple[str, ...] = field(default=())
+    names: tuple[str, ...] = ()
     """Words of the manifest, which may hold digits: names of models, data and layouts."""
     appendix: str = ""
     """TeX behind the sections, written by code."""
@@ -122,7 +112,7 @@ class Evidence:
         need_name(direction, DIRECTIONS, "direction", f"they are {', '.join(DIRECTIONS)}")
         difference = self.derive("difference", first, second)
         one, other = self.result(first), self.result(second)
-        margin = 1.96 * math.hypot(one.standard_error, other.standard_error)
+        margin = 1.96 * math.hypot(one.error_of_mean, other.error_of_mean)
         found = "equal" if abs(difference) <= margin else "less" if difference < 0 else "more"
         if found != direction:
             raise CarambaError(
@@ -162,40 +152,33 @@ def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -
     Raises:
         ConfigError: the run has no artifacts, or they cannot be read; the message has the fix.
     """
-    file = folder / "artifacts" / REPORT_FILE
-    if not file.is_file():
-        raise ConfigError(
-            f"{folder}: no artifacts/{REPORT_FILE}, which a run writes at its end; finish it with "
-            f"`caramba resume {folder}`"
-        )
+    file, fix = folder / "artifacts" / REPORT_FILE, f"write it, at the end of the run, with `caramba resume {folder}`"
+    report = read_object(file, ConfigError, fix)
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
         proxy = report["labels"].get("proxy")
-        results = {key: _result(key, metric, proxy is not None) for key, metric in report["metrics"].items()}
         entries = [(_file_name(entry["path"]), str(entry["sha256"])) for entry in report["artifacts"]]
         manifest = read_manifest(manifest_file)
         return Evidence(
             name=report["name"],
-            run_id=report["run_id"],
+            run_id=report["run_id"] + (f"/groups/{group}" if group else ""),
             report_sha256=sha256_of(file),
             manifest_sha256=report["manifest_sha256"],
             proxy=proxy,
-            results=results,
+            results={key: _result(key, metric, proxy is not None) for key, metric in report["metrics"].items()},
             settings=dict(_settings(manifest, group, report)),
             figures={name: (file.parent / name, digest) for name, digest in entries if name.endswith(".png")},
-            tables=_tables(file.parent, dict(entries)),
+            tables={table[1]: table[0] for name, digest in entries if name == TABLES_FILE
+                    for table in _TABLE.finditer(read_artifact(file.parent / name, digest).decode())},
             files=tuple(name for name, _ in entries),
             failures=tuple(f"{item['id']}: {item['error']}" for item in report["failures"]),
             omitted=tuple(f"{item['name']}: {item['reason']}" for item in report["omitted"]),
             names=tuple(dict.fromkeys(_words(manifest.model_dump(mode="json")))),
-        )
+        )  # fmt: skip
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{file}: not a report of this version ({type(error).__name__}: {error}); write it again with "
-            f"`caramba resume {folder}`"
-        ) from None
+        wrong = f"not a report of this version ({type(error).__name__}: {error})"
+        raise ConfigError(f"{file}: {wrong}; {fix}") from None
 
 
 def unit_tex(unit: str) -> str:
@@ -212,25 +195,12 @@ def _file_name(path: object) -> str:
 
 
 def _result(key: str, metric: Mapping[str, Any], has_proxy: bool) -> Result:
-    value = float(metric["value"])
-    if not math.isfinite(value):
-        raise ValueError(f"metric {key} is {value}")
+    if not math.isfinite(metric["value"]):
+        raise ValueError(f"metric {key} is {metric['value']}")
     parsed = parse_key(key)
     # Figures of the student alone need no teacher; all else names or compares with the teacher.
     rests = parsed.family in MODELLESS or not str(parsed.model).startswith("student")
-    error = metric.get("standard_error")  # absent from reports of before
-    spread = metric["std"] if error is None else error
-    return Result(
-        key, value, str(metric["unit"]), metric["n"], None if spread is None else float(spread), metric["source"],
-        has_proxy and rests, error is not None,
-    )  # fmt: skip
-
-
-def _tables(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
-    if TABLES_FILE not in digests:
-        return {}
-    text = read_artifact(folder / TABLES_FILE, digests[TABLES_FILE]).decode()
-    return {found[1]: found[0] for found in _TABLE.finditer(text)}
+    return Result(key, is_proxy=has_proxy and rests, **metric)
 
 
 def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -242,21 +212,14 @@ def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) 
         if isinstance(value, bool):
             yield path, str(value).lower()
         elif isinstance(value, int | float):
-            yield path, typeset(plain_number(value))
+            # Every digit, as a person would type it.
+            yield path, typeset(f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else repr(value))
         elif value and len(value) <= 60:
             yield path, rf"\texttt{{{escape(value)}}}"
     for phase in report["phases"]:
         for name in ("steps", "tokens", "seconds"):
             if phase.get(name):
                 yield f"phases.{phase['id']}.{name}", typeset(number(phase[name]))
-
-
-def plain_number(value: float) -> str:
-    """Return a setting as a person would type it: every digit, thousands separated from 10,000 on."""
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    digits, e, exponent = repr(value).partition("e")
-    return f"{float(digits):g}e{int(exponent):+03d}" if e else digits
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

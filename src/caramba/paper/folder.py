@@ -22,7 +22,7 @@ from caramba.runs.files import append_line, part_of, sha256_of, whole_lines, wri
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
-AGENT, HUMAN, SCHEMA = "agent", "human", 1
+AGENT, HUMAN = "agent", "human"
 PUBLISHED = "published"  # in a version whose files have all become the head
 # What a draft that was stopped at once leaves; a folder with nothing else is as good as new.
 _BEGINNINGS = frozenset({TRANSCRIPT, ".lock", "research"})
@@ -44,12 +44,10 @@ class PaperFolder:
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"{root}: a file; name a folder for the paper with --output-dir")
         names = os.listdir(self.root) if self.root.is_dir() else []
-        if not [name for name in names if name not in _BEGINNINGS and not name.endswith(".part")]:
+        is_new = all(name in _BEGINNINGS or name.endswith(".part") for name in names)
+        if is_new or self.head() is not None:
             return
-        is_draft = {"schema", "sections", "messages"} <= _record(self.draft_file).keys()
-        if self.head() is not None:
-            return
-        if not is_draft:
+        if not {"sections", "messages"} <= _record(self.draft_file).keys():
             raise ConfigError(
                 f"{root}: holds files that are no paper's of caramba; name a new folder with --output-dir"
             )
@@ -86,14 +84,9 @@ class PaperFolder:
         if not (numbers := self.versions()):
             return None
         file = self.version_path(numbers[-1]) / VERSION
-        try:
-            head = json.loads(file.read_text(encoding="utf-8"))
-            if head["version"] != numbers[-1] or PAPER not in head["files"]:
-                raise ValueError("not what caramba wrote")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{file}: cannot be read ({type(error).__name__}: {error}); it was changed, remove its folder"
-            ) from None
+        head = _record(file)
+        if head.get("version") != numbers[-1] or PAPER not in head.get("files", {}):
+            raise ConfigError(f"{file}: cannot be read, or is not as caramba wrote it; remove its folder")
         return head
 
     def heal(self) -> None:
@@ -107,24 +100,22 @@ class PaperFolder:
         """Keep files as the next version, unless they are the newest, and make them the head; `keep` versions stay."""
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         head = self.head()
-        if head is not None and head["files"] == digests:  # also after a kill before the draft's own record
-            self._publish(head)
-            return head["version"]
-        number = max(self.versions(), default=0) + 1
-        final = self.version_path(number)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        self.resolve_inside(VERSIONS)
-        with part_of(final) as staged:
-            for name, content in files.items():
-                write_whole(staged / name, content)
-            record = {"version": number, "time": round(time.time(), 3), **facts, "files": digests}
-            write_json(staged / VERSION, record)
-            os.chmod(staged, 0o755)
-            os.rename(staged, final)
-        self._publish(record)
+        if head is None or head["files"] != digests:  # they are equal also after a kill before the draft's own record
+            number = 1 if head is None else head["version"] + 1
+            head = {"version": number, "time": round(time.time(), 3), **facts, "files": digests}
+            final = self.version_path(number)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            self.resolve_inside(VERSIONS)
+            with part_of(final) as staged:
+                for name, content in files.items():
+                    write_whole(staged / name, content)
+                write_json(staged / VERSION, head)
+                os.chmod(staged, 0o755)
+                os.rename(staged, final)
+        self._publish(head)
         for old in self.versions()[: -keep if keep else 0]:
             shutil.rmtree(self.version_path(old))
-        return number
+        return head["version"]
 
     def note(self, event: str, **fields: Any) -> None:
         """Append one line to the transcript."""
@@ -174,18 +165,12 @@ class Section:
     body: str
     by: str = AGENT
 
-    @property
-    def hash(self) -> str:
-        """What names this body to a model that changes it."""
-        return hashlib.sha256(self.body.encode()).hexdigest()[:12]
-
 
 @dataclass
 class Draft:
-    """A draft at work. `is_open` until its version is adopted; `messages` is the conversation so far.
+    """A draft at work. `messages` is the conversation so far, and empty once its version is adopted.
 
-    `taken` are the sections of the edited paper.tex that was taken over last: an edit of version `taken_from` whose
-    hash is `taken_sha256`.
+    `taken_sha256` is the hash of the edited paper.tex that was taken over since the last version.
     """
 
     sections: dict[str, Section] = field(default_factory=lambda: {})
@@ -193,22 +178,17 @@ class Draft:
     cited: dict[str, str] = field(default_factory=lambda: {})
     messages: list[dict[str, Any]] = field(default_factory=lambda: [])
     spent: Spent = field(default_factory=Spent)
-    is_open: bool = False
     run_id: str = ""
-    group: str = ""
-    report_sha256: str = ""
     opening_sha256: str = ""
-    taken_from: int = 0
     taken_sha256: str = ""
-    taken: dict[str, str] = field(default_factory=lambda: {})
 
     def citable(self) -> dict[str, Record]:
         """Return the works that may be cited, by citation key."""
-        return {key: self.records[identity] for key, identity in self.cited.items()}
+        return {key: self.records[identity] for key, identity in self.cited.items() if identity in self.records}
 
     def save(self, file: Path) -> None:
         """Write the state whole, so that a kill at any moment leaves the one before or this one."""
-        write_json(file, {"schema": SCHEMA, **asdict(self)})
+        write_json(file, asdict(self))
 
 
 def load_draft(file: Path) -> Draft:
@@ -217,17 +197,10 @@ def load_draft(file: Path) -> Draft:
     Raises:
         ConfigError: the file is not one that `Draft.save` wrote.
     """
-    if not file.is_file():
-        return Draft()
     try:
-        plain: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if plain.pop("schema") != SCHEMA:
-            raise ValueError("another schema")
-        draft = TypeAdapter(Draft).validate_python(plain)
-        draft.citable()
-        return draft
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return TypeAdapter(Draft).validate_json(file.read_bytes()) if file.is_file() else Draft()
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{file}: not the state of a draft ({reason}); remove it to resume from the last version"
         ) from None

@@ -12,11 +12,9 @@ import os
 import re
 import time
 import unicodedata
-import urllib.error
 import urllib.parse
-import urllib.request
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +23,18 @@ from caramba.artifacts.latex import escape
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import CitationsConfig, SourceName
 from caramba.errors import AgentError, ConfigError
-from caramba.paper.untrusted import clean, read_json
+from caramba.paper.untrusted import StatusError, clean, fetch, read_object
 from caramba.runs.deadline import run_with_timeout
 
-_KEY = re.compile(r"[A-Za-z0-9:._+/-]+")
 MOST_TITLE, MOST_ABSTRACT, MOST_AUTHORS = 300, 3000, 50
 ARXIV_URL = "https://export.arxiv.org/api/query"
 SEMANTIC_SCHOLAR_URL = "https://api.semanticscholar.org/graph/v1/paper/search"
 SEMANTIC_SCHOLAR_KEY = "SEMANTIC_SCHOLAR_API_KEY"
-
-MOST_BYTES, MOST_RECORDS, MOST_FAILURES = 4_000_000, 20, 3
 ARXIV_PAUSE_S = 3.0  # what arXiv asks of its users
 _ATOM, _ARXIV = "{http://www.w3.org/2005/Atom}", "{http://arxiv.org/schemas/atom}"
 _ARXIV_ID = re.compile(r"arxiv\.org/abs/([A-Za-z0-9./-]+?)(?:v\d+)?$")
 _S2_ID = re.compile(r"[0-9a-f]{40}")
+_BIB_KEY = re.compile(r"[A-Za-z0-9:._+/-]+")
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,6 @@ class Record:
     authors: tuple[str, ...]
     year: str
     venue: str = ""
-    url: str = ""
     doi: str = ""
     abstract: str = ""
     entry: str = ""
@@ -77,12 +72,14 @@ class Record:
         return f"% {self.id}\n@misc{{{key},\n" + ",\n".join(lines) + "\n}\n"
 
 
-def describe(identity: str, title: str, authors: Iterable[str], year: str, *, entry: str = "", **others: str) -> Record:
+def describe(
+    identity: str, title: str, authors: Iterable[str], year: str, *, abstract: str = "", entry: str = "", **others: str
+) -> Record:
     """Return a record of what others wrote, each text on one line and no longer than allowed."""
     people = tuple(clean(name, 200) for name in itertools.islice(authors, MOST_AUTHORS) if name.strip())
-    most = {"abstract": MOST_ABSTRACT}
-    rest = {name: clean(text, most.get(name, 200)) for name, text in others.items()}
-    return Record(identity, clean(title, MOST_TITLE), people, year, entry=entry, **rest)
+    rest = {name: clean(text, 200) for name, text in others.items()}
+    abstract = clean(abstract, MOST_ABSTRACT)
+    return Record(identity, clean(title, MOST_TITLE), people, year, abstract=abstract, entry=entry, **rest)
 
 
 def new_key(record: Record, taken: Collection[str]) -> str:
@@ -105,15 +102,14 @@ def read_bibliography(path: Path) -> dict[str, Record]:
     need_library("pybtex", "paper", "paper.citations.bibliography")
     database: Any = importlib.import_module("pybtex.database")
     try:
-        text = path.read_text(encoding="utf-8")
-        entries = database.parse_string(text, "bibtex").entries
+        entries = database.parse_string(path.read_text(encoding="utf-8"), "bibtex").entries
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the bibliography: {error}; give a UTF-8 .bib file") from None
     except importlib.import_module("pybtex.exceptions").PybtexError as error:
         raise ConfigError(f"{path}: not BibTeX: {error}; correct that entry") from None
     found: dict[str, Record] = {}
     for key, entry in entries.items():
-        if not _KEY.fullmatch(key):
+        if not _BIB_KEY.fullmatch(key):
             raise ConfigError(f"{path}: key {key!r}; expected letters, digits and : . _ + / -")
         fields = {name.lower(): re.sub("[{}]", "", value) for name, value in entry.fields.items()}
         year = re.search(r"\d{4}", fields.get("year", "") or fields.get("date", ""))
@@ -147,86 +143,53 @@ class SearchFailed(AgentError):  # noqa: N818 - names the event
 
 
 class Literature:
-    """Searches the sources that a draft may use, and stops asking one that keeps failing."""
+    """Searches the sources that a draft may use."""
 
     def __init__(self, config: CitationsConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.config, self._sleep = config, sleep
-        self._failures: dict[SourceName, int] = {}
         self._last_arxiv = -ARXIV_PAUSE_S
 
     def search(self, source: SourceName, query: str, most: int) -> list[Record]:
         """Return at most `most` records, newer ones first where the configuration prefers them.
 
         Raises:
-            SearchFailed: the source is off, down, slow, or answers what cannot be read.
+            SearchFailed: the source is down, slow, or answers what cannot be read.
         """
-        if not self.config.enabled or source not in self.config.sources:
-            raise SearchFailed(f"{source} is not among paper.citations.sources; cite without it")
-        if self._failures.get(source, 0) >= MOST_FAILURES:
-            raise SearchFailed(f"{source} failed {MOST_FAILURES} times in this draft and is not asked again")
-        ask = self._arxiv if source == "arxiv" else self._semantic_scholar
+        search = self._arxiv if source == "arxiv" else self._semantic_scholar
         try:
-            found = ask(query, min(most, MOST_RECORDS))
-        except SearchFailed:
-            self._failures[source] = self._failures.get(source, 0) + 1
-            raise
-        self._failures[source] = 0
+            found = [record for record in search(query, most) if record is not None and record.title][:most]
+        except StatusError as error:
+            many = " (too many requests)" if error.status_code == 429 else ""
+            raise SearchFailed(f"{source}: HTTP {error.status_code}{many}; try again later or another source") from None
+        except TimeoutError:
+            raise SearchFailed(f"{source}: no answer within {self.config.timeout_s:g} s; try another source") from None
+        except OSError as error:
+            reason = getattr(error, "reason", None) or error
+            raise SearchFailed(f"{source}: cannot be reached ({reason}); is this machine offline?") from None
+        except (ET.ParseError, http.client.HTTPException, AgentError, ValueError, AttributeError, TypeError) as error:
+            wrong = f"the answer is not what was expected ({type(error).__name__})"
+            raise SearchFailed(f"{source}: {wrong}; try again or another source") from None
         newest = time.gmtime().tm_year - self.config.recent_years if self.config.prefer_recent else 9999
         return sorted(found, key=lambda record: not (record.year.isdigit() and int(record.year) > newest))
 
-    def _arxiv(self, query: str, most: int) -> list[Record]:
+    def _arxiv(self, query: str, most: int) -> Iterable[Record | None]:
         wait = self._last_arxiv + ARXIV_PAUSE_S - time.monotonic()
         if wait > 0 and ARXIV_URL.startswith("https://export.arxiv.org"):
             self._sleep(wait)
         words = " AND ".join(f"all:{word}" for word in re.findall(r"[\w.-]+", query)[:12])
-        if not words:
-            raise SearchFailed(f"arxiv: query {query!r} holds no word; give a few technical words")
-        content = self._get("arxiv", ARXIV_URL, {"search_query": words, "max_results": str(most)}, {})
+        content = self._fetch(ARXIV_URL, {"search_query": words, "max_results": str(most)}, {})
         self._last_arxiv = time.monotonic()
-        if b"<!DOCTYPE" in content or b"<!ENTITY" in content:
-            raise SearchFailed("arxiv: the answer declares entities and is not read; try semantic_scholar")
-        try:
-            entries = ET.fromstring(content).findall(f"{_ATOM}entry")
-        except ET.ParseError as error:
-            raise SearchFailed(f"arxiv: the answer is no XML ({error}); try semantic_scholar") from None
-        return [record for entry in entries if (record := _of_entry(entry)) and record.title][:most]
+        return map(_of_entry, ET.fromstring(content).findall(f"{_ATOM}entry"))
 
-    def _semantic_scholar(self, query: str, most: int) -> list[Record]:
-        fields = "title,abstract,year,venue,authors,externalIds,url"
-        asked = {"query": query, "limit": str(most), "fields": fields}
+    def _semantic_scholar(self, query: str, most: int) -> Iterable[Record | None]:
+        asked = {"query": query, "limit": str(most), "fields": "title,abstract,year,venue,authors,externalIds"}
         key = os.environ.get(SEMANTIC_SCHOLAR_KEY)
-        content = self._get("semantic_scholar", SEMANTIC_SCHOLAR_URL, asked, {"x-api-key": key} if key else {})
-        try:
-            papers = read_json(content).get("data") or []
-            return [record for paper in papers if (record := _of_paper(paper)) and record.title][:most]
-        except (ValueError, AttributeError, TypeError) as error:
-            raise SearchFailed(
-                f"semantic_scholar: the answer is not what was expected ({type(error).__name__}); try again or arxiv"
-            ) from None
+        content = self._fetch(SEMANTIC_SCHOLAR_URL, asked, {"x-api-key": key} if key else {})
+        return map(_of_paper, read_object(content.decode(errors="replace"), "semantic_scholar").get("data") or [])
 
-    def _get(self, source: str, url: str, parameters: dict[str, str], headers: dict[str, str]) -> bytes:
-        request = urllib.request.Request(
-            f"{url}?{urllib.parse.urlencode(parameters)}", headers={"User-Agent": "caramba", **headers}
-        )
-
-        def read() -> bytes:
-            with urllib.request.urlopen(request, timeout=self.config.timeout_s) as answer:
-                return answer.read(MOST_BYTES + 1)
-
-        try:
-            content = run_with_timeout(self.config.timeout_s, read)
-        except (http.client.HTTPException, OSError) as error:
-            reason = getattr(error, "reason", None) or type(error).__name__
-            if isinstance(error, urllib.error.HTTPError):
-                wrong = f"HTTP {error.code}{' (too many requests)' if error.code == 429 else ''}"
-            elif isinstance(error, TimeoutError) or isinstance(reason, TimeoutError):
-                wrong = f"no answer within {self.config.timeout_s:g} s"
-            else:
-                wrong = f"cannot be reached ({reason}); is this machine offline?"
-            raise SearchFailed(f"{source}: {wrong}; try again later or another source") from None
-        if len(content) > MOST_BYTES:
-            raise SearchFailed(f"{source}: the answer is longer than {MOST_BYTES} bytes; search narrower")
-        return content
+    def _fetch(self, url: str, parameters: Mapping[str, str], headers: Mapping[str, str]) -> bytes:
+        whole, timeout_s = f"{url}?{urllib.parse.urlencode(parameters)}", self.config.timeout_s
+        return run_with_timeout(timeout_s, lambda: fetch(whole, headers, timeout_s=timeout_s))
 
 
 def _of_entry(entry: ET.Element) -> Record | None:
@@ -237,8 +200,7 @@ def _of_entry(entry: ET.Element) -> Record | None:
     year = entry.findtext(f"{_ATOM}published", "")[:4]
     return describe(
         f"arxiv:{found[1]}", entry.findtext(f"{_ATOM}title", ""), names, year if year.isdigit() else "",
-        url=f"https://arxiv.org/abs/{found[1]}", doi=entry.findtext(f"{_ARXIV}doi", ""),
-        abstract=entry.findtext(f"{_ATOM}summary", ""),
+        doi=entry.findtext(f"{_ARXIV}doi", ""), abstract=entry.findtext(f"{_ATOM}summary", ""),
     )  # fmt: skip
 
 
@@ -248,8 +210,6 @@ def _of_paper(paper: dict[str, Any]) -> Record | None:
         return None
     names = [str(item.get("name") or "") for item in paper.get("authors") or []]
     texts = {name: str(paper.get(name) or "") for name in ("venue", "abstract")}
-    return describe(
-        f"s2:{identity}", str(paper.get("title") or ""), names, str(year) if isinstance(year, int) else "",
-        url=f"https://www.semanticscholar.org/paper/{identity}",
-        doi=str((paper.get("externalIds") or {}).get("DOI") or ""), **texts,
-    )  # fmt: skip
+    doi = str((paper.get("externalIds") or {}).get("DOI") or "")
+    title = str(paper.get("title") or "")
+    return describe(f"s2:{identity}", title, names, str(year) if isinstance(year, int) else "", doi=doi, **texts)

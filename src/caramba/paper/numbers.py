@@ -6,16 +6,22 @@ import re
 from collections.abc import Iterable, Iterator
 
 Text = list[tuple[str, int]]
-"""Characters and the marks below, each with its line."""
+"""What a section prints: characters and the marks below, each with its line."""
 Found = tuple[str, int]
 """What is wrong, and its line."""
 
-# No section may hold these. They represent what is printed: by code, a number or the name of an author before one, ...
-VALUE, REFERENCE, YEAR, AUTHOR = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
-HOLE = "\ufffc"  # ... what is neither a letter nor a number, ...
-# ... and in a row of a formula: a letter, a group that prints nothing, a script and a cell, of a number or of others.
-LETTER, EMPTY, _NUMBERED_SCRIPT, _SCRIPT, _NUMBERED_CELL = "\ue018", "\ue017", "\ue019", "\ue01b", "\ue01c"
+# Marks, which no section may hold. What is printed by code: a number, or the name of an author before a year, ...
+VALUE, REFERENCE, YEAR, AUTHOR = "\ue000", "\ue001", "\ue002", "\ue003"
+# ... what is no number: a letter of a formula, anything else, and a group that prints nothing, ...
+LETTER, HOLE, EMPTY = "\ue004", "\ue005", "\ue006"
+# ... and where formulas, their scripts and their cells (of fractions, roots and matrices) begin and end.
+FORMULA, DISPLAY, FORMULA_END, SCRIPT, CELLS, PART_END = "\ue010", "\ue011", "\ue012", "\ue013", "\ue014", "\ue015"
+_SCRIPTED = "\ue016"  # a script that was checked
 BREAK = " ; "  # between paragraphs, cells and items, which are separate on the page
+_DIGITS, _OF_FORMULAS = "0123456789", "".join(map(chr, range(0xE020, 0xE02A)))
+TO_FORMULA, _FROM_FORMULA = str.maketrans(_DIGITS, _OF_FORMULAS), str.maketrans(_OF_FORMULAS, _DIGITS)
+_AS_PROSE = str.maketrans(dict.fromkeys([LETTER, SCRIPT, CELLS, PART_END, *_OF_FORMULAS], HOLE))
+_NOT_PROSE = (EMPTY, FORMULA, DISPLAY, FORMULA_END)
 
 UNGROUNDED = (
     "is a number that no artifact vouches for; write \\result{KEY}, \\setting{PATH}, \\derived{ratio}{KEY}{KEY}, "
@@ -47,48 +53,50 @@ class Names:
         word, before = word.lower(), before.lower()
         if word in KNOWN_NAMES or (_NAME.fullmatch(word) and word in self._words):
             return True
-        if len(before) < 3 or not before.isalpha():
-            return False
         phrase = f" {before} {_LINKS.sub(' ', word)} "
-        return any(phrase in text for text in self._phrases)
+        return len(before) > 2 and before.isalpha() and any(phrase in text for text in self._phrases)
+
+    def unknown_words(self, text: str) -> Iterator[tuple[str, int]]:
+        """Yield the words with digits that are no names, with their places."""
+        before = ""
+        for found in _WORDS.finditer(text):
+            word = found[0].strip(".,:?!*")
+            if any(letter.isnumeric() for letter in word) and not self.knows(word, before):
+                yield word, found.start()
+            before = word
 
 
 # Words between which nothing ends: neither a sentence nor a bracket nor a cell.
 _GAP = r"[^\w.,;!?()\[\]\u00d7]+"
 _END = r"(?=\s*(?:$|[.,;!?)]))"
-_COUNT = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_LARGE = "five|six|seven|eight|nine|ten|eleven|twelve"
+_SMALL = "two|three|four"
 _PART = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twelfth|hundredth|thousandth"
 _MEASURE = (
     "times|fold|percent|percentage|points?|nats|bits|bytes|[kmg]i?b|ms|tokens|steps|epochs|hours|minutes|"
     "(?:milli|micro)?seconds|parameters|layers|heads|orders|flops|watts|halves"
 )
-# What may be behind a number, but not between a count and what is counted: "reaches seven on a CPU".
-_BEHIND = "on|in|out|at|with|while|when|but|than|against|for|from|after|before|compared|versus|is|are"
-_CLAIM = re.compile(
-    r"\b(?:twice|thrice|tens|dozens?|half(?![\s-]+(?:precision|open|life|width|plane|space)\b)|halv\w+|"
-    r"(?:doubl|tripl|quadrupl|quintupl)(?:e|es|ed|ing)|(?:thir|four|fif|six|seven|eigh|nine)teen|"
-    rf"(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion|{_PART})s|"
-    rf"hundred|thousand|(?:m|b|tr)illion|(?:{_COUNT})fold|"
+_NUMBER_WORD = re.compile(
+    rf"\b(?:twice|thrice|tens|dozens?|{_LARGE}|(?:{_SMALL}|{_LARGE})fold|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    rf"(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion)s?|(?:{_PART})s|halv\w+|"
+    r"half(?![\s-]+(?:precision|open|life|width|plane|space)\b)|(?:doubl|tripl|quadrupl|quintupl)(?:e[sd]?|ing)|"
     rf"(?:an?|one){_GAP}(?:{_PART})(?={_END}|{_GAP}(?:of|as|the|less|more|fewer|\w+er)\b)|"
-    rf"(?:zero|one|{_COUNT})(?={_GAP}(?:{_MEASURE})\b|[^\w.,;!?]*\u00d7|{_GAP}point{_GAP}\w)|"
-    rf"(?:of|has|reaches|is|are|by|at){_GAP}(?:zero|{_COUNT})(?:{_END}|(?={_GAP}(?:{_BEHIND})\b))|"
-    rf"(?:(?<=;\s)|(?<=^\s))(?:{_COUNT}){_END}|(?:{_COUNT}){_GAP}(?:in|out{_GAP}of){_GAP}(?:{_COUNT}))\b",
+    # "Two models" and "one block" claim nothing; "two percent", "a factor of two" and a cell with "two" do.
+    rf"(?:zero|one|{_SMALL})(?={_GAP}(?:{_MEASURE})\b|[^\w.,;!?]*\u00d7|{_GAP}(?:point|in|out{_GAP}of){_GAP}(?:\w+)\b)|"
+    rf"(?:of|has|reaches|is|are|by|at){_GAP}(?:zero|{_SMALL})"
+    rf"(?:{_END}|(?={_GAP}(?:on|in|out|at|with|while|when|but|than|against|for|from|after|before|versus|is|are)\b))|"
+    rf"(?:(?<=;\s)|(?<=^\s))(?:{_SMALL}){_END}"
+    # Roman numerals: none of MLP, CV and ML.
+    r"|(?-i:(?<!Type )(?<!Part )(?:[XVI]{3,}|[MDCLXVI]{4,}|[XVI]{2}"
+    rf"(?=\s+(?:{_MEASURE})\b))))\b",
     re.IGNORECASE,
 )
-_ROMAN = re.compile(
-    r"(?<!Type )(?<!Part )(?<!Section )(?<!Table )\b(?=[MDCLXVI]{2})M{0,3}(?:CM|CD|D?C{0,3})(?:XC|XL|L?X{0,3})"
-    rf"(?:IX|IV|V?I{{0,3}})\b(?:(?<=[MDCLXVI]{{4}})|(?<=[XVI]{{3}})|(?=\s+(?:{_MEASURE})\b)(?<=[XVI]))"
-)
 
 
-def claims(text: str) -> Iterator[tuple[str, int]]:
-    """Yield the number words that claim something, such as "twice" or "a perplexity of seven", with their places.
-
-    "Two models" and "one block" are no claims.
-    """
-    for pattern in (_CLAIM, _ROMAN):
-        for found in pattern.finditer(text):
-            yield " ".join(found[0].replace(HOLE, " ").split()), found.start()
+def number_words(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the number words that claim something, such as "twice" or "a loss of two", with their places."""
+    for found in _NUMBER_WORD.finditer(text):
+        yield " ".join(found[0].replace(HOLE, " ").split()), found.start()
 
 
 GLUED = (
@@ -96,96 +104,88 @@ GLUED = (
     "between them"
 )
 BASELESS = "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no base"
-_NUMBER = re.compile(f"[0-9]+|{VALUE}|{_NUMBERED_CELL}")
-_HAS_LETTER = re.compile(rf"[^\W\d]|{LETTER}")
+_NUMBER = re.compile(f"[0-9]+|{VALUE}")
+_INNERMOST = re.compile(f"([{SCRIPT}{CELLS}])([^{SCRIPT}{CELLS}{PART_END}]*){PART_END}")
 # An operator, or a comma or bar that follows a letter, separates two numbers.
-_PARTS = re.compile(rf"(?:(?!(?:[^\W\d]|{LETTER})[^0-9{VALUE}{_NUMBERED_CELL}]*[,;:|])[^=+*/<>\u00d7\n-])+")
-_BASE = re.compile(rf"(?:[^\W\d_]|[{LETTER}{_SCRIPT}{_NUMBERED_SCRIPT}]|[^\s(\[{{]\s*[)\]}}|])\Z")
-_NEAR = 60  # characters before a script that are looked at for its base
+_OPERANDS = re.compile(rf"(?:(?!(?:[^\W\d]|{LETTER})[^0-9{VALUE}]*[,;:|])[^=+*/<>\u00d7\n-])+")
+_BASE = re.compile(rf"(?:[^\W\d_]|[{LETTER}{_SCRIPTED}]|[^\s(\[{{]\s*[)\]}}|])\Z")
 
 
-def is_base(row: Text) -> bool:
-    """Whether what a row ends with can have a sub- or superscript."""
-    return _BASE.search("".join(letter for letter, _ in row[-_NEAR:])) is not None
+def _check_formula(formula: str, *, is_display: bool) -> Iterator[str]:
+    """Yield what is wrong in a formula, whose scripts and cells are checked from the innermost on."""
+    while part := _INNERMOST.search(formula):
+        before, row, mark = formula[: part.start()], part[2], _SCRIPTED
+        if part[1] == SCRIPT:
+            yield from _check_row(row, is_script=True, is_inner=False)
+            if row[:1] in ("", EMPTY) or not _BASE.search(before):
+                yield BASELESS
+        else:
+            yield from _check_row(row, is_script=False, is_inner=True)
+            mark = VALUE if _NUMBER.search(row) else LETTER if re.search(rf"[^\W\d]|{LETTER}", row) else EMPTY
+        formula = f"{before}{mark}{formula[part.end() :]}"
+    yield from _check_row(formula, is_script=False, is_inner=is_display)
 
 
-def mark_of(row: Text, *, is_script: bool) -> str:
-    """Return what represents a script or a cell in the row that it is in."""
-    letters = "".join(letter for letter, _ in row)
-    has_number = _NUMBER.search(letters) is not None
-    if is_script:
-        return _NUMBERED_SCRIPT if has_number and len(letters) == 1 else _SCRIPT
-    if has_number:
-        return VALUE if VALUE in letters else _NUMBERED_CELL
-    return LETTER if _HAS_LETTER.search(letters) else EMPTY
-
-
-def check_row(row: Text, *, is_script: bool, is_inner: bool) -> Iterator[Found]:
+def _check_row(row: str, *, is_script: bool, is_inner: bool) -> Iterator[str]:
     """Yield what is wrong with the numbers of a row: those without an operator between them are read together.
 
     A number alone is structure as an index or exponent of one digit, and as 0, 1 or 2 in a displayed formula, a
     fraction or a root.
     """
-    letters = "".join(letter for letter, _ in row)
-    for part in _PARTS.finditer(letters):
-        numbers = list(_NUMBER.finditer(letters, part.start(), part.end()))
-        if not numbers:
-            continue
-        start, number = numbers[0].start(), numbers[0][0]
-        joined = re.sub(r"[^0-9.,:]", "", letters[start : numbers[-1].end()])[:60] or "fractions side by side"
-        is_joined = len(numbers) > 1 or letters[start - 1 : start] == _NUMBERED_SCRIPT
-        is_structure = (is_script and len(number) == 1) or (is_inner and number in ("0", "1", "2"))
-        if is_joined and any(item[0] == VALUE for item in numbers):
-            yield GLUED, row[start][1]
-        elif is_joined or not (number in (VALUE, _NUMBERED_CELL) or is_structure):
-            yield f"{joined!r} {UNGROUNDED}", row[start][1]
+    for operand in _OPERANDS.finditer(row):
+        numbers = _NUMBER.findall(operand[0])
+        is_alone = len(numbers) == 1 and f"{_SCRIPTED}{numbers[0]}" not in operand[0]
+        is_structure = numbers and (
+            (is_script and len(numbers[0]) == 1) or (is_inner and numbers[0] in ("0", "1", "2"))
+        )
+        if VALUE in numbers and not is_alone:
+            yield GLUED
+        elif numbers and VALUE not in numbers and not (is_alone and is_structure):
+            yield f"{re.sub('[^0-9.,:]', '', operand[0])[:60]!r} {UNGROUNDED}"
 
 
 _ANY = f"{VALUE}{REFERENCE}{YEAR}"
 _LISTED = rf"(?:[.,:]\s+|[\s;]*;\s+)[{_ANY}]"  # ends a sentence or parts a list, as on paper
-_WORDED = (
-    r"tables?|tabs?\.?|figures?|figs?\.?|sections?|secs?\.?|equations?|eqs?\.?|appendix|appendices|chapters?|"
-    r"pages?|p\.|items?|lines?|footnotes?"
-)
-# References behind their word and behind each other, and years behind an author or in parentheses: read as such.
+# References behind their word and behind each other, and years behind an author or at the end of parentheses.
 _NAMED = re.compile(
-    rf"(?:\b(?:{_WORDED})|\u00a7|(?-i:\bSee)|\(see)[\s(]*{REFERENCE}"
-    rf"(?:(?:,\s+|\)?,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*)\(?{REFERENCE})*|"
+    r"(?:\b(?:tab(?:le)?s?|fig(?:ure)?s?|sec(?:tion)?s?|eq(?:uation)?s?|pages?|appendi(?:x|ces))\.?|\u00a7)"
+    rf"[\s(]*{REFERENCE}(?:(?:,\s+|,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*){REFERENCE})*|"
     rf"(?:{AUTHOR}|(?-i:\b[A-Z][^\W\d_]+)|\bal\.)(?:['\u2019]s?)?,?\s*{YEAR}(?=\s*(?:\Z|[).,;:\]?!]))|"
-    rf"\([^()]{{0,60}}{YEAR}(?=\s*[).,;:\]?!])",
+    rf"\([^()]{{0,60}}{YEAR}(?=\s*\))",
     re.IGNORECASE,
 )
 _WRONG = {
     "numbers that commands print stand side by side and read as one; put words or a comma and a space "
-    "there": re.compile(rf"[{_ANY}](?!{_LISTED})(?=[\s.,:;'`\"eE|\u00b7]*[{_ANY}])"),
-    "a minus before a value changes it; \\result and \\derived print the sign that a value has": re.compile(
+    "there": rf"[{_ANY}](?!{_LISTED})(?=[\s.,:;'`\"eE|\u00b7]*[{_ANY}])",
+    "a minus before a value changes it; \\result and \\derived print the sign that a value has": (
         rf"(?:^|[^\w)\]}}{HOLE}{VALUE}-])[-\u2212\u2013]+\s*(?={VALUE})|(?<!{VALUE} )\b(?:minus|negative)\s+(?={VALUE})"
     ),
-    "letters are directly behind a value and would scale it; put a space before a unit": re.compile(
-        rf"{VALUE}(?!(?:x|th|D|B)(?![^\W\d_]))(?=[^\W\d_])"
-    ),
-    "a value touches digits and reads as one number with them; put words between them": re.compile(
-        rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]"
-    ),
+    "letters or digits touch a value and would change it; put a space or words "
+    "between": rf"{VALUE}(?!x\b)(?=[^\W_])|[0-9][.,]?{VALUE}|{VALUE}[.,][0-9]",
     "a reference without its word reads as a number; write Table, Figure, Section, Equation or page before it, as in "
-    "Table~\\ref{tab:caramba-NAME}": re.compile(REFERENCE),
+    "Table~\\ref{tab:caramba-NAME}": REFERENCE,
     "the year or number of a cited work reads as a measured one here; write it in parentheses or behind its author's "
-    "name, with punctuation after it, or use \\citep or \\citet": re.compile(YEAR),
+    "name, with punctuation after it, or use \\citep or \\citet": YEAR,
 }
 
 
+def digits_of_formulas(text: Text) -> str:
+    """Return the digits that formulas print."""
+    return "".join(letter for letter, _ in text if letter in _OF_FORMULAS).translate(_FROM_FORMULA)
+
+
 def find_wrong(text: Text, names: Names) -> Iterator[Found]:
-    """Yield what is wrong with the numbers of a text: values, references and years that read as another number where
-    they are, as two settings with a point between them, and digits and number words that are no name."""
-    letters = "".join(letter for letter, _ in text)
+    """Yield what is wrong with the numbers of a text: in formulas; values, references and years that read as another
+    number where they are, as two settings with a point between them; digits and number words that are no name."""
+    whole = "".join(letter for letter, _ in text)
+    for found in re.finditer(f"([{FORMULA}{DISPLAY}])([^{FORMULA_END}]*){FORMULA_END}", whole):
+        formula, line = found[2].translate(_FROM_FORMULA), text[found.start()][1]
+        yield from ((wrong, line) for wrong in _check_formula(formula, is_display=found[1] == DISPLAY))
+    lines = [line for letter, line in text if letter not in _NOT_PROSE]
+    letters = "".join(letter for letter in whole if letter not in _NOT_PROSE).translate(_AS_PROSE)
     loose = _NAMED.sub(lambda found: re.sub(f"[{REFERENCE}{YEAR}]", HOLE, found[0]), letters)
     for what, pattern in _WRONG.items():
-        where = loose if pattern.pattern in (REFERENCE, YEAR) else letters
-        yield from ((what, text[found.start()][1]) for found in pattern.finditer(where))
-    before = ""
-    for found in _WORDS.finditer(letters):
-        word = found[0].strip(".,:?!*")
-        if any(letter.isnumeric() for letter in word) and not names.knows(word, before):
-            yield f"{word!r} {UNGROUNDED}", text[found.start()][1]
-        before = word
-    yield from ((f"{claim!r} {UNGROUNDED}", text[start][1]) for claim, start in claims(letters))
+        where = loose if pattern in (REFERENCE, YEAR) else letters
+        yield from ((what, lines[found.start()]) for found in re.finditer(pattern, where))
+    for word, start in (*names.unknown_words(letters), *number_words(letters)):
+        yield f"{word!r} {UNGROUNDED}", lines[start]

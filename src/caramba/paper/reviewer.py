@@ -15,7 +15,7 @@ from caramba.paper.evidence import Evidence
 from caramba.paper.research.proposal import Proposal
 from caramba.paper.review import Reviewed, check_paper
 from caramba.paper.review_tools import ReviewToolbox, as_findings
-from caramba.paper.tools import tool_schemas
+from caramba.paper.tools import call_tool, tool_schemas
 
 FOCUS: dict[Persona, str] = {
     "senior_researcher": "novelty, significance, complete evaluation, clear presentation",
@@ -95,7 +95,7 @@ class PaperReviewer:
         """
         rules = check_paper(sections, evidence)
         tools = ReviewToolbox(self.config, evidence, sections, titles, base)
-        schemas = tool_schemas(tools.tools())
+        schemas = tool_schemas(tools.tools)
         spent = Spent()
         ledger = BudgetLedger(self.config.budget, spent, self.price, self.way_on)
         messages = _opening(self.config, sections, evidence)
@@ -103,15 +103,16 @@ class PaperReviewer:
         while tools.submitted is None:
             ledger.begin()
             reply = self.model.ask(messages, schemas, ledger, lambda event, **fields: None)
-            messages.append(reply.message())
-            if not reply.calls:
+            messages.append(reply.message)
+            calls = reply.message.get("tool_calls", [])
+            if not calls:
                 silent += 1
                 if silent > MOST_SILENT:
                     raise ModelUnusable(f"{self.config.model}: {silent} replies call no tool; take another model")
                 messages.append({"role": "user", "content": "End the review by calling submit_review."})
-            for call in reply.calls:
-                answer = tools.call(call.name, call.arguments)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+            for call in calls:
+                answer = call_tool(call["function"]["name"], call["function"]["arguments"], tools.tools)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
         given = tools.submitted
         findings = (*rules, *as_findings(given, self.config))
         return Review(findings, given.score, given.action, given.summary, tools.proposals, spent)

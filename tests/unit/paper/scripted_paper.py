@@ -23,7 +23,7 @@ def section(name: str, body: str) -> dict[str, str]:
 
 def whole(results: str = RESULTS) -> Answer:
     """A reply that writes the whole paper."""
-    return calls(("write_tex_file", {"sections": [section("abstract", ABSTRACT), section("results", results)]}))
+    return calls(("write_tex_file", {"sections": {"abstract": ABSTRACT, "results": results}}))
 
 
 def drafted(config: PaperConfig, run: Path, output_dir: Path | None = None, **named: Any) -> Drafted:
@@ -32,9 +32,3 @@ def drafted(config: PaperConfig, run: Path, output_dir: Path | None = None, **na
 
 def transcript(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "paper/transcript.jsonl").read_text().splitlines()]
-
-
-def hash_of(request: dict[str, Any], name: str) -> str:
-    """The hash of a section that read_tex_file told the model last."""
-    sections = json.loads(request["messages"][-1]["content"])["sections"]
-    return next(item["hash"] for item in sections if item["section"] == name)

@@ -74,18 +74,15 @@ class StubModel:
         if last["role"] == "tool" and "accepted" in last["content"]:
             return said("done")
         if "Nothing is written yet" in messages[1]["content"]:
-            sections = [{"section": name, "body": body} for name, body in self.sections.items()]
-            return called(("write_tex_file", {"sections": sections}))
+            return called(("write_tex_file", {"sections": self.sections}))
         if last["role"] == "user":
             return called(("read_tex_file", {}))
-        read = json.loads(last["content"])["sections"]
-        (results,) = [item for item in read if item["section"] == "results"]
         body = (
-            results["body"]
+            json.loads(last["content"])["sections"]["results"]["body"]
             + " The rate was varied: "
             + (r"\result{research.lower_lr.candidate}." if "research." in messages[1]["content"] else "not yet.")
         )
-        return called(("update_section", {"section": "results", "body": body, "base_hash": results["hash"]}))
+        return called(("update_section", {"section": "results", "body": body}))
 
     def judge(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         if messages[-1]["role"] == "user":

@@ -29,7 +29,7 @@ def test_searches_that_fail_are_told_and_citations_off_have_none(
     with chat_server(calls(("search_arxiv", {"query": "x"})), says("done")) as server:
         drafted(config(server.url, citations={"enabled": False}), own, update=True)
         names = [tool["function"]["name"] for tool in server.requests[0]["tools"]]
-        assert "there is no tool 'search_arxiv'" in server.results()[0]["error"]
+        assert "'search_arxiv' is no tool" in server.results()[0]["error"]
     assert not [name for name in names if name.startswith("search")]
 
 

@@ -52,9 +52,9 @@ def test_a_request_is_sent_as_configured(config: Make, monkeypatch: pytest.Monke
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("scripted", 0.5, 99)
     assert request["messages"] == MESSAGES
     assert request["tools"] == TOOLS
-    assert reply.calls[0].name == "look"
-    assert json.loads(reply.calls[0].arguments) == {"at": 1}
-    assert (reply.prompt_tokens, reply.reply_tokens, reply.text) == (100, 20, "")
+    (call,) = reply.message["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": '{"at": 1}'}
+    assert (reply.prompt_tokens, reply.reply_tokens, reply.message["content"]) == (100, 20, "")
     with chat_server(says("hello")) as server:
         asked(config(server.url, model="openai/other"))
     assert server.requests[0]["model"] == "other"
@@ -86,7 +86,7 @@ PASSING = [
 def test_what_may_pass_is_tried_again(failure: Answer, config: Make) -> None:
     with chat_server(failure, failure, says("at last")) as server:
         reply, noted, waits = asked(config(server.url))
-    assert reply.text == "at last"
+    assert reply.message["content"] == "at last"
     assert len(server.requests) == 3  # and no attempt of litellm's own
     assert [event for event, _ in noted] == [
         "attempt",
@@ -203,9 +203,10 @@ def test_a_reply_is_made_one_that_can_be_saved(config: Make) -> None:
     body["choices"][0]["message"]["content"] = "half \ud83d"
     with chat_server(Answer(json.dumps(body).encode())) as server:
         reply, _, _ = asked(config(server.url))
-    assert reply.text == "half ?"
-    assert [(call.id, call.name) for call in reply.calls] == [("same", "look ?"), ("same_1", "look")]
-    json.dumps(reply.message(), ensure_ascii=False).encode()
+    assert reply.message["content"] == "half ?"
+    made = [(call["id"], call["function"]["name"]) for call in reply.message["tool_calls"]]
+    assert made == [("same", "look ?"), ("same_1", "look")]
+    json.dumps(reply.message, ensure_ascii=False).encode()
 
 
 def test_an_attempt_that_would_cross_a_limit_is_not_sent(config: Make) -> None:

@@ -15,7 +15,7 @@ import pytest
 from caramba.paper.evidence import Evidence
 from caramba.paper.gate import check_section, report
 from caramba.paper.literature import Record
-from caramba.paper.numbers import claims
+from caramba.paper.numbers import number_words
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
 
@@ -30,7 +30,7 @@ CITED = {
     ),
     "a2017x": Record("arxiv:1", "A title", ("A B",), "2017", abstract="It is 28.4 of all."),
 }
-DEEP = [{"body": opening + "{" * 30_000, "says": ["more than 60 groups within each other"]} for opening in ("", "$")]
+DEEP = [{"body": opening + "{" * 30_000, "says": ["too many groups within each other"]} for opening in ("", "$")]
 
 ATTACKS = [*CORPUS["attacks"], *DEEP]
 
@@ -58,10 +58,10 @@ def test_attack_is_refused_with_its_reason(attack: dict[str, Any], evidence: Evi
     assert is_refused is not attack.get("person", False)  # a person may write numbers and nothing else
 
 
-def test_plain_counts_are_no_claims() -> None:
+def test_plain_counts_are_no_number_words() -> None:
     text = "Two models, one block, three baselines; the first one, all three and neither of the two."
-    assert list(claims(text)) == []
-    assert list(claims("It takes fifty steps.")) == [("fifty", 9)]
+    assert list(number_words(text)) == []
+    assert list(number_words("It takes fifty steps.")) == [("fifty", 9)]
 
 
 @pytest.mark.parametrize("word", ["one ", "a half ", "X ", "five 5 ", "$x$ "])

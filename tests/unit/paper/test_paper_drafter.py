@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from finished_run import PROXY, write_run
@@ -17,7 +16,6 @@ from tests.paper_servers import LiteratureServer, calls, chat_server, says
 from caramba.config.paper import PaperConfig
 from caramba.errors import ConfigError
 from caramba.paper import PaperDrafter
-from caramba.paper.folder import Section
 
 need("litellm")
 pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
@@ -72,7 +70,7 @@ def test_every_tool_leads_to_an_adopted_version(
     teacher = measured["results"]["perplexity.teacher.perplexity"]
     assert (teacher["n"], teacher["is_proxy"], measured["proxy_teacher"]) == (256, True, PROXY)
     assert artifacts["bibliography"] == [{"id": "bib:own2020", "title": "Own work", "year": "2020"}]
-    assert empty == {"sections": [], "missing": ["abstract", "results"]}
+    assert empty == {"sections": {}, "missing": ["abstract", "results"]}
     assert results[-1]["missing"] == []
     assert (found.version, found.spent.iterations, found.spent.tokens) == (
         1,
@@ -111,37 +109,34 @@ def test_without_a_proxy_nothing_is_marked(config: Make, tmp_path: Path) -> None
         assert r"\emph{proxy}" not in (tmp_path / "paper" / name).read_text()
 
 
-BASE = {"base_hash": Section(RESULTS).hash}
 REFUSED = [
     (
-        ("update_section", {**section("results", "It reaches 52.05."), **BASE}),
+        ("update_section", section("results", "It reaches 52.05.")),
         "'52.05' is a number that no artifact vouches for",
     ),
     (
-        ("update_section", {**section("results", r"As in \cite{smith2020magic}."), **BASE}),
+        ("update_section", section("results", r"As in \cite{smith2020magic}.")),
         "'smith2020magic' is no citation",
     ),
     (("add_citation", {"source_id": "arxiv:2401.99999"}), "is no record that a search returned"),
     (("add_citation", {"source_id": "a2020", "bibtex": "@misc{a2020}"}), "bibtex: unknown key"),
-    (("update_section", {**section("results", r"\input{/etc/passwd}"), **BASE}), r"\input is not a command"),
+    (("update_section", section("results", r"\input{/etc/passwd}")), r"\input is not a command"),
     (
-        ("update_section", {**section("results", r"\begin{tabular}{l} a & b \\ \end{tabular}"), **BASE}),
+        ("update_section", section("results", r"\begin{tabular}{l} a & b \\ \end{tabular}")),
         "does not compile",
     ),
-    (("update_section", {**section("results", "\u6ce8\u610f"), **BASE}), "does not compile"),
+    (("update_section", section("results", "\u6ce8\u610f")), "does not compile"),
     (("update_section", section("discussion", "x")), "not among the sections abstract, results"),
     (("update_section", section("conclusions", "x")), "conclusion"),
-    (("update_section", {**section("results", "x"), "base_hash": "123"}), "is not that of the section"),
-    (("write_tex_file", {"sections": [section("results", "a"), section("results", "b")]}), "given twice"),
-    (("write_tex_file", {"sections": []}), "sections"),
-    (("write_tex_file", '{"sections": [{"section": "results", "bo'), "no JSON"),
-    (("write_tex_file", "[1]"), "expected an object"),
+    (("write_tex_file", {"sections": {}}), "sections"),
+    (("write_tex_file", {"sections": {"results": 1}}), "sections.results: got 1, expected a valid string"),
+    (("write_tex_file", '{"sections": {"results": "bo'), "not readable as JSON"),
+    (("write_tex_file", "[1]"), "expected"),
     (("read_tex_file", {"path": "../manifest.json"}), "leads out of the paper's folder"),
     (("read_tex_file", {"path": "/etc/passwd"}), "leads out of the paper's folder"),
     (("read_tex_file", {"path": "draft.json"}), "no .tex or .bib file"),
     (("include_figure", {"name": "../../manifest.json", "caption": "x"}), "is no figure"),
-    (("include_figure", {"name": "summary.png", "caption": "It is 5.3 better"}), "'5.3' is a number"),
-    (("run_shell", {"command": "id"}), "there is no tool 'run_shell'"),
+    (("run_shell", {"command": "id"}), "'run_shell' is no tool"),
     (("read_text_file", {}), "did you mean 'read_tex_file'?"),
 ]
 
@@ -150,21 +145,21 @@ def test_refusals_are_told_to_the_model_and_change_nothing(config: Make, own: Pa
     with chat_server(whole(), calls(*(call for call, _ in REFUSED)), says("done")) as server:
         assert drafted(config(server.url), own).version == 1
         accepted, *refused = server.results()
-    assert set(accepted["accepted"]) == {"abstract", "results"}
+    assert accepted["accepted"] == ["abstract", "results"]
     for (call, message), result in zip(REFUSED, refused, strict=True):
         assert message in result["error"], call
     assert RESULTS.splitlines()[0] in (own / "paper/paper.tex").read_text()
 
 
 def test_a_paper_that_is_not_finished_is_not_adopted(config: Make, own: Path) -> None:
-    dangling = RESULTS + r" See \ref{sec:nowhere}."
+    dangling = RESULTS + r" See Section~\ref{sec:nowhere}."
     with chat_server(
         says("I am done."),
         calls(("update_section", section("abstract", ABSTRACT))),
         says("Done."),
         calls(("update_section", section("results", dangling))),
         says("Done."),
-        lambda request: calls(("update_section", {**section("results", RESULTS), "base_hash": told(request)})),
+        calls(("update_section", section("results", RESULTS))),
         says("Done."),
     ) as server:
         assert drafted(config(server.url), own).version == 1
@@ -174,12 +169,6 @@ def test_a_paper_that_is_not_finished_is_not_adopted(config: Make, own: Path) ->
         "not finished: results not written",
         "not finished: these lead nowhere: reference sec:nowhere",
     ]
-
-
-def told(request: dict[str, Any]) -> str:
-    """The hash that the last accepted write told the model."""
-    answers = [json.loads(item["content"]) for item in request["messages"] if item["role"] == "tool"]
-    return next(iter(answers[-1]["accepted"].values()))
 
 
 @pytest.mark.usefixtures("without_latex")

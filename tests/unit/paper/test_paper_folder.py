@@ -151,7 +151,7 @@ def test_a_transcript_drops_half_a_line_that_a_kill_left(tmp_path: Path) -> None
 
 
 def test_a_draft_is_read_back(tmp_path: Path) -> None:
-    draft = Draft(is_open=True, run_id="r")
+    draft = Draft(run_id="r")
     draft.sections["abstract"] = Section("text", "human")
     draft.records["arxiv:1"] = Record("arxiv:1", "T", ("A", "B"), "2020")
     draft.cited["a2020t"] = "arxiv:1"
@@ -159,7 +159,7 @@ def test_a_draft_is_read_back(tmp_path: Path) -> None:
     draft.save(tmp_path / "draft.json")
     assert load_draft(tmp_path / "draft.json") == draft
     assert load_draft(tmp_path / "none.json") == Draft()
-    for text in ("{", "[]", '{"schema": 9}', '{"schema": 1, "sections": {"a": {}}}'):
+    for text in ("{", "[]", '{"sections": {"a": {}}}'):
         (tmp_path / "draft.json").write_text(text)
         with pytest.raises(ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to resume"):
             load_draft(tmp_path / "draft.json")
@@ -196,7 +196,7 @@ def test_an_edit_whose_versions_were_removed_is_not_overwritten(tmp_path: Path) 
     paper.adopt(files("one"), FACTS, None)
     Draft().save(paper.draft_file)
     (paper.root / "versions/001/version.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"version\.json: cannot be read \(KeyError.*remove its folder"):
+    with pytest.raises(ConfigError, match=r"version\.json: cannot be read, or .*remove its folder"):
         PaperFolder(paper.root)
     shutil.rmtree(paper.root / "versions")
     with pytest.raises(ConfigError, match=r"paper\.tex: versions/ holds no version of it.*move paper\.tex away"):

@@ -17,7 +17,7 @@ from tests.paper_servers import Answer, LiteratureServer, calls, chat_server, fa
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, BudgetExceeded, ConfigError
 from caramba.paper import PaperDrafter
-from caramba.paper import drafter as module
+from caramba.paper.folder import Draft
 
 need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
@@ -85,8 +85,8 @@ def test_an_update_goes_on_from_the_last_version(config: Make, own: Path) -> Non
 
     def improve(request: dict[str, Any]) -> Answer:
         sections = json.loads(request["messages"][-1]["content"])["sections"]
-        assert [item["section"] for item in sections] == ["abstract", "results"]
-        return calls(("update_section", {**section("abstract", "We do better."), "base_hash": sections[0]["hash"]}))
+        assert list(sections) == ["abstract", "results"]
+        return calls(("update_section", section("abstract", "We do better.")))
 
     with chat_server(calls(("read_tex_file", {})), improve, says("done")) as server:
         found = drafted(config(server.url), own, update=True)
@@ -106,11 +106,11 @@ def test_a_kill_between_any_two_steps_is_made_good(
     moment: int, config: Make, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft is saved after each of its eight steps; it stops behind one and goes on as a new process would."""
-    left, save = moment, module._Session._save
+    left, save = moment, Draft.save
 
-    def counted(self: Any) -> None:
+    def counted(self: Draft, file: Path) -> None:
         nonlocal left
-        save(self)
+        save(self, file)
         left -= 1
         if left == 0:
             raise Killed
@@ -119,13 +119,13 @@ def test_a_kill_between_any_two_steps_is_made_good(
     with chat_server(first, says("done")) as server:
         plain = config(server.url, sections=["abstract"])
         with monkeypatch.context() as patch:
-            patch.setattr(module._Session, "_save", counted)
+            patch.setattr(Draft, "save", counted)
             with pytest.raises(Killed):
                 drafted(plain, own)
         if moment < 8:  # the last step is behind the adopted version
             assert drafted(plain, own, update=True).version == 1
         assert len(server.requests) == 2  # a reply that was saved is never paid for again
-    assert json.loads((own / "paper/draft.json").read_text())["is_open"] is False
+    assert json.loads((own / "paper/draft.json").read_text())["messages"] == []
     assert ABSTRACT in (own / "paper/paper.tex").read_text()
 
 
@@ -156,7 +156,8 @@ def test_runs_that_cannot_be_drafted_from(config: Make, own: Path, tmp_path: Pat
     with chat_server() as server:
         (own / "artifacts/report.json").rename(tmp_path / "report.json")
         with pytest.raises(
-            ConfigError, match=r"no artifacts/report\.json, which a run writes at its end; finish it with"
+            ConfigError,
+            match=r"artifacts/report\.json: cannot be read .*; write it, at the end of the run, with `caramba resume",
         ):
             drafted(config(server.url), own)
         (own / "artifacts/report.json").write_text("{}")
@@ -207,7 +208,7 @@ def test_changed_options_begin_another_conversation_in_the_same_budget(config: M
         found = drafted(config(server.url, title="New", custom_instructions="Be brief."), own, update=True)
         first = server.requests[0]["messages"]
     assert len(first) == 2
-    assert "Title: New." in first[1]["content"]
+    assert '"title": "New"' in first[1]["content"]
     assert "Be brief." in first[1]["content"]
     assert found.spent.iterations == 4
 

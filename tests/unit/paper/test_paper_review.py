@@ -84,8 +84,8 @@ def with_single_runs(evidence: Evidence) -> Evidence:
     """Evidence whose losses rest on one measurement, and one result with a dispersion."""
     results = dict(evidence.results)
     for key in (STUDENT, TEACHER):
-        results[key] = dataclasses.replace(results[key], n=1, spread=None)
-    results["spread"] = dataclasses.replace(results[STUDENT], key="spread", n=5, spread=0.1)
+        results[key] = dataclasses.replace(results[key], n=1, std=None, standard_error=None)
+    results["spread"] = dataclasses.replace(results[STUDENT], key="spread", n=5, std=0.1, standard_error=None)
     return dataclasses.replace(evidence, results=results)
 
 

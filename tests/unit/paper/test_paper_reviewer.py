@@ -14,8 +14,9 @@ from caramba.errors import BudgetExceeded
 from caramba.launch.commands import review as command
 from caramba.paper.client import ModelUnusable
 from caramba.paper.evidence import Evidence
-from caramba.paper.review_tools import REVIEW_TOOLS, ReviewToolbox
+from caramba.paper.review_tools import ReviewToolbox
 from caramba.paper.reviewer import PaperReviewer, Review
+from caramba.paper.tools import call_tool
 from caramba.runs import read_manifest
 
 pytest.importorskip("pylatexenc", reason="the extra `paper` is not installed")
@@ -60,7 +61,10 @@ def test_a_review_with_every_tool(run: Path, evidence: Evidence) -> None:
         review = reviewed(config(server.url), run, evidence)
         results = server.results()
         seen = json.dumps(server.requests)
-    assert {tool["function"]["name"] for tool in server.requests[0]["tools"]} == set(REVIEW_TOOLS)
+    names = {tool["function"]["name"] for tool in server.requests[0]["tools"]}
+    assert names == {
+        call["function"]["name"] for call in json.loads(asked.body)["choices"][0]["message"]["tool_calls"]
+    } | {"submit_review"}
     assert results[0]["results"]["tables"] == 1
     assert results[2] == {"n_citations": 1, "covered": {"latent caches": True, "quantisation": False}}
     assert results[3]["body"] == SECTIONS["results"]
@@ -101,24 +105,25 @@ def test_personas_and_strictness_change_the_task_alone(run: Path, evidence: Evid
         ("propose_experiment", {**PROPOSAL, "name": "../../x"}, "small letter"),
         ("generate_experiment_manifest", {"name": "lower_lr"}, "not proposed"),
         ("read_paper_section", {"section": "/etc/passwd"}, "section"),
-        ("shell", {}, "there is no tool"),
+        ("shell", {}, "is no tool"),
     ],
 )
 def test_what_a_reviewer_may_not_do_is_an_error_for_it(
     name: str, given: dict[str, Any], message: str, run: Path, evidence: Evidence
 ) -> None:
     tools = ReviewToolbox(ReviewConfig(), evidence, SECTIONS, TITLES, read_manifest(run))
-    assert message in json.loads(tools.call(name, json.dumps(given)))["error"]
+    assert message in json.loads(call_tool(name, json.dumps(given), tools.tools))["error"]
     assert tools.submitted is None
 
 
 def test_no_more_experiments_than_allowed_and_none_where_off(run: Path, evidence: Evidence) -> None:
     manifest = read_manifest(run)
     tools = ReviewToolbox(ReviewConfig(max_proposed_experiments=1), evidence, SECTIONS, TITLES, manifest)
-    assert "accepted" in tools.call("propose_experiment", json.dumps(PROPOSAL))
-    assert "as many as review allows" in tools.call("propose_experiment", json.dumps({**PROPOSAL, "name": "two"}))
+    assert "accepted" in call_tool("propose_experiment", json.dumps(PROPOSAL), tools.tools)
+    second = call_tool("propose_experiment", json.dumps({**PROPOSAL, "name": "two"}), tools.tools)
+    assert "as many as review allows" in second
     off = ReviewToolbox(ReviewConfig(auto_generate_experiments=False), evidence, SECTIONS, TITLES, manifest)
-    assert "propose_experiment" not in off.tools()
+    assert "propose_experiment" not in off.tools
 
 
 def test_a_model_that_never_submits_ends_the_review(run: Path, evidence: Evidence) -> None:

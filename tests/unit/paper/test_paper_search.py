@@ -11,6 +11,7 @@ from tests.paper_servers import ATOM, Answer, LiteratureServer, dripping_server
 from caramba.config.paper import CitationsConfig, SourceName
 from caramba.paper import literature as module
 from caramba.paper.literature import Literature, SearchFailed
+from caramba.paper.untrusted import MOST_BYTES
 
 
 def test_arxiv_answers_become_records(literature: LiteratureServer) -> None:
@@ -41,13 +42,12 @@ def test_semantic_scholar_answers_become_records(literature: LiteratureServer, m
 
 
 BAD = [
-    ("arxiv", Answer(b"<feed", 200), "the answer is no XML"),
-    ("arxiv", Answer(b'<!DOCTYPE x [<!ENTITY a "b">]><feed/>'), "declares entities and is not read"),
+    ("arxiv", Answer(b"<feed", 200), r"not what was expected \(ParseError\)"),
     ("arxiv", Answer(b"", 429), r"HTTP 429 \(too many requests\)"),
     ("arxiv", Answer(b"", 403), "HTTP 403"),
     ("arxiv", Answer(b"", 302, {"Location": "file:///etc/passwd"}), "arxiv"),
     ("arxiv", Answer(ATOM.encode(), delay_s=1.5), "no answer within 0.5 s"),
-    ("arxiv", Answer(b"x" * 5_000_000), "longer than 4000000 bytes"),
+    ("arxiv", Answer(b"x" * (MOST_BYTES + 1)), "not what was expected"),
     ("semantic_scholar", Answer(b"not json"), "not what was expected"),
     ("semantic_scholar", Answer(b"[1]"), "not what was expected"),
     ("semantic_scholar", Answer(b'{"data": ["x"]}'), "not what was expected"),
@@ -76,24 +76,13 @@ def test_records_without_an_id_are_left_out(literature: LiteratureServer) -> Non
     assert Literature(CitationsConfig()).search("semantic_scholar", "x", 5) == []
 
 
-def test_a_source_that_is_down_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_down_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setattr(module, "ARXIV_URL", f"http://127.0.0.1:{port}/arxiv")
-    asked = Literature(CitationsConfig())
-    for _ in range(module.MOST_FAILURES):
-        with pytest.raises(SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"):
-            asked.search("arxiv", "x", 5)
-    with pytest.raises(SearchFailed, match="failed 3 times in this draft and is not asked again"):
-        asked.search("arxiv", "x", 5)
-
-
-def test_a_source_that_is_off_is_not_asked(literature: LiteratureServer) -> None:
-    for config in (CitationsConfig(enabled=False), CitationsConfig(sources=("semantic_scholar",))):
-        with pytest.raises(SearchFailed, match=r"not among paper\.citations\.sources"):
-            Literature(config).search("arxiv", "x", 5)
-    assert literature.queries == []
+    with pytest.raises(SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"):
+        Literature(CitationsConfig()).search("arxiv", "x", 5)
 
 
 def test_arxiv_is_asked_at_the_pace_it_wishes(literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,21 +43,22 @@ def test_calls_are_read_from_text(config: Make) -> None:
         reply = ask(config(server.url, api={"tools": "text"}))
     assert "tools" not in server.requests[0]
     assert '"name": "look"' in server.requests[0]["messages"][0]["content"]
-    assert (reply.calls[0].name, json.loads(reply.calls[0].arguments)) == ("look", {"at": 1})
+    (call,) = reply.message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"at": 1})
 
 
 def test_a_server_that_refuses_tools_is_asked_in_text(config: Make) -> None:
     refusal = Answer(b'{"error": {"message": "tools: at most 0 items"}}', 422)
     with chat_server(refusal, says('{"text": "done"}')) as server:
-        assert ask(config(server.url)).text == "done"
+        assert ask(config(server.url)).message["content"] == "done"
     with chat_server(refusal) as server, pytest.raises(AgentError, match="at most 0 items"):
         ask(config(server.url, api={"tools": "native"}))
 
 
-@pytest.mark.parametrize("bad", ["words", "{}", '{"calls": [{"name": "rm"}]}', '{"calls": [{"name": "lo'])
+@pytest.mark.parametrize("bad", ["words", "{}", '{"calls": [{"tool": "rm"}]}', '{"calls": [{"name": "lo'])
 def test_an_answer_out_of_form_is_asked_for_twice_more(bad: str, config: Make) -> None:
     with chat_server(says(bad), says(bad), says(CALL)) as server:
-        assert ask(config(server.url, api={"tools": "text"})).calls
+        assert ask(config(server.url, api={"tools": "text"})).message["tool_calls"]
         assert len(server.requests) == 3
     with chat_server(*[says(bad)] * 5) as server:
         with pytest.raises(ModelUnusable, match="3 answers without a call in JSON"):

@@ -18,7 +18,7 @@ from caramba.paper.evidence import Evidence
 from caramba.paper.folder import Draft, PaperFolder
 from caramba.paper.gate import Gate
 from caramba.paper.literature import Literature
-from caramba.paper.tools import ListArtifacts, Toolbox
+from caramba.paper.tools import Toolbox, call_tool
 
 need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("without_latex")
 Make = Callable[..., PaperConfig]
 
 HARMFUL = [
-    (("update_section", section("abstract", "{" * 3000)), "abstract, line 1: more than 60 groups"),
+    (("update_section", section("abstract", "{" * 3000)), "abstract, line 1: too many groups"),
     (("read_tex_file", '{"path": "a\\u0000.tex"}'), "cannot be read|no .tex"),
     (("read_tex_file", {"path": "a" * 300 + ".tex"}), "cannot be carried out|no .tex"),
     (("read_tex_file", '{"path": "\\ud83d.tex"}'), r"'\?\.tex' is no .tex or .bib file"),
-    (("\ud83d", "\ud83d"), "there is no tool"),
+    (("\ud83d", "\ud83d"), "is no tool"),
     (("add_citation", '{"source_id": "\\ud83d"}'), "is no record"),
 ]
 
@@ -42,24 +42,25 @@ def test_no_call_stops_a_draft(call: tuple[str, dict[str, Any] | str], message: 
         assert re.search(message, server.results()[0]["error"])
 
 
-@pytest.fixture(name="box")
-def _box(config: Make, evidence: Evidence, tmp_path: Path) -> Toolbox:
+@pytest.fixture(name="made")
+def _made(config: Make, evidence: Evidence, tmp_path: Path) -> Callable[[], Toolbox]:
     plain = config()
     folder, literature = PaperFolder(tmp_path / "new"), Literature(plain.citations)
-    return Toolbox(Gate(plain, evidence), Draft(), folder, literature, lambda messages: "{}")
+    return lambda: Toolbox(Gate(plain, evidence), Draft(), folder, literature, lambda messages: "{}")
 
 
-def test_arguments_that_are_nested_too_deeply_are_refused(box: Toolbox) -> None:
-    answer = json.loads(box.call("write_tex_file", '{"sections":' + "[" * 50_000))
-    assert answer["error"].startswith("write_tex_file: the arguments are no JSON")
+def test_arguments_that_are_nested_too_deeply_are_refused(made: Callable[[], Toolbox]) -> None:
+    for deep in ("[" * 50_000, "[" * 70 + "]" * 70 + "}"):
+        answer = json.loads(call_tool("write_tex_file", '{"sections":' + deep, made().tools))
+        assert answer["error"].startswith("write_tex_file: the arguments: ")
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), ValueError("odd"), RecursionError("deep")], ids=repr)
 def test_a_call_that_fails_in_an_unforeseen_way_is_told(
-    error: Exception, box: Toolbox, monkeypatch: pytest.MonkeyPatch
+    error: Exception, made: Callable[[], Toolbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*arguments: object) -> dict[str, Any]:
+    def list_artifacts(self: Toolbox) -> dict[str, Any]:
         raise error
 
-    monkeypatch.setattr(ListArtifacts, "answer", failing)
-    assert json.loads(box.call("list_artifacts", "{}"))["error"].startswith("list_artifacts: ")
+    monkeypatch.setattr(Toolbox, "list_artifacts", list_artifacts)
+    assert json.loads(call_tool("list_artifacts", "{}", made().tools))["error"].startswith("list_artifacts: ")

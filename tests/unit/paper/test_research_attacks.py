@@ -83,9 +83,9 @@ class Hostile:
         }
         match name:
             case "write_tex_file":
-                return name, {"sections": [{"section": key, "body": body} for key, body in bodies.items()]}
+                return name, {"sections": bodies}
             case "update_section":
-                return name, {"section": "results", "body": bodies["results"], "base_hash": ""}
+                return name, {"section": "results", "body": bodies["results"]}
             case "add_citation":
                 works = [f"bib:{key}" for key in corpus.CITED]
                 return name, {"source_id": chance.choice(("arxiv:1", "../../etc/passwd", "bib:x", *works))}
@@ -114,7 +114,7 @@ def run_sessions(run: Path, folder: Path, count: int, patch: pytest.MonkeyPatch)
     patch.setattr(drafter, "need_latex", lambda where: None)
     patch.setattr(drafter, "read_limits", lambda config: None)  # no server: the transport is scripted
     patch.setattr(gate, "compile_paper", compile_nothing)
-    patch.setattr(gate, "unknown_digits", lambda *arguments: [])
+    patch.setattr(gate, "unknown_digits", lambda *arguments: None)
     (folder / "works.bib").write_text(WORKS, encoding="utf-8")
     config = PaperConfig.model_validate({
         "model": "stub", "sections": ["abstract", "results"],

@@ -96,7 +96,7 @@ def test_a_replay_is_byte_identical_and_needs_no_model(
         f"research/{CALLS}",
     ):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
-    changed = recorded.read_text().replace("Write a conference paper", "Write a poem")
+    changed = recorded.read_text().replace("Write the paper", "Write a poem")
     (tmp_path / "other.jsonl").write_text(changed)
     with pytest.raises(AgentError, match=r"(?s)no recorded reply.*poem"):
         looped(

@@ -32,14 +32,16 @@ def with_experiments(evidence: Evidence, events: Sequence[Mapping[str, Any]], me
             if values:
                 spread = statistics.stdev(values) if len(values) > 1 else None
                 key = f"research.{name}.{arm}"
-                results[key] = Result(key, statistics.fmean(values), unit, len(values), spread, LEDGER, is_proxy)
+                results[key] = Result(
+                    key, statistics.fmean(values), unit, len(values), spread, LEDGER, is_proxy=is_proxy
+                )
         looks = [line for line in events if line["event"] == "look" and line["proposal"] == name]
         key = f"research.{name}.e_value"
-        results[key] = Result(key, looks[-1]["e_value"], "", n, None, LEDGER, False)
+        results[key] = Result(key, looks[-1]["e_value"], "", n, None, LEDGER)
     for line in runs:
         if line["event"] == "held_out_run" and line["metric"] is not None:
             key = f"research.held_out.{line['arm']}"
-            results[key] = Result(key, line["metric"], unit, 1, None, LEDGER, is_proxy)
+            results[key] = Result(key, line["metric"], unit, 1, None, LEDGER, is_proxy=is_proxy)
     names = (*evidence.names, *(line["proposal"] for line in decided))
     return dataclasses.replace(
         evidence, results=results, names=names, appendix=_appendix(runs, decided, metric, evidence)
