@@ -27,17 +27,7 @@ RESULTS = (
     r"{perplexity.teacher.perplexity}, after \setting{phases.pretrain.steps} steps. \artifacttable{comparison} "
     r"\artifactfigure{summary.png}{What was measured.}"
 )
-PAPER = calls(
-    (
-        "write_tex_file",
-        {
-            "sections": [
-                {"section": "abstract", "body": "A smoke test."},
-                {"section": "results", "body": RESULTS},
-            ]
-        },
-    )
-)
+PAPER = calls(("write_tex_file", {"sections": {"abstract": "A smoke test.", "results": RESULTS}}))
 # Without further attempts, so that a resume finds at once that the server of the launch is gone.
 SECTIONS = (
     "paper=report",
@@ -88,10 +78,7 @@ def test_the_command_updates_a_paper(drafted: Path, cache: Path) -> None:
     assert refused.returncode == 2
     assert "holds version 1 of a paper; --update resumes it" in refused.stderr
 
-    def shorten(request: dict[str, Any]) -> Answer:
-        sections = json.loads(request["messages"][-1]["content"])["sections"]
-        return calls(("update_section", {"section": "abstract", "body": "Shorter.", "base_hash": sections[0]["hash"]}))
-
+    shorten = calls(("update_section", {"section": "abstract", "body": "Shorter."}))
     with chat_server(calls(("read_tex_file", {})), shorten, says("done")) as server:
         done = caramba(
             ["paper", "latest", "--update", "--base-url", server.url, "--max-iterations", "5"], drafted, cache
@@ -157,7 +144,7 @@ MISTAKES = [
         ["paper", "latest", "--api-key-env", "NO_SUCH_KEY"],
         "paper.api.key_env=NO_SUCH_KEY: no such variable is set",
     ),
-    (["paper", "latest", "--output-dir", "runs"], "holds files that are no paper's"),
+    (["paper", "latest", "--output-dir", "runs"], "no version of a paper by caramba"),
     (["paper", "latest", "--bib", "no.bib", "--output-dir", "p2"], "no.bib: cannot read the bibliography"),
     (["review", "latest", "--paper-dir", "nowhere"], "no paper to review"),
     (["research", "verify", "nowhere"], "no research.jsonl"),
@@ -207,7 +194,7 @@ def test_a_paper_of_ones_own_is_left_alone(drafted: Path, cache: Path) -> None:
     (own / "paper.tex").write_text("mine")
     done = caramba(["paper", "latest", "--output-dir", "own"], drafted, cache)
     assert done.returncode == 2
-    assert "holds files that are no paper's of caramba; name a new folder" in done.stderr
+    assert "no version of a paper by caramba in versions/" in done.stderr
     assert {item.name: item.read_text() for item in own.iterdir()} == {"paper.tex": "mine"}
 
 
@@ -232,5 +219,5 @@ def test_a_folder_that_is_no_papers_leaves_a_finished_run(drafted: Path, tmp_pat
     (run / "paper/thesis.tex").write_text("mine")
     done = caramba(["resume", str(run)], folder, cache, draws=False)
     assert done.returncode == 1
-    assert "holds files that are no paper's of caramba" in done.stderr
+    assert "no version of a paper by caramba in versions/" in done.stderr
     assert "The run is finished and its artifacts are written" in done.stderr

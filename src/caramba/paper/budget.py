@@ -11,7 +11,6 @@ from caramba.errors import BudgetExceeded
 
 # Text and JSON have three to four bytes a token; the estimate of a prompt must not be too small.
 BYTES_PER_TOKEN = 2
-WAY_ON = "`caramba paper RUN --update`"
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,8 @@ class Spent:
 class BudgetLedger:
     """Reserves attempts and books what they used, against the limits of a draft. `price` is None where unknown."""
 
-    def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None, way_on: str = WAY_ON) -> None:
-        """`way_on` is the command that resumes the draft, for messages."""
-        self.limits, self.spent, self._price, self._way_on = limits, spent, price or Price(0.0, 0.0), way_on
+    def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None) -> None:
+        self.limits, self.spent, self._price = limits, spent, price or Price(0.0, 0.0)
 
     def begin(self) -> None:
         """Count one more iteration.
@@ -51,7 +49,7 @@ class BudgetLedger:
         """
         most = self.limits.max_iterations
         if self.spent.iterations >= most:
-            raise self._exceeded(f"the draft took max_iterations={most} requests and is not finished")
+            raise BudgetExceeded(f"it took max_iterations={most} requests and is not finished; raise it to go on")
         self.spent.iterations += 1
 
     def reserve(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Spent:
@@ -64,10 +62,10 @@ class BudgetLedger:
         most, spent, limits = self._of(prompt, self.limits.max_reply_tokens), self.spent, self.limits
         if spent.tokens + most.tokens > limits.max_tokens:
             there = f"{spent.tokens:,} of max_tokens={limits.max_tokens:,}"
-            raise self._exceeded(f"the next request may take {most.tokens:,} tokens, {there} are spent")
+            raise BudgetExceeded(f"the next request may take {most.tokens:,} tokens, {there} are spent; raise it")
         if limits.max_cost_usd is not None and spent.cost_usd + most.cost_usd > limits.max_cost_usd:
             there = f"{spent.cost_usd:.4f} of max_cost_usd={limits.max_cost_usd:g}"
-            raise self._exceeded(f"the next request may cost {most.cost_usd:.4f} USD, {there} are spent")
+            raise BudgetExceeded(f"the next request may cost {most.cost_usd:.4f} USD, {there} are spent; raise it")
         self._take(most)
         return most
 
@@ -92,6 +90,3 @@ class BudgetLedger:
         self.spent.prompt_tokens += sign * amount.prompt_tokens
         self.spent.reply_tokens += sign * amount.reply_tokens
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)
-
-    def _exceeded(self, reason: str) -> BudgetExceeded:
-        return BudgetExceeded(f"{reason}; raise it and resume with {self._way_on}, which keeps what is written")

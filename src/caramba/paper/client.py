@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError, fits_header
-from caramba.paper.budget import WAY_ON, BudgetLedger, Price
+from caramba.paper.budget import BudgetLedger, Price
 from caramba.paper.untrusted import StatusError, encodable, fetch, read_object
 from caramba.runs.deadline import run_with_timeout
 
@@ -54,15 +55,13 @@ class ModelReply:
 class LanguageModel:
     """Asks one model, with tools. Every attempt is reserved in the ledger before it is sent."""
 
-    def __init__(
-        self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep, way_on: str = WAY_ON
-    ) -> None:
-        """Check that the model can be asked; `way_on` is the command that resumes the draft, for messages.
+    def __init__(self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Check that the model can be asked.
 
         Raises:
             ConfigError: a library of the extra `paper` is not installed, no key, or a model that litellm does not know.
         """
-        self.config, self._sleep, self._way_on = config, sleep, way_on
+        self.config, self._sleep = config, sleep
         self._has_text_tools = config.api.tools == "text"
         for library in ("litellm", "pylatexenc", "pybtex", "pypdf")[config.api.base_url is not None :]:
             need_library(library, "paper", "paper")
@@ -79,15 +78,15 @@ class LanguageModel:
         Raises:
             ConfigError: neither, and the budget has a limit in dollars.
         """
-        if (configured := price_in_config(self.config)) is not None:
-            return configured
-        is_listed, limit = self.config.api.base_url is None, self.config.budget.max_cost_usd
-        known = (load_litellm().model_cost.get(self.config.model) if is_listed else None) or {}
+        config, budget = self.config, self.config.budget
+        if budget.usd_per_million_prompt is not None and budget.usd_per_million_reply is not None:
+            return Price(budget.usd_per_million_prompt / 1e6, budget.usd_per_million_reply / 1e6)
+        known = {} if config.api.base_url else load_litellm().model_cost.get(config.model) or {}
         if {"input_cost_per_token", "output_cost_per_token"} <= known.keys():
             return Price(float(known["input_cost_per_token"]), float(known["output_cost_per_token"]))
-        if limit is not None:
+        if budget.max_cost_usd is not None:
             raise ConfigError(
-                f"paper.budget.max_cost_usd={limit:g}: what {self.config.model} costs is not known here; set "
+                f"paper.budget.max_cost_usd={budget.max_cost_usd:g}: what {config.model} costs is not known here; set "
                 "budget.usd_per_million_prompt and usd_per_million_reply, or limit max_tokens alone"
             )
         return None
@@ -126,7 +125,7 @@ class LanguageModel:
         body: dict[str, Any] = {"messages": messages, "max_tokens": config.budget.max_reply_tokens}
         body |= {"tools": tools, "tool_choice": "auto"} if tools else {}
         body |= {} if config.temperature is None else {"temperature": config.temperature}
-        for attempt in range(1, api.retries + 2):
+        for attempt in itertools.count(1):
             reserved = ledger.reserve(messages, tools)
             record("attempt", attempt=attempt, reserved_tokens=reserved.tokens)
             try:
@@ -159,14 +158,8 @@ class LanguageModel:
         elif status == 404:
             wrong = f"the server knows no such model or address ({status}); check model and api.base_url"
         else:
-            return AgentError(f"{self.name}: {text}{tries}; the draft is kept, resume with {self._way_on}")
+            return AgentError(f"{self.name}: {text}{tries}")
         return ConfigError(f"paper.model={self.name}: {wrong} [{text}]")
-
-
-def price_in_config(config: PaperConfig) -> Price | None:
-    """Return the price of a token that the configuration states, None where it states none."""
-    prompt, reply = config.budget.usd_per_million_prompt, config.budget.usd_per_million_reply
-    return None if prompt is None or reply is None else Price(prompt / 1e6, reply / 1e6)
 
 
 def _read(answer: dict[str, Any]) -> ModelReply:
@@ -250,16 +243,15 @@ def read_limits(config: PaperConfig) -> None:
     if config.api.base_url is None:
         return
     try:
-        listed = _open(config, "models").get("data")
-    except (StatusError, ValueError, AgentError):
+        listed = _open(config, "models").get("data") or []
+        context = next((item.get("max_model_len") for item in listed if item.get("id") == config.model), None)
+    except (StatusError, AgentError, ValueError, TypeError, AttributeError):
         return  # not every server lists its models
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
             f"paper.api.base_url={config.api.base_url}: no server answers there ({reason}); start it"
         ) from None
-    models = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
-    context = next((item.get("max_model_len") for item in models if item.get("id") == config.model), None)
     if isinstance(context, int) and context <= config.budget.max_reply_tokens:
         raise ConfigError(
             f"paper.budget.max_reply_tokens={config.budget.max_reply_tokens}: {config.model} has a context of "

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from caramba.config.paper import PaperConfig
 from caramba.console import logger
-from caramba.errors import ConfigError
+from caramba.errors import AgentError, BudgetExceeded, ConfigError
 from caramba.paper.budget import BudgetLedger, Spent
 from caramba.paper.client import LanguageModel, ModelUnusable, read_limits
 from caramba.paper.compile import Compiled, need_latex
@@ -83,11 +83,8 @@ class PaperDrafter:
         folder = run if group is None else run / "groups" / group
         evidence = self._extend(read_evidence(folder, run, group))
         paper = PaperFolder(self.output_dir or folder / "paper")
-        words = ["caramba", "paper", str(run), *(["--group", group] if group else [])]
-        words += ["--output-dir", str(self.output_dir)] if self.output_dir is not None else []
-        way_on = f"`{shlex.join([*words, '--update'])}`"
         # What it refuses is refused before anything is written.
-        model = self._model(self.config, sleep=self.sleep, way_on=way_on)
+        model = self._model(self.config, sleep=self.sleep)
         price = model.price()
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
@@ -95,7 +92,12 @@ class PaperDrafter:
             session.open(update=update)
             if self._model is LanguageModel:  # a loop asks once, and its replay asks nobody
                 read_limits(self.config)
-            return session.run(BudgetLedger(self.config.budget, session.draft.spent, price, way_on))
+            try:
+                return session.run(BudgetLedger(self.config.budget, session.draft.spent, price))
+            except (AgentError, BudgetExceeded) as error:
+                words = ["caramba", "paper", str(run), *(["--group", group] if group else [])]
+                words += [*(["--output-dir", str(self.output_dir)] if self.output_dir else []), "--update"]
+                raise type(error)(f"{error}; the draft is kept, resume with `{shlex.join(words)}`") from None
 
 
 class _Session:
@@ -126,8 +128,8 @@ class _Session:
         if head and not draft.sections:
             bodies = read_paper(self.folder.version_path(head["version"]) / PAPER)
             draft.sections = {name: Section(body, head["sections"][name]["by"]) for name, body in bodies.items()}
-            draft.cited = dict(head["citations"])
             draft.records |= TypeAdapter(dict[str, Record]).validate_python(head["records"])
+            draft.cited = list(head["records"])
         if config.citations.bibliography is not None:
             draft.records |= read_bibliography(Path(config.citations.bibliography).expanduser())
         taken = self._take_edits()
@@ -178,9 +180,8 @@ class _Session:
                    if body != ours[name] or name in of_person}  # fmt: skip
         # A person cites an entry of the bibliography by its own key.
         checked = [check_section(name, item.body, self.evidence, {}) for name, item in changed.items()]
-        uncited = draft.records.keys() - draft.cited.values()
-        keys = [key for item in checked for key in item.citation_keys() if f"bib:{key}" in uncited]
-        cited = {key: f"bib:{key}" for key in keys} | draft.cited
+        named = [f"bib:{key}" for item in checked for key in item.citation_keys()]
+        cited = draft.cited + [key for key in named if key in draft.records and key not in draft.cited]
         wrong = self.gate.try_out(changed, dataclasses.replace(draft, cited=cited).citable()).error
         if wrong:
             raise ConfigError(
@@ -257,8 +258,7 @@ class _Session:
             "taken_sha256": draft.taken_sha256,
             "model": self.config.model,
             "sections": {name: {"by": item.by} for name, item in draft.sections.items()},
-            "citations": draft.cited,
-            "records": {identity: asdict(draft.records[identity]) for identity in draft.cited.values()},
+            "records": {work.id: asdict(work) for work in draft.citable().values()},
             "spent": asdict(draft.spent),
         }
         number = self.folder.adopt(passed.files, facts, self.config.versions_kept)

@@ -24,9 +24,7 @@ from caramba.runs.manifest import read_manifest
 OPERATIONS, DIRECTIONS = ("ratio", "difference", "percent_change"), ("less", "more", "equal")
 _TABLE = re.compile(r"\\begin\{table\}.*?\\label\{tab:caramba-([a-z0-9_-]+)\}.*?\\end\{table\}", re.DOTALL)
 # Keys of a manifest that do not describe the experiment itself.
-_UNTOLD = frozenset(
-    {"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "research", "plugins", "notes"}
-)
+_UNTOLD = {"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "research", "plugins", "notes"}
 
 
 @dataclass(frozen=True)
@@ -204,11 +202,10 @@ def _result(key: str, metric: Mapping[str, Any], has_proxy: bool) -> Result:
 
 
 def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    plain = manifest.model_dump(mode="json")
-    first = manifest.groups_to_run()[0].model_dump(mode="json")
-    chosen = next((item for item in plain["groups"] if item["name"] == group), first)
-    shown = {key: value for key, value in plain.items() if key not in _UNTOLD}
-    for path, value in _leaves({**shown, **{key: chosen[key] for key in ("data", "runs", "benchmarks")}}):
+    groups = manifest.groups_to_run()
+    chosen = next((item for item in groups if item.name == group), groups[0])
+    shown = manifest.model_dump(mode="json", exclude=_UNTOLD)
+    for path, value in _leaves(shown | chosen.model_dump(mode="json", include={"data", "runs", "benchmarks"})):
         if isinstance(value, bool):
             yield path, str(value).lower()
         elif isinstance(value, int | float):

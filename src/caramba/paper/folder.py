@@ -45,16 +45,11 @@ class PaperFolder:
             raise ConfigError(f"{root}: a file; name a folder for the paper with --output-dir")
         names = os.listdir(self.root) if self.root.is_dir() else []
         is_new = all(name in _BEGINNINGS or name.endswith(".part") for name in names)
-        if is_new or self.head() is not None:
-            return
-        if not {"sections", "messages"} <= _record(self.draft_file).keys():
+        is_draft = {"sections", "messages"} <= _record(self.draft_file).keys() and PAPER not in names
+        if not is_new and not is_draft and self.head() is None:
             raise ConfigError(
-                f"{root}: holds files that are no paper's of caramba; name a new folder with --output-dir"
-            )
-        if PAPER in names:
-            raise ConfigError(
-                f"{self.root / PAPER}: {VERSIONS}/ holds no version of it, so edits in it cannot be found; "
-                f"put {VERSIONS}/ back, move {PAPER} away, or name a new folder with --output-dir"
+                f"{root}: holds files, and no version of a paper by caramba in {VERSIONS}/, so what is yours cannot be "
+                f"told; put {VERSIONS}/ back, or name a new folder with --output-dir"
             )
 
     def resolve_inside(self, path: str) -> Path:
@@ -170,12 +165,12 @@ class Section:
 class Draft:
     """A draft at work. `messages` is the conversation so far, and empty once its version is adopted.
 
-    `taken_sha256` is the hash of the edited paper.tex that was taken over since the last version.
+    `cited` are ids of records, `taken_sha256` is the hash of the edited paper.tex that was taken over since then.
     """
 
     sections: dict[str, Section] = field(default_factory=lambda: {})
     records: dict[str, Record] = field(default_factory=lambda: {})
-    cited: dict[str, str] = field(default_factory=lambda: {})
+    cited: list[str] = field(default_factory=lambda: [])
     messages: list[dict[str, Any]] = field(default_factory=lambda: [])
     spent: Spent = field(default_factory=Spent)
     run_id: str = ""
@@ -184,7 +179,8 @@ class Draft:
 
     def citable(self) -> dict[str, Record]:
         """Return the works that may be cited, by citation key."""
-        return {key: self.records[identity] for key, identity in self.cited.items() if identity in self.records}
+        works = [self.records[identity] for identity in self.cited if identity in self.records]
+        return {work.key: work for work in works}
 
     def save(self, file: Path) -> None:
         """Write the state whole, so that a kill at any moment leaves the one before or this one."""

@@ -38,7 +38,8 @@ def check_section(name: str, body: str, evidence: Evidence, cited: Cited, *, num
     try:
         scanned = scan(body)
     except NotAllowed as error:
-        return Scanned(problems=(f"{name}, line {error.line}: {error.text}",))
+        text, line = error.args
+        return Scanned(problems=(f"{name}, line {line}: {text}",))
     problems: list[tuple[str, int]] = []
     for use in scanned.uses:
         try:
@@ -100,7 +101,7 @@ class Gate:
         files = {
             PAPER: build_paper(self.config, self.evidence, bodies, has_citations=bool(keys)).encode(),
             RESULTS: results_tex(uses, self.evidence).encode(),
-            BIBLIOGRAPHY: "\n".join(cited[key].bibtex(key) for key in keys).encode(),
+            BIBLIOGRAPHY: "\n".join(cited[key].bibtex() for key in keys).encode(),
         }
         try:
             for name in (use.arguments[0] for use in uses if use.command == "artifactfigure"):

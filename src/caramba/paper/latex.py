@@ -114,11 +114,7 @@ _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 
 
 class NotAllowed(Exception):  # noqa: N818 - names the finding
-    """The section cannot be read: `text` is the reason, `line` the line in the section."""
-
-    def __init__(self, text: str, line: int) -> None:
-        super().__init__(text)
-        self.text, self.line = text, line
+    """The section cannot be read; its arguments are the reason and the line in the section."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +153,8 @@ def scan(source: str) -> Scanned:
         nodes, _, _ = tex.LatexWalker(source, latex_context=grammar, tolerant_parsing=False).get_latex_nodes()
         reader.walk(nodes)
     except tex.LatexWalkerParseError as error:
-        opened = [line for _, _, line, _ in error.open_contexts if line is not None]
-        where = f" for what opened on line {opened[-1]}" if opened else ""
         text = re.sub(r"Unexpected end of stream, was expecting '?(.+?)'?$", r"\1 is missing", error.msg)
-        raise NotAllowed(f"{text}{where}; close what is open, in order", error.lineno or 1) from None
+        raise NotAllowed(f"{text}; close what is open, in order", error.lineno or 1) from None
     except RecursionError:
         raise NotAllowed("too many groups within each other; close some", 1) from None
     return reader.found
@@ -170,12 +164,10 @@ def _check_source(source: str) -> None:
     """Refuse characters and commands on the raw text, before anything is parsed."""
     for line, text in enumerate(source.split("\n"), 1):
         for letter in text:
-            category = unicodedata.category(letter)
-            if category[0] == "C" and letter != "\t":
-                raise NotAllowed(f"character U+{ord(letter):04X} is not allowed; write plain text", line)
-            if category[0] == "L" and unicodedata.decomposition(letter).startswith("<"):
-                plain = unicodedata.normalize("NFKC", letter)
-                raise NotAllowed(f"{letter!r} is a joined or styled letter; write {plain!r}", line)
+            kind, is_styled = unicodedata.category(letter)[0], unicodedata.decomposition(letter).startswith("<")
+            if (kind == "C" and letter != "\t") or (kind == "L" and is_styled):
+                plain = unicodedata.normalize("NFKC", letter) if is_styled else ""
+                raise NotAllowed(f"character U+{ord(letter):04X} is hidden, joined or styled; write {plain!r}", line)
         if "^^" in text:
             raise NotAllowed("^^ is not allowed; write the character itself", line)
         if "caramba:" in text.partition("%")[2]:

@@ -72,15 +72,13 @@ class PaperReviewer:
         *,
         sleep: Callable[[float], None] = time.sleep,
         model: Callable[..., LanguageModel] = LanguageModel,
-        way_on: str = "`caramba review RUN`",
     ) -> None:
         """Check that the model can be asked.
 
         Raises:
             ConfigError: no library, no key, or a model without a price where one is needed.
         """
-        self.config, self.way_on = config, way_on
-        self.model = model(config.as_paper(), sleep=sleep, way_on=way_on)
+        self.config, self.model = config, model(config.as_paper(), sleep=sleep)
         self.price = self.model.price()
 
     def review(
@@ -97,7 +95,7 @@ class PaperReviewer:
         tools = ReviewToolbox(self.config, evidence, sections, titles, base)
         schemas = tool_schemas(tools.tools)
         spent = Spent()
-        ledger = BudgetLedger(self.config.budget, spent, self.price, self.way_on)
+        ledger = BudgetLedger(self.config.budget, spent, self.price)
         messages = _opening(self.config, sections, evidence)
         silent = 0
         while tools.submitted is None:

@@ -22,7 +22,7 @@ from caramba.paper.evidence import OPERATIONS, Evidence, need_name, read_artifac
 from caramba.paper.folder import AGENT, HUMAN, PAPER, Draft, PaperFolder, Section
 from caramba.paper.gate import Gate
 from caramba.paper.latex import MATH_ENVIRONMENTS, PROSE_COMMANDS, PROSE_ENVIRONMENTS
-from caramba.paper.literature import Literature, new_key
+from caramba.paper.literature import Literature
 from caramba.paper.untrusted import condense, encodable, read_object
 
 MOST_LISTED, MOST_READ = 200, 60_000
@@ -136,16 +136,14 @@ class Toolbox:
     def add_citation(self, source_id: Name) -> Result:
         """Make a record citable by the id that a search or list_artifacts gave; returns the key for \\citep."""
         draft = self.draft
-        if key := next((key for key, known in draft.cited.items() if known == source_id), None):
-            return {"key": key}
         need_name(
             source_id, draft.records, "record that a search returned", "search first and give an id of its results"
         )
-        if len(draft.cited) >= self.gate.config.citations.max_citations:
-            raise AgentError(f"there are {len(draft.cited)} citations, as many as max_citations allows")
-        key = new_key(draft.records[source_id], draft.cited)
-        draft.cited[key] = source_id
-        return {"key": key, "bibtex": draft.records[source_id].bibtex(key)}
+        if source_id not in draft.cited:
+            if len(draft.cited) >= self.gate.config.citations.max_citations:
+                raise AgentError(f"there are {len(draft.cited)} citations, as many as max_citations allows")
+            draft.cited.append(source_id)
+        return {"key": draft.records[source_id].key, "bibtex": draft.records[source_id].bibtex()}
 
     def search_arxiv(self, query: Words, max_results: Most = 5) -> Result:
         """Search arXiv; returns ids for add_citation with titles, authors, years, and what abstracts state."""
@@ -159,8 +157,7 @@ class Toolbox:
     def _search(self, source: SourceName, query: str, most: int) -> Result:
         found, draft = self.literature.search(source, query, most), self.draft
         # A record that is cited keeps what it was cited for.
-        cited = set(draft.cited.values())
-        draft.records.update({record.id: record for record in found if record.id not in cited})
+        draft.records.update({record.id: record for record in found if record.id not in draft.cited})
         stated = condense({record.id: record.abstract for record in found if record.abstract}, self.ask)
         names = ("id", "title", "year", "venue")
         shown = [{**{name: getattr(record, name) for name in names}, "authors": record.authors[:8],

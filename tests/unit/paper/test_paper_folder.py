@@ -60,7 +60,7 @@ def test_a_link_in_place_of_a_folder_is_not_written_through(tmp_path: Path) -> N
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(
-        ConfigError, match=r"holds files that are no paper's of caramba; name a new folder with --output-dir"
+        ConfigError, match=r"no version of a paper by caramba in versions/.*; put versions/ back, or name a new folder"
     ):
         PaperFolder(tmp_path)
     with pytest.raises(ConfigError, match="a file; name a folder"):
@@ -154,7 +154,7 @@ def test_a_draft_is_read_back(tmp_path: Path) -> None:
     draft = Draft(run_id="r")
     draft.sections["abstract"] = Section("text", "human")
     draft.records["arxiv:1"] = Record("arxiv:1", "T", ("A", "B"), "2020")
-    draft.cited["a2020t"] = "arxiv:1"
+    draft.cited.append("arxiv:1")
     draft.spent.prompt_tokens = 7
     draft.save(tmp_path / "draft.json")
     assert load_draft(tmp_path / "draft.json") == draft
@@ -179,7 +179,7 @@ def test_a_paper_of_ones_own_is_left_alone(tmp_path: Path) -> None:
         for name, content in beside.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).mkdir() if content is None else (tmp_path / name).write_text(content)
-        with pytest.raises(ConfigError, match=r"no paper's of caramba; name a new folder with --output-dir"):
+        with pytest.raises(ConfigError, match=r"no version of a paper by caramba in versions/"):
             PaperFolder(tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_an_edit_whose_versions_were_removed_is_not_overwritten(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"version\.json: cannot be read, or .*remove its folder"):
         PaperFolder(paper.root)
     shutil.rmtree(paper.root / "versions")
-    with pytest.raises(ConfigError, match=r"paper\.tex: versions/ holds no version of it.*move paper\.tex away"):
+    with pytest.raises(ConfigError, match=r"no version of a paper by caramba in versions/"):
         PaperFolder(paper.root)
     (paper.root / "paper.tex").unlink()
     assert PaperFolder(paper.root).head() is None

@@ -133,14 +133,14 @@ def test_a_version_holds_all_that_an_update_needs(config: Make, own: Path, liter
     with chat_server(
         calls(("search_arxiv", {"query": "x"})),
         calls(("add_citation", {"source_id": "arxiv:1706.03762"})),
-        whole(RESULTS + r" As in \citep{vaswani2017attention}."),
+        whole(RESULTS + r" As in \citep{arxiv:1706.03762}."),
         says("done"),
     ) as server:
         drafted(config(server.url), own)
     (own / "paper/draft.json").unlink()
     with chat_server(says("fine")) as server:
         assert drafted(config(server.url), own, update=True).version == 1
-    assert "vaswani2017attention" in (own / "paper/references.bib").read_text()
+    assert "arxiv:1706.03762" in (own / "paper/references.bib").read_text()
 
 
 def test_old_versions_go_as_configured(config: Make, own: Path) -> None:

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
-from caramba.paper.budget import BudgetLedger, Price
-from caramba.paper.client import LanguageModel, Messages, ModelReply, price_in_config
+from caramba.paper.budget import BudgetLedger
+from caramba.paper.client import LanguageModel, Messages, ModelReply
 from caramba.paper.research.spending import LoopBudget, SharedLedger
 from caramba.runs.files import append_line, whole_lines
 
@@ -97,10 +97,6 @@ class RecordedModel(LanguageModel):
         self.journal, self.budget, self.config = journal, budget, config
         if journal.replay is None:
             super().__init__(config, **named)
-
-    def price(self) -> Price | None:
-        """Return what a token costs; of a replay, as configured."""
-        return super().price() if self.journal.replay is None else price_in_config(self.config)
 
     def ask(self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]) -> ModelReply:
         """Return the reply of the journal, of the replayed file, or of the model, as `LanguageModel.ask` does."""

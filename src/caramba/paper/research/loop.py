@@ -224,11 +224,8 @@ class _Session:
         self.journal.step = f"iter{number}/review"
         evidence = self._extended(read_evidence(self.run_dir, self.run_dir))
         head = PaperFolder(self.paper).head() or {}
-        titles = {key: head["records"][identity]["title"] for key, identity in head["citations"].items()}
-        reviewer = PaperReviewer(
-            self.loop.review_config, sleep=self.loop._sleep, model=self.model,
-            way_on="the same command",
-        )  # fmt: skip
+        titles = {identity: work["title"] for identity, work in head["records"].items()}
+        reviewer = PaperReviewer(self.loop.review_config, sleep=self.loop._sleep, model=self.model)
         review = reviewer.review(read_paper(self.paper / PAPER), evidence, titles, self.manifest)
         known = {identity for line in self.ledger.of("review") for identity in line["open"]}
         # After the first round only blocking findings may be new: a reviewer may not manufacture minor ones.
