@@ -7,7 +7,6 @@ as written, or refused to the person before anything is paid for.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import json
 import shlex
@@ -16,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from caramba.config.paper import PaperConfig
 from caramba.console import logger
@@ -28,8 +25,8 @@ from caramba.paper.compile import Compiled, need_latex
 from caramba.paper.document import differs_in_bodies_alone, read_paper
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import HUMAN, PAPER, PDF, PaperFolder, Section, load_draft
-from caramba.paper.gate import Gate, check_section
-from caramba.paper.literature import Literature, Record, read_bibliography
+from caramba.paper.gate import Gate, unknown_digits
+from caramba.paper.literature import Literature, read_bibliography
 from caramba.paper.tools import Toolbox, call_tool, first_messages, tool_schemas
 from caramba.runs import lock
 from caramba.runs.files import sha256_of
@@ -105,9 +102,9 @@ class _Session:
 
     def __init__(self, drafter: PaperDrafter, evidence: Evidence, folder: PaperFolder, model: LanguageModel) -> None:
         self.config, self.evidence, self.folder, self.model = drafter.config, evidence, folder, model
-        self.draft, self.gate = load_draft(folder.draft_file), Gate(self.config, evidence)
+        self.draft, self.gate = load_draft(folder), Gate(self.config, evidence)
         literature = Literature(self.config.citations, sleep=drafter.sleep)
-        self.tools = Toolbox(self.gate, self.draft, folder, literature, self._ask)
+        self.tools = Toolbox(self.gate, self.draft, literature, self._ask)
 
     def open(self, *, update: bool) -> None:
         """Bring the draft to where it resumes; refuse a paper that is on another run or not to be updated."""
@@ -118,18 +115,12 @@ class _Session:
         if not update and (head or draft.sections or has_replies or draft.spent.tokens):
             there = f"version {head['version']}" if head else "an unfinished draft"
             raise ConfigError(f"{root}: holds {there} of a paper; --update resumes it, --output-dir DIR begins another")
-        known = draft.run_id or head.get("run_id", evidence.run_id)
-        if known != evidence.run_id:
+        if draft.run_id not in ("", evidence.run_id):
             raise ConfigError(
-                f"{root}: holds a paper on run {known}, and this is run {evidence.run_id}; name another folder with "
-                "--output-dir, or update it with its own run"
+                f"{root}: holds a paper on run {draft.run_id}, and this is run {evidence.run_id}; name another folder "
+                "with --output-dir, or update it with its own run"
             )
         self.folder.heal()
-        if head and not draft.sections:
-            bodies = read_paper(self.folder.version_path(head["version"]) / PAPER)
-            draft.sections = {name: Section(body, head["sections"][name]["by"]) for name, body in bodies.items()}
-            draft.records |= TypeAdapter(dict[str, Record]).validate_python(head["records"])
-            draft.cited = list(head["records"])
         if config.citations.bibliography is not None:
             draft.records |= read_bibliography(Path(config.citations.bibliography).expanduser())
         taken = self._take_edits()
@@ -178,17 +169,12 @@ class _Session:
         of_person = {name for name, section in draft.sections.items() if section.by == HUMAN}
         changed = {name: Section(body, HUMAN) for name, body in theirs.items()
                    if body != ours[name] or name in of_person}  # fmt: skip
-        # A person cites an entry of the bibliography by its own key.
-        checked = [check_section(name, item.body, self.evidence, {}) for name, item in changed.items()]
-        named = [f"bib:{key}" for item in checked for key in item.citation_keys()]
-        cited = draft.cited + [key for key in named if key in draft.records and key not in draft.cited]
-        wrong = self.gate.try_out(changed, dataclasses.replace(draft, cited=cited).citable()).error
-        if wrong:
+        if wrong := self.gate.try_out(changed, draft.citable()).error:
             raise ConfigError(
                 f"{file}: what was edited cannot be kept as it is; change it and resume with --update. {wrong}"
             )
         kept = {name: item for name, item in draft.sections.items() if name in theirs or name not in ours}
-        draft.sections, draft.cited, draft.taken_sha256 = {**kept, **changed}, cited, digest
+        draft.sections, draft.taken_sha256 = {**kept, **changed}, digest
         names = ", ".join([*changed, *(name for name in ours if name not in theirs)])
         logger.info(f"paper: keeps what was edited by hand in {names or 'no section'}")
         return names
@@ -237,7 +223,8 @@ class _Session:
         refusal = passed.error
         if passed.undefined:
             refusal = f"not finished: these lead nowhere: {', '.join(passed.undefined)}"
-        refusal = refusal or gate.unknown_digits(draft.sections, draft.citable())
+        theirs = [section.body for section in draft.sections.values() if section.by != HUMAN]
+        refusal = refusal or unknown_digits(theirs, self.evidence, draft.citable())
         # What a person saved in paper.tex while the draft ran.
         if refusal is None and (taken := self._take_edits()) is not None:
             refusal = (
@@ -253,16 +240,11 @@ class _Session:
                     f"{self.config.model}: {MOST_SILENT} replies without a call and nothing written; take another"
                 )
             return None
-        facts = {name: getattr(self.evidence, name) for name in ("run_id", "report_sha256", "manifest_sha256", "proxy")}
-        facts |= {
-            "taken_sha256": draft.taken_sha256,
-            "model": self.config.model,
-            "sections": {name: {"by": item.by} for name, item in draft.sections.items()},
-            "records": {work.id: asdict(work) for work in draft.citable().values()},
-            "spent": asdict(draft.spent),
-        }
+        draft.messages = []
+        facts = {name: getattr(self.evidence, name) for name in ("report_sha256", "manifest_sha256", "proxy")}
+        facts |= {"model": self.config.model, **asdict(draft)}
         number = self.folder.adopt(passed.files, facts, self.config.versions_kept)
-        draft.messages, draft.taken_sha256 = [], ""
+        draft.taken_sha256 = ""
         self._note("adopted", version=number, spent=asdict(draft.spent))
         return Drafted(number, self.folder.root / PAPER, self.folder.root / PDF, draft.spent)
 

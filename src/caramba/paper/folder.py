@@ -52,18 +52,11 @@ class PaperFolder:
                 f"told; put {VERSIONS}/ back, or name a new folder with --output-dir"
             )
 
-    def resolve_inside(self, path: str) -> Path:
-        """Return a path below the folder.
-
-        Raises:
-            ConfigError: it leads outside: by .., from the root, or through a link.
-        """
-        try:
-            target = (self.root / path).resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # links in a circle, text that names no file
-            raise ConfigError(f"{path[:80]!r} cannot be read ({type(error).__name__}); name another file") from None
+    def _target(self, name: str) -> Path:
+        """Return where a file of the folder is written; no link may lead outside."""
+        target = (self.root / name).resolve()
         if not target.is_relative_to(self.root.resolve()):
-            raise ConfigError(f"{path!r} leads out of the paper's folder; name a file in it, such as {PAPER}")
+            raise ConfigError(f"{self.root / name}: leads out of the paper's folder; remove the link")
         return target
 
     def versions(self) -> list[int]:
@@ -100,7 +93,7 @@ class PaperFolder:
             head = {"version": number, "time": round(time.time(), 3), **facts, "files": digests}
             final = self.version_path(number)
             final.parent.mkdir(parents=True, exist_ok=True)
-            self.resolve_inside(VERSIONS)
+            self._target(VERSIONS)
             with part_of(final) as staged:
                 for name, content in files.items():
                     write_whole(staged / name, content)
@@ -115,7 +108,7 @@ class PaperFolder:
     def note(self, event: str, **fields: Any) -> None:
         """Append one line to the transcript."""
         record = {"time": round(time.time(), 3), "event": event, **fields}
-        file = self.resolve_inside(TRANSCRIPT)
+        file = self._target(TRANSCRIPT)
         whole_lines(file)
         append_line(file, json.dumps(record, ensure_ascii=False, default=str))
 
@@ -129,7 +122,7 @@ class PaperFolder:
         for number in self.versions():
             known |= set(_record(self.version_path(number) / VERSION).get("files", {}).items())
         for name in sorted(record["files"], key=lambda name: name == PAPER):
-            target = self.resolve_inside(name)
+            target = self._target(name)
             if target.exists() and (target.is_dir() or (name, sha256_of(target)) not in known):
                 _set_aside(target)
             write_whole(target, (source / name).read_bytes())
@@ -178,21 +171,23 @@ class Draft:
     taken_sha256: str = ""
 
     def citable(self) -> dict[str, Record]:
-        """Return the works that may be cited, by citation key."""
-        works = [self.records[identity] for identity in self.cited if identity in self.records]
-        return {work.key: work for work in works}
+        """Return the works that may be cited, by citation key: those that were added, and a person's own."""
+        return {work.key: work for work in self.records.values() if work.id in self.cited or work.entry}
 
     def save(self, file: Path) -> None:
         """Write the state whole, so that a kill at any moment leaves the one before or this one."""
         write_json(file, asdict(self))
 
 
-def load_draft(file: Path) -> Draft:
-    """Read a state back; a new one where there is no file.
+def load_draft(folder: PaperFolder) -> Draft:
+    """Read the state of a draft, else that of the newest version; a new one where there is neither.
 
     Raises:
-        ConfigError: the file is not one that `Draft.save` wrote.
+        ConfigError: the file is not one that caramba wrote.
     """
+    head, file = folder.head(), folder.draft_file
+    if not file.is_file() and head is not None:
+        file = folder.version_path(head["version"]) / VERSION
     try:
         return TypeAdapter(Draft).validate_json(file.read_bytes()) if file.is_file() else Draft()
     except ValueError as error:

@@ -52,12 +52,6 @@ def check_section(name: str, body: str, evidence: Evidence, cited: Cited, *, num
     return scanned
 
 
-def report(problems: Sequence[str]) -> str:
-    """Return problems as text for the model or a person."""
-    more = [f"… and {len(problems) - MOST} more"] if len(problems) > MOST else []
-    return "\n".join([*problems[:MOST], *more])
-
-
 def _check_use(use: Use, evidence: Evidence, cited: Cited) -> None:
     """Refuse a use of a command that names what code does not know."""
     define(use, evidence)
@@ -85,17 +79,13 @@ class Gate:
         # What is adopted was compiled when it was written.
         self._last: tuple[Mapping[str, bytes], Compiled] | None = None
 
-    def unknown_digits(self, sections: Sections, cited: Cited) -> str | None:
-        """Return the refusal of the independent check on what the model wrote, None when it passes."""
-        return unknown_digits([item.body for item in sections.values() if item.by != HUMAN], self.evidence, cited)
-
     def try_out(self, sections: Sections, cited: Cited) -> Compiled:
         """Check the sections and compile the paper that they make, in a folder that is thrown away."""
         scanned = [check_section(name, section.body, self.evidence, cited, numbers_are_free=section.by == HUMAN)
                    for name, section in sections.items()]  # fmt: skip
         uses = [use for part in scanned for use in part.uses]
         if found := [problem for part in scanned for problem in part.problems]:
-            return Compiled(None, f"refused, {len(found)} problem(s):\n{report(found)}")
+            return Compiled(None, "\n".join([f"refused, {len(found)} problem(s):", *found[:MOST]]))
         keys = list(dict.fromkeys(key for part in scanned for key in part.citation_keys() if key in cited))
         bodies = {name: section.body for name, section in sections.items()}
         files = {

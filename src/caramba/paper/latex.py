@@ -23,7 +23,7 @@ from caramba.paper.numbers import BREAK, CELLS, DISPLAY, EMPTY, FORMULA, FORMULA
 _PRINTED = {
     "-": "", "break": BREAK, "space": " ", "line": "\n", "hole": numbers.HOLE, "value": numbers.VALUE, "empty": EMPTY,
     "reference": numbers.REFERENCE, "year": numbers.YEAR, "author": numbers.AUTHOR, "letter": numbers.LETTER,
-    "sum": f"={numbers.LETTER}", "en": "\u2013", "em": "\u2014", "micro": "\u00b5", "by": "\u00d7",
+    "sum": f"={numbers.LETTER}", "by": "\u00d7",
 }  # fmt: skip
 
 
@@ -64,11 +64,7 @@ n reference ref pageref
 n hole eqref autoref
 - itself % & $ # _ i j l L o O
 - space qquad par newline \
-- en textendash
-- em textemdash
-- micro textmu
 - § S
-- ¶ P
 - … ldots dots
 - - / - ' ` " ^ ~ = . c v u H k r ss ae AE oe OE aa AA LaTeX TeX noindent centering small footnotesize
 - - textbackslash textasciitilde textasciicircum textbar textless textgreater toprule midrule bottomrule
@@ -107,8 +103,8 @@ _INNER_ENVIRONMENTS = ("aligned", "cases", "matrix", "pmatrix", "bmatrix", "spli
 _KNOWN = {*PROSE_COMMANDS, *MATH_COMMANDS, *"()[]", "begin", "end"}
 _NAMED = re.compile(r"\\([A-Za-z]+|.|$)|%[^\n]*", re.DOTALL)
 _BRACKETED = re.compile(
-    r"\\(left|right|middle|[bB]ig[lr]?)(?![A-Za-z])(?!\s*(?:[()\[\]|/<>.]|"
-    r"\\(?:[{}|]|(?:langle|rangle|[lr](?:floor|ceil|vert|Vert)|vert|Vert)(?![A-Za-z]))))"
+    r"\\(left|right|middle|[bB]ig[lr]?)(?![A-Za-z])"
+    r"(?!\s*(?:[()\[\]|/<>.]|\\(?:[{}|]|[lr]?(?:angle|floor|ceil|[vV]ert)(?![A-Za-z]))))"
 )
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 

@@ -84,5 +84,5 @@ def without_latex(monkeypatch: pytest.MonkeyPatch) -> None:
         return Compiled(b"%PDF of " + files["paper.tex"], None)
 
     monkeypatch.setattr(gate, "compile_paper", compiled)
-    monkeypatch.setattr(gate, "unknown_digits", lambda *arguments: None)
+    monkeypatch.setattr(drafter, "unknown_digits", lambda *arguments: None)
     monkeypatch.setattr(drafter, "need_latex", lambda where: None)

@@ -35,7 +35,7 @@ def run(base: Path, folder: Path, is_killed: bool) -> None:
     drafter.need_latex = loop.need_latex = lambda where: None
     loop.read_limits = lambda config: None
     gate.compile_paper = _compiled
-    gate.unknown_digits = lambda *arguments: None
+    drafter.unknown_digits = lambda *arguments: None
     experiment.Comparison._plan = lambda self, name, manifest: None
     model, launcher = StubModel(proposal={**PROPOSAL, "trials": TRIALS}), Launcher()
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from caramba.paper.evidence import Evidence
-from caramba.paper.gate import check_section, report
+from caramba.paper.gate import check_section
 from caramba.paper.latex import NotAllowed, scan
 from caramba.paper.literature import Record
 from caramba.paper.numbers import digits_of_formulas
@@ -26,7 +26,7 @@ CITED = {"author2017llama": WORK}
 
 
 def problems(body: str, evidence: Evidence, **named: bool) -> str:
-    return report(check_section("results", body, evidence, CITED, **named).problems)
+    return "\n".join(check_section("results", body, evidence, CITED, **named).problems)
 
 
 def test_problems_say_where(evidence: Evidence) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from caramba.paper.evidence import Evidence
-from caramba.paper.gate import check_section, report
+from caramba.paper.gate import check_section
 from caramba.paper.literature import Record
 from caramba.paper.numbers import number_words
 
@@ -36,7 +36,7 @@ ATTACKS = [*CORPUS["attacks"], *DEEP]
 
 
 def problems(body: str, evidence: Evidence, **named: bool) -> str:
-    return report(check_section("results", body, evidence, CITED, **named).problems)
+    return "\n".join(check_section("results", body, evidence, CITED, **named).problems)
 
 
 def test_the_corpus_keeps_its_size() -> None:

@@ -15,7 +15,7 @@ from tests.paper_servers import calls, chat_server, says
 
 from caramba.config.paper import PaperConfig
 from caramba.paper.evidence import Evidence
-from caramba.paper.folder import Draft, PaperFolder
+from caramba.paper.folder import Draft
 from caramba.paper.gate import Gate
 from caramba.paper.literature import Literature
 from caramba.paper.tools import Toolbox, call_tool
@@ -27,9 +27,8 @@ Make = Callable[..., PaperConfig]
 
 HARMFUL = [
     (("update_section", section("abstract", "{" * 3000)), "abstract, line 1: too many groups"),
-    (("read_tex_file", '{"path": "a\\u0000.tex"}'), "cannot be read|no .tex"),
-    (("read_tex_file", {"path": "a" * 300 + ".tex"}), "cannot be carried out|no .tex"),
-    (("read_tex_file", '{"path": "\\ud83d.tex"}'), r"'\?\.tex' is no .tex or .bib file"),
+    (("read_tex_file", '{"path": "a\\u0000.tex"}'), "unknown key"),
+    (("include_figure", '{"name": "\\ud83d.png", "caption": "x"}'), r"'\?\.png' is no figure"),
     (("\ud83d", "\ud83d"), "is no tool"),
     (("add_citation", '{"source_id": "\\ud83d"}'), "is no record"),
 ]
@@ -43,10 +42,9 @@ def test_no_call_stops_a_draft(call: tuple[str, dict[str, Any] | str], message: 
 
 
 @pytest.fixture(name="made")
-def _made(config: Make, evidence: Evidence, tmp_path: Path) -> Callable[[], Toolbox]:
+def _made(config: Make, evidence: Evidence) -> Callable[[], Toolbox]:
     plain = config()
-    folder, literature = PaperFolder(tmp_path / "new"), Literature(plain.citations)
-    return lambda: Toolbox(Gate(plain, evidence), Draft(), folder, literature, lambda messages: "{}")
+    return lambda: Toolbox(Gate(plain, evidence), Draft(), Literature(plain.citations), lambda messages: "{}")
 
 
 def test_arguments_that_are_nested_too_deeply_are_refused(made: Callable[[], Toolbox]) -> None:

@@ -114,7 +114,7 @@ def run_sessions(run: Path, folder: Path, count: int, patch: pytest.MonkeyPatch)
     patch.setattr(drafter, "need_latex", lambda where: None)
     patch.setattr(drafter, "read_limits", lambda config: None)  # no server: the transport is scripted
     patch.setattr(gate, "compile_paper", compile_nothing)
-    patch.setattr(gate, "unknown_digits", lambda *arguments: None)
+    patch.setattr(drafter, "unknown_digits", lambda *arguments: None)
     (folder / "works.bib").write_text(WORKS, encoding="utf-8")
     config = PaperConfig.model_validate({
         "model": "stub", "sections": ["abstract", "results"],

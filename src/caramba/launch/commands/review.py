@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         reviewer = PaperReviewer(config)
         read_limits(config.as_paper())
         head = (PaperFolder(paper).head() if (paper / VERSIONS).is_dir() else None) or {}
-        titles = {identity: work["title"] for identity, work in head.get("records", {}).items()}
+        titles = {identity: head["records"][identity]["title"] for identity in head.get("cited", ())}
         review = reviewer.review(sections, evidence, titles, manifest)
     names = (paper / f"review_iter{number}.json" for number in itertools.count(1))
     target = next(path for path in names if not path.exists())

@@ -224,7 +224,7 @@ class _Session:
         self.journal.step = f"iter{number}/review"
         evidence = self._extended(read_evidence(self.run_dir, self.run_dir))
         head = PaperFolder(self.paper).head() or {}
-        titles = {identity: work["title"] for identity, work in head["records"].items()}
+        titles = {identity: head["records"][identity]["title"] for identity in head.get("cited", ())}
         reviewer = PaperReviewer(self.loop.review_config, sleep=self.loop._sleep, model=self.model)
         review = reviewer.review(read_paper(self.paper / PAPER), evidence, titles, self.manifest)
         known = {identity for line in self.ledger.of("review") for identity in line["open"]}
