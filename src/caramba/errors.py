@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from typing import TypeVar
 
@@ -223,6 +223,18 @@ def nearest(name: object, options: Iterable[object]) -> str:
     same = SYNONYMS.get(str(name).lower().replace("-", "_"))
     near = [same] if same in known else difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def need_name(
+    name: str, known: Collection[str], kind: str, where: str, error: type[CarambaError] = CarambaError
+) -> None:
+    """Refuse a name that is not known, with the nearest one or where they are listed.
+
+    Raises:
+        CarambaError: of type `error`; it is not among `known`.
+    """
+    if name not in known:
+        raise error(f"{name!r} is no {kind}{nearest(name, known) or f'; {where}'}")
 
 
 def member(kind: type[Kind], name: str) -> Kind:

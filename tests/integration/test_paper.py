@@ -134,7 +134,7 @@ MISTAKES = [
     (["paper", "latest", "--updat"], "unrecognized arguments: --updat"),
     (["paper", "latest", "--max-iterations", "x"], "argument --max-iterations: invalid int value: 'x'"),
     (["paper", "latest", "--max-iterations", "0"], "budget.max_iterations: got 0, expected greater than 0"),
-    (["paper", "latest", "--group", "nosuch"], "--group nosuch: no group of this run"),
+    (["paper", "latest", "--group", "nosuch"], "'nosuch' is no group of this run; --group NAME, of "),
     (
         ["paper", "latest", "--config", "nosuch.yaml"],
         "--config nosuch.yaml: cannot be read (No such file or directory); give a YAML file",

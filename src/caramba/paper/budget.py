@@ -41,17 +41,6 @@ class BudgetLedger:
     def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None) -> None:
         self.limits, self.spent, self._price = limits, spent, price or Price(0.0, 0.0)
 
-    def begin(self) -> None:
-        """Count one more iteration.
-
-        Raises:
-            BudgetExceeded: there were as many as there may be.
-        """
-        most = self.limits.max_iterations
-        if self.spent.iterations >= most:
-            raise BudgetExceeded(f"it took max_iterations={most} requests and is not finished; raise it to go on")
-        self.spent.iterations += 1
-
     def reserve(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Spent:
         """Book the most that an attempt can use, before it is sent.
 
@@ -59,13 +48,13 @@ class BudgetLedger:
             BudgetExceeded: it would cross a limit; nothing is booked then.
         """
         prompt = len(json.dumps([messages, tools], ensure_ascii=False).encode()) // BYTES_PER_TOKEN + 1
-        most, spent, limits = self._of(prompt, self.limits.max_reply_tokens), self.spent, self.limits
-        if spent.tokens + most.tokens > limits.max_tokens:
-            there = f"{spent.tokens:,} of max_tokens={limits.max_tokens:,}"
-            raise BudgetExceeded(f"the next request may take {most.tokens:,} tokens, {there} are spent; raise it")
-        if limits.max_cost_usd is not None and spent.cost_usd + most.cost_usd > limits.max_cost_usd:
-            there = f"{spent.cost_usd:.4f} of max_cost_usd={limits.max_cost_usd:g}"
-            raise BudgetExceeded(f"the next request may cost {most.cost_usd:.4f} USD, {there} are spent; raise it")
+        most, limits = self._of(prompt, self.limits.max_reply_tokens), self.limits
+        kinds = {"max_iterations": "iterations", "max_tokens": "tokens", "max_cost_usd": "cost_usd"}
+        for limit, kind in kinds.items():
+            there, amount, allowed = getattr(self.spent, kind), getattr(most, kind), getattr(limits, limit)
+            if allowed is not None and there + amount > allowed:
+                spent = f"{there:,.6g} of {limit}={allowed:,.10g} are spent"
+                raise BudgetExceeded(f"the next request may take {amount:,.6g} {kind}, {spent}; raise it")
         self._take(most)
         return most
 
@@ -80,13 +69,14 @@ class BudgetLedger:
         self._book(reserved, -1)
 
     def _of(self, prompt: int, reply: int) -> Spent:
-        return Spent(0, prompt, reply, prompt * self._price.prompt + reply * self._price.reply)
+        return Spent(1, prompt, reply, prompt * self._price.prompt + reply * self._price.reply)
 
     def _take(self, most: Spent) -> None:
         """Book a reservation that the limits allow."""
         self._book(most, 1)
 
     def _book(self, amount: Spent, sign: int) -> None:
+        self.spent.iterations += sign * amount.iterations
         self.spent.prompt_tokens += sign * amount.prompt_tokens
         self.spent.reply_tokens += sign * amount.reply_tokens
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
+from caramba.console import logger
 from caramba.errors import AgentError, ConfigError, fits_header
 from caramba.paper.budget import BudgetLedger, Price
 from caramba.paper.untrusted import StatusError, encodable, fetch, read_object
@@ -29,7 +30,6 @@ from caramba.runs.deadline import run_with_timeout
 FIRST_WAIT_S = 1.0
 MOST_REASKED = 2
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
 Messages = list[dict[str, Any]]
 Send = Callable[[dict[str, Any]], dict[str, Any]]
 """Takes the body of a request and returns that of its answer."""
@@ -91,15 +91,15 @@ class LanguageModel:
             )
         return None
 
-    def ask(self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]) -> ModelReply:
-        """Return the model's reply; `record` gets every attempt before it is sent and after it failed.
+    def ask(self, messages: Messages, tools: Messages, ledger: BudgetLedger, save: Callable[[], None]) -> ModelReply:
+        """Return the model's reply; `save` puts on disk what is reserved, before it is sent.
 
         Raises:
             ConfigError: the server refuses the key, the model, or the address.
             AgentError: it refuses the request, fails on every attempt, or never answers in form (ModelUnusable).
             BudgetExceeded: an attempt would cross a limit.
         """
-        attempt = functools.partial(self._attempt, ledger, record)
+        attempt = functools.partial(self._attempt, ledger, save)
         if not (self._has_text_tools and tools):
             try:
                 return attempt(messages, tools)
@@ -118,7 +118,7 @@ class LanguageModel:
         )
 
     def _attempt(
-        self, ledger: BudgetLedger, record: Callable[..., None], messages: Messages, tools: Messages
+        self, ledger: BudgetLedger, save: Callable[[], None], messages: Messages, tools: Messages
     ) -> ModelReply:
         """Send a request until it is answered, refused, or was tried as often as allowed."""
         config, api = self.config, self.config.api
@@ -127,16 +127,18 @@ class LanguageModel:
         body |= {} if config.temperature is None else {"temperature": config.temperature}
         for attempt in itertools.count(1):
             reserved = ledger.reserve(messages, tools)
-            record("attempt", attempt=attempt, reserved_tokens=reserved.tokens)
+            save()
             try:
                 reply = _read(run_with_timeout(api.timeout_s, lambda: self._send(body)))
+                ledger.record_usage(reserved, reply.prompt_tokens, reply.reply_tokens)
+                return reply
             except Exception as error:
                 text, status, asked_s = _read_failure(error, config)
                 # What the server did not take costs nothing.
                 was_refused = status is not None and 400 <= status < 500 and status not in (408, 409)
                 if was_refused:
                     ledger.release(reserved)
-                record("attempt_failed", attempt=attempt, error=text, status=status)
+                logger.warning(f"paper: attempt {attempt} of a request failed: {text}")
                 if tools and status in (400, 422) and api.tools == "auto" and "tool" in text:
                     raise _ToolsRefused from None
                 may_pass = status == 429 or not was_refused
@@ -145,9 +147,6 @@ class LanguageModel:
                     raise self._refusal(text, status, tries) from None
                 wait = max(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5), asked_s)
                 self._sleep(min(wait, api.max_wait_s))
-            else:
-                ledger.record_usage(reserved, reply.prompt_tokens, reply.reply_tokens)
-                return reply
         raise AssertionError("unreachable")
 
     def _refusal(self, text: str, status: int | None, tries: str) -> AgentError | ConfigError:
@@ -327,14 +326,9 @@ def _read_failure(error: Exception, config: PaperConfig) -> tuple[str, int | Non
     litellm's exceptions carry the status that the server gave.
     """
     name, status = type(error).__name__, getattr(error, "status_code", None)
-    if name == "Timeout" or isinstance(error, TimeoutError):
-        return f"no answer within {config.api.timeout_s:g} s", status, 0.0
     text = str(error)
-    # Some servers repeat the key that they refuse. One may begin with another.
-    secret = [(value.strip(), name) for name, value in os.environ.items()
-              if name == config.api.key_env or name.upper().endswith(_SECRET)]  # fmt: skip
-    for value, variable in sorted(secret, key=lambda item: -len(item[0])):
-        text = text.replace(value, f"${variable}") if len(value) >= 6 else text
+    key = os.environ.get(config.api.key_env or "", "").strip()
+    text = text.replace(key, f"${config.api.key_env}") if key else text  # some servers repeat the one that they refuse
     text = f"{name}: {' '.join(encodable(text).split())[:300]}"
     if status is None or name == "APIConnectionError":
         text = f"cannot be reached or answers what cannot be read ({text})"

@@ -13,8 +13,8 @@ from pathlib import Path
 from caramba.artifacts.latex import escape, typeset
 from caramba.artifacts.tables import number
 from caramba.config.paper import SECTIONS, PaperConfig
-from caramba.errors import ConfigError
-from caramba.paper.evidence import Evidence, need_name, unit_tex
+from caramba.errors import ConfigError, need_name
+from caramba.paper.evidence import Evidence, unit_tex
 from caramba.paper.latex import Use
 
 TITLES: dict[str, str] = {

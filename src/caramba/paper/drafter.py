@@ -110,9 +110,7 @@ class _Session:
         """Bring the draft to where it resumes; refuse a paper that is on another run or not to be updated."""
         draft, config, evidence, root = self.draft, self.config, self.evidence, self.folder.root
         head = self.folder.head() or {}
-        has_replies = any(message["role"] == "assistant" for message in draft.messages)
-        # A draft that was stopped before it had a reply is nothing yet: it begins again.
-        if not update and (head or draft.sections or has_replies or draft.spent.tokens):
+        if not update and (head or draft.messages):
             there = f"version {head['version']}" if head else "an unfinished draft"
             raise ConfigError(f"{root}: holds {there} of a paper; --update resumes it, --output-dir DIR begins another")
         if draft.run_id not in ("", evidence.run_id):
@@ -130,7 +128,7 @@ class _Session:
                 f"{root / PAPER}"
             )
         # A new edit is a new draft, with a budget of its own. With another title or report it is another conversation.
-        goes_on = bool(draft.messages) and update and taken is None
+        goes_on = bool(draft.messages) and taken is None
         opening = json.dumps([first_messages(config, evidence, ""), evidence.report_sha256])
         opening_sha256 = hashlib.sha256(opening.encode()).hexdigest()
         if not goes_on or draft.opening_sha256 != opening_sha256:
@@ -182,7 +180,7 @@ class _Session:
     def run(self, ledger: BudgetLedger) -> Drafted:
         """Continue until a version is adopted."""
         self.ledger = ledger
-        self._note("begun", run=self.evidence.run_id, model=self.config.model)
+        self._save()
         logger.info(f"paper: {self.model.name} writes in {self.folder.root}")
         while True:
             messages = self.draft.messages
@@ -195,24 +193,20 @@ class _Session:
                     name, text = call["function"]["name"], call["function"]["arguments"]
                     result = call_tool(name, text, self.tools.tools)
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-                    self._note("tool", name=name, arguments=text, result=result)
+                    self._save()
             elif messages[-1]["role"] == "assistant":
                 adopted = self._finish()
                 if adopted is not None:
                     return adopted
             else:
-                ledger.begin()
-                logger.info(f"paper: request {ledger.spent.iterations} of at most {ledger.limits.max_iterations}")
-                # What a request adds to the one before: all of it together is every request.
-                added, tools = messages[index + 1 :], self.tools.tools
-                self.folder.note("request", model=self.config.model, added=added, tools=list(tools))
-                reply = self.model.ask(messages, tool_schemas(tools), ledger, self._note)
+                logger.info(f"paper: request {ledger.spent.iterations + 1} of at most {ledger.limits.max_iterations}")
+                reply = self.model.ask(messages, tool_schemas(self.tools.tools), ledger, self._save)
                 messages.append(reply.message)
-                self._note("reply", **asdict(reply), spent=asdict(self.draft.spent))
+                self._save()
 
     def _ask(self, messages: list[dict[str, Any]]) -> str:
         """Send a conversation without tools and return the answer."""
-        return self.model.ask(messages, [], self.ledger, self._note).message["content"]
+        return self.model.ask(messages, [], self.ledger, self._save).message["content"]
 
     def _finish(self) -> Drafted | None:
         """Adopt the draft as a version, or tell the model what is missing."""
@@ -233,22 +227,20 @@ class _Session:
             )
         if refusal is not None:
             draft.messages.append({"role": "user", "content": refusal})
-            self._note("refused", reason=refusal)
+            self._save()
             silent = [message["role"] for message in draft.messages[-2 * MOST_SILENT :]]
             if not draft.sections and silent == ["assistant", "user"] * MOST_SILENT:
                 raise ModelUnusable(
                     f"{self.config.model}: {MOST_SILENT} replies without a call and nothing written; take another"
                 )
             return None
-        draft.messages = []
         facts = {name: getattr(self.evidence, name) for name in ("report_sha256", "manifest_sha256", "proxy")}
         facts |= {"model": self.config.model, **asdict(draft)}
         number = self.folder.adopt(passed.files, facts, self.config.versions_kept)
-        draft.taken_sha256 = ""
-        self._note("adopted", version=number, spent=asdict(draft.spent))
+        draft.messages, draft.taken_sha256 = [], ""
+        self._save()
         return Drafted(number, self.folder.root / PAPER, self.folder.root / PDF, draft.spent)
 
-    def _note(self, event: str, **fields: Any) -> None:
-        """Note an event, and save the draft with what is reserved: a kill in mid-request cannot give it back."""
-        self.folder.note(event, **fields)
+    def _save(self) -> None:
+        """Save the draft with what is reserved: a kill in mid-request cannot give it back."""
         self.draft.save(self.folder.draft_file)

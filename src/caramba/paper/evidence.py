@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from caramba.artifacts.tables import number
 from caramba.artifacts.write import REPORT_FILE, TABLES_FILE
 from caramba.config.manifest import Manifest
 from caramba.config.source import is_mapping, is_sequence, read_object
-from caramba.errors import CarambaError, ConfigError, nearest
+from caramba.errors import CarambaError, ConfigError, need_name
 from caramba.result import Metric
 from caramba.runs.files import sha256_of
 from caramba.runs.manifest import read_manifest
@@ -117,16 +117,6 @@ class Evidence:
                 f"\\claim states {direction}; {first} is {one.value:g}, {second} {other.value:g}, within {margin:.3g} "
                 f"of each other by chance: {found}"
             )
-
-
-def need_name(name: str, known: Collection[str], kind: str, where: str) -> None:
-    """Refuse a name that is not known, with the nearest one or where they are listed.
-
-    Raises:
-        CarambaError: it is not among `known`.
-    """
-    if name not in known:
-        raise CarambaError(f"{name!r} is no {kind}{nearest(name, known) or f'; {where}'}")
 
 
 def read_artifact(file: Path, sha256: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What is on disk of a paper: its head, the versions behind it, the draft at work, and the transcript."""
+"""What is on disk of a paper: its head, the versions behind it, and the draft at work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.paper.budget import Spent
 from caramba.paper.literature import Record
-from caramba.runs.files import append_line, part_of, sha256_of, whole_lines, write_json, write_whole
+from caramba.runs.files import part_of, sha256_of, write_json, write_whole
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
-VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
+VERSIONS, VERSION, DRAFT = "versions", "version.json", "draft.json"
 AGENT, HUMAN = "agent", "human"
 PUBLISHED = "published"  # in a version whose files have all become the head
 # What a draft that was stopped at once leaves; a folder with nothing else is as good as new.
-_BEGINNINGS = frozenset({TRANSCRIPT, ".lock", "research"})
+_BEGINNINGS = frozenset({".lock", "research"})
 
 
 class PaperFolder:
@@ -105,13 +105,6 @@ class PaperFolder:
             shutil.rmtree(self.version_path(old))
         return head["version"]
 
-    def note(self, event: str, **fields: Any) -> None:
-        """Append one line to the transcript."""
-        record = {"time": round(time.time(), 3), "event": event, **fields}
-        file = self._target(TRANSCRIPT)
-        whole_lines(file)
-        append_line(file, json.dumps(record, ensure_ascii=False, default=str))
-
     def _publish(self, record: Mapping[str, Any]) -> None:
         """Copy a version to the head, paper.tex last: until all is there, `heal` begins again.
 
@@ -156,7 +149,7 @@ class Section:
 
 @dataclass
 class Draft:
-    """A draft at work. `messages` is the conversation so far, and empty once its version is adopted.
+    """A draft at work. `messages` is the conversation so far, and empty once its version is adopted, which keeps it.
 
     `cited` are ids of records, `taken_sha256` is the hash of the edited paper.tex that was taken over since then.
     """
@@ -185,10 +178,11 @@ def load_draft(folder: PaperFolder) -> Draft:
     Raises:
         ConfigError: the file is not one that caramba wrote.
     """
-    head, file = folder.head(), folder.draft_file
-    if not file.is_file() and head is not None:
-        file = folder.version_path(head["version"]) / VERSION
+    file = folder.draft_file
     try:
+        if not file.is_file() and (head := folder.head()) is not None:
+            file = folder.version_path(head["version"]) / VERSION
+            return replace(TypeAdapter(Draft).validate_python(head), messages=[])
         return TypeAdapter(Draft).validate_json(file.read_bytes()) if file.is_file() else Draft()
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]

@@ -15,10 +15,10 @@ from typing import Any
 
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import PaperConfig
-from caramba.errors import CarambaError
+from caramba.errors import CarambaError, need_name
 from caramba.paper.compile import Compiled, compile_paper
 from caramba.paper.document import PREAMBLE, build_paper, define, results_tex
-from caramba.paper.evidence import Evidence, need_name, read_artifact
+from caramba.paper.evidence import Evidence, read_artifact
 from caramba.paper.folder import BIBLIOGRAPHY, HUMAN, PAPER, PDF, RESULTS, Section
 from caramba.paper.latex import NotAllowed, Scanned, Use, scan
 from caramba.paper.literature import Record

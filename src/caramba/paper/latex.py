@@ -18,64 +18,43 @@ from typing import Any
 from caramba.config.optional_deps import need_library
 from caramba.errors import nearest
 from caramba.paper import numbers
-from caramba.paper.numbers import BREAK, CELLS, DISPLAY, EMPTY, FORMULA, FORMULA_END, PART_END, SCRIPT, Text
+from caramba.paper.numbers import BREAK, CELLS, CELLS_END, EMPTY, SCRIPT, SCRIPT_END, Text
 
 _PRINTED = {
-    "-": "", "break": BREAK, "space": " ", "line": "\n", "hole": numbers.HOLE, "value": numbers.VALUE, "empty": EMPTY,
+    "-": "", "break": BREAK, "space": " ", "hole": numbers.HOLE, "value": numbers.VALUE, "empty": EMPTY,
     "reference": numbers.REFERENCE, "year": numbers.YEAR, "author": numbers.AUTHOR, "letter": numbers.LETTER,
     "sum": f"={numbers.LETTER}", "by": "\u00d7",
 }  # fmt: skip
 
 
-def _commands(text: str) -> dict[str, tuple[list[str], str]]:
-    r"""Return the arguments of commands and what they print, by name, from lines of arguments, print, and names.
-
-    An argument is `p` prose, `m` mathematics, or `n` a name; `?` before a letter is for square brackets, which may be
-    left out, and `*` for a star. \cdot is no operator: 2\cdot1 reads as 2.1.
-    """
-    found: dict[str, tuple[list[str], str]] = {" ": ([], " ")}
-    for line in filter(None, text.splitlines()):
-        kinds, printed, *names = line.split()
-        for name in names:
-            shown = name if printed == "itself" else _PRINTED.get(printed, printed)
-            found[name] = re.findall(r"\*|\??[a-z]", kinds), shown
-    return found
-
-
-_EVERYWHERE = r"""
-n value result resultvalue setting
-nnn value derived
-n - label
-- space quad , : ;
-- itself { }
-"""
-PROSE_COMMANDS = _commands(rf"""{_EVERYWHERE}
-p - emph textbf textit texttt textsc textrm textsf underline textsuperscript textsubscript mbox
+_TABLE = r"""
+p - emph textbf textit texttt textsc textrm textsf text underline textsuperscript textsubscript mbox
 p break footnote paragraph subsection subsubsection caption
 ?p break item
 ?p?pn hole cite citep
 ?p?pn author citet citeauthor
 ?p?pn year citeyear citealt citealp
 nn value citednumber
+n value result resultvalue setting
+nnn value derived
 nnn - claim
 np break artifactfigure
 n hole artifacttable
+n - label
 n reference ref pageref
 n hole eqref autoref
-- itself % & $ # _ i j l L o O
-- space qquad par newline \
-- § S
-- … ldots dots
-- - / - ' ` " ^ ~ = . c v u H k r ss ae AE oe OE aa AA LaTeX TeX noindent centering small footnotesize
-- - textbackslash textasciitilde textasciicircum textbar textless textgreater toprule midrule bottomrule
-""")
-MATH_COMMANDS = _commands(rf"""{_EVERYWHERE}
 m - mathbf mathrm mathit mathcal mathbb mathsf mathtt boldsymbol underbrace overbrace
 m - hat bar tilde vec dot ddot widehat widetilde overline
 *m - operatorname
 mm cells frac tfrac dfrac binom
 ?mm cells sqrt
-p - text textrm textit textbf texttt
+- itself % & $ # _ { } i j l L o O
+- space quad qquad par newline \ , : ;
+- § S
+- … ldots dots
+- - / - ' ` " ^ ~ = . c v u H k r ss ae AE oe OE aa AA LaTeX TeX noindent centering small footnotesize
+- - textbackslash textasciitilde textasciicircum textbar textless textgreater toprule midrule bottomrule
+- - limits nolimits prime left right middle big bigl bigr Big Bigl Bigr
 - = div pm mp cup cap setminus land lor oplus otimes le leq ge geq ll gg ne neq equiv approx sim simeq propto in
 - = notin ni subset subseteq supset supseteq forall exists to mapsto gets rightarrow leftarrow Rightarrow Leftarrow
 - = leftrightarrow iff implies longrightarrow uparrow downarrow parallel perp
@@ -86,21 +65,35 @@ p - text textrm textit textbf texttt
 - ( langle lfloor lceil lvert lVert
 - ) rangle rfloor rceil rvert rVert
 - | | vert Vert
-- empty ! qquad displaystyle textstyle nonumber notag
-- - limits nolimits prime left right middle big bigl bigr Big Bigl Bigr
-- hole emptyset neg infty odot circ star ast dagger top bot mid ldots cdots vdots ddots dots colon % _ # &
-- line \
+- empty displaystyle textstyle nonumber notag
+- hole emptyset neg infty odot circ star ast dagger top bot mid cdots vdots ddots colon
 - · cdot bullet
 - by times
-""")
+"""
 
+
+def _commands() -> dict[str, tuple[list[str], str]]:
+    r"""Return the arguments of commands and what they print, by name, from lines of arguments, print, and names.
+
+    An argument is `p` prose, `m` mathematics, or `n` a name; `?` before a letter is for square brackets, which may be
+    left out, and `*` for a star. \cdot is no operator: 2\cdot1 reads as 2.1.
+    """
+    found: dict[str, tuple[list[str], str]] = {" ": ([], " ")}
+    for kinds, printed, *names in map(str.split, _TABLE.strip().splitlines()):
+        for name in names:
+            shown = name if printed == "itself" else _PRINTED.get(printed, printed)
+            found[name] = re.findall(r"\*|\??[a-z]", kinds), shown
+    return found
+
+
+COMMANDS = _commands()
 PROSE_ENVIRONMENTS = (
     "itemize", "enumerate", "description", "quote", "quotation", "center", "table", "figure", "tabular",
 )  # fmt: skip
 MATH_ENVIRONMENTS = ("align", "align*", "equation", "equation*", "gather", "gather*")
 _INNER_ENVIRONMENTS = ("aligned", "cases", "matrix", "pmatrix", "bmatrix", "split")
 
-_KNOWN = {*PROSE_COMMANDS, *MATH_COMMANDS, *"()[]", "begin", "end"}
+_KNOWN = {*COMMANDS, *"()[]", "begin", "end"}
 _NAMED = re.compile(r"\\([A-Za-z]+|.|$)|%[^\n]*", re.DOTALL)
 _BRACKETED = re.compile(
     r"\\(left|right|middle|[bB]ig[lr]?)(?![A-Za-z])"
@@ -173,15 +166,10 @@ def _check_source(source: str) -> None:
         if name == "":
             raise NotAllowed("a backslash at the end", line)
         if name and name not in _KNOWN and not name.isspace():
-            raise _unknown(name, line, PROSE_COMMANDS)
+            hint = (nearest(name, COMMANDS) if len(name) > 2 else None) or "; get_paper_template lists them"
+            raise NotAllowed(rf"\{name} is not a command that a section may use{hint}", line)
         if _BRACKETED.match(source, found.start()):
             raise NotAllowed(rf"\{name} expects a bracket, or . for none", line)
-
-
-def _unknown(name: str, line: int, allowed: Iterable[str]) -> NotAllowed:
-    hint = (nearest(name, allowed) if len(name) > 2 else None) or "; get_paper_template lists them"
-    where = " in mathematics" if allowed is MATH_COMMANDS else ""
-    return NotAllowed(rf"\{name} is not a command that a section may use{where}{hint}", line)
 
 
 @functools.cache
@@ -190,7 +178,7 @@ def _parser() -> tuple[Any, Any]:
     need_library("pylatexenc", "paper", "paper")
     spec: Any = importlib.import_module("pylatexenc.macrospec")
     forms = {name: "".join("[" if kind[0] == "?" else "*" if kind == "*" else "{" for kind in kinds)
-             for name, (kinds, _) in {**PROSE_COMMANDS, **MATH_COMMANDS}.items()}  # fmt: skip
+             for name, (kinds, _) in COMMANDS.items()}  # fmt: skip
     environments = (*PROSE_ENVIRONMENTS, *MATH_ENVIRONMENTS, *_INNER_ENVIRONMENTS)
     grammar = spec.LatexContextDb()
     grammar.add_context_category(
@@ -247,7 +235,7 @@ class _Reader:
             base, at = next(left, ("^", at))
             if (base if isinstance(base, str) else getattr(base, "macroname", "")) in ("^", "_"):
                 raise self._refuse("a sub- or superscript is missing behind ^ or _; write it in braces")
-            with self._within(SCRIPT, PART_END):
+            with self._within(SCRIPT, SCRIPT_END):
                 self._read(base, at)
 
     def _read(self, item: Any, at: int) -> None:
@@ -286,22 +274,25 @@ class _Reader:
 
     def _formula(self, nodes: list[Any], *, is_display: bool) -> None:
         r"""Read mathematics: a formula of its own, or a part of the one whose \text it is in."""
-        marks = ("", "") if self.in_formula else (DISPLAY if is_display else FORMULA, FORMULA_END)
+        marks = (
+            ("", "") if self.in_formula else (numbers.DISPLAY if is_display else numbers.FORMULA, numbers.FORMULA_END)
+        )
         with self._within(*marks, in_math=True, in_formula=True):
             self.walk(nodes)
 
     def _cells(self, parts: Iterable[list[Any]]) -> None:
         """Read what is above and below another."""
-        with self._within(CELLS, PART_END):
-            for nodes in parts:
-                self._put("=")
+        with self._within(CELLS, CELLS_END):
+            for index, nodes in enumerate(parts):
+                self._put("=" if index else "")
                 self.walk(nodes)
 
     def _command(self, name: str, node: Any) -> None:
-        allowed, line, in_table = MATH_COMMANDS if self.in_math else PROSE_COMMANDS, self.line, self.in_table
-        if name not in allowed:
-            raise _unknown(name, line, allowed)
-        kinds, printed = allowed[name]
+        (kinds, printed), line, in_table = COMMANDS[name], self.line, self.in_table
+        if "m" in kinds and not self.in_math:
+            raise self._refuse(rf"\{name} outside of a formula; write it within $ and $")
+        if name == "\\":
+            printed = BREAK if in_table else "\n" if self.in_math else " "
         given = node.nodeargd.argnlist if node.nodeargd is not None else []
         arguments = [(kind[-1], part) for kind, part in zip(kinds, given, strict=True)
                      if part is not None and kind != "*"]  # fmt: skip
@@ -310,7 +301,7 @@ class _Reader:
         if printed == "cells":
             self._cells(part.nodelist for _, part in arguments)
             return
-        self._put(BREAK if in_table and name == "\\" else printed)
+        self._put(printed)
         names: list[str] = []
         for kind, part in arguments:
             if kind == "n":

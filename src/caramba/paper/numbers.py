@@ -15,12 +15,13 @@ VALUE, REFERENCE, YEAR, AUTHOR = "\ue000", "\ue001", "\ue002", "\ue003"
 # ... what is no number: a letter of a formula, anything else, and a group that prints nothing, ...
 LETTER, HOLE, EMPTY = "\ue004", "\ue005", "\ue006"
 # ... and where formulas, their scripts and their cells (of fractions, roots and matrices) begin and end.
-FORMULA, DISPLAY, FORMULA_END, SCRIPT, CELLS, PART_END = "\ue010", "\ue011", "\ue012", "\ue013", "\ue014", "\ue015"
-_SCRIPTED = "\ue016"  # a script that was checked
+FORMULA, DISPLAY, FORMULA_END = "\ue010", "\ue011", "\ue012"
+SCRIPT, SCRIPT_END, CELLS, CELLS_END = "\ue013", "\ue014", "\ue015", "\ue016"
+_INDEXED = "\ue017"  # a script that was an index
 BREAK = " ; "  # between paragraphs, cells and items, which are separate on the page
 _DIGITS, _OF_FORMULAS = "0123456789", "".join(map(chr, range(0xE020, 0xE02A)))
 TO_FORMULA, _FROM_FORMULA = str.maketrans(_DIGITS, _OF_FORMULAS), str.maketrans(_OF_FORMULAS, _DIGITS)
-_AS_PROSE = str.maketrans(dict.fromkeys([LETTER, SCRIPT, CELLS, PART_END, *_OF_FORMULAS], HOLE))
+_AS_PROSE = str.maketrans(dict.fromkeys([LETTER, SCRIPT, SCRIPT_END, CELLS, CELLS_END, *_OF_FORMULAS], HOLE))
 _NOT_PROSE = (EMPTY, FORMULA, DISPLAY, FORMULA_END)
 
 UNGROUNDED = (
@@ -104,43 +105,34 @@ GLUED = (
     "between them"
 )
 BASELESS = "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no base"
+_MARKS = f"{SCRIPT}{SCRIPT_END}{CELLS}{CELLS_END}"
 _NUMBER = re.compile(f"[0-9]+|{VALUE}")
-_INNERMOST = re.compile(f"([{SCRIPT}{CELLS}])([^{SCRIPT}{CELLS}{PART_END}]*){PART_END}")
+_BASE = re.compile(rf"(?:[^\W\d_]|[{LETTER}{SCRIPT_END}]|[^\s(\[{{{_MARKS}=]\s*[)\]}}|])\Z")
+# A script with one digit is an index or exponent.
+_INDEX = re.compile(f"{SCRIPT}[^0-9{VALUE}{_MARKS}]*[0-9][^0-9{VALUE}{_MARKS}]*{SCRIPT_END}")
 # An operator, or a comma or bar that follows a letter, separates two numbers.
-_OPERANDS = re.compile(rf"(?:(?!(?:[^\W\d]|{LETTER})[^0-9{VALUE}]*[,;:|])[^=+*/<>\u00d7\n-])+")
-_BASE = re.compile(rf"(?:[^\W\d_]|[{LETTER}{_SCRIPTED}]|[^\s(\[{{]\s*[)\]}}|])\Z")
+_OPERANDS = re.compile(rf"(?:(?!(?:[^\W\d_]|{LETTER})[^0-9{VALUE}]*[,;:|])[^=+*/<>\u00d7\n-])+")
+_TOUCHED = re.compile(f"[{_INDEXED}{SCRIPT_END}][0-9{VALUE}]|{CELLS_END}.*[0-9{VALUE}]|[0-9{VALUE}]{CELLS}")
 
 
 def _check_formula(formula: str, *, is_display: bool) -> Iterator[str]:
-    """Yield what is wrong in a formula, whose scripts and cells are checked from the innermost on."""
-    while part := _INNERMOST.search(formula):
-        before, row, mark = formula[: part.start()], part[2], _SCRIPTED
-        if part[1] == SCRIPT:
-            yield from _check_row(row, is_script=True, is_inner=False)
-            if row[:1] in ("", EMPTY) or not _BASE.search(before):
-                yield BASELESS
-        else:
-            yield from _check_row(row, is_script=False, is_inner=True)
-            mark = VALUE if _NUMBER.search(row) else LETTER if re.search(rf"[^\W\d]|{LETTER}", row) else EMPTY
-        formula = f"{before}{mark}{formula[part.end() :]}"
-    yield from _check_row(formula, is_script=False, is_inner=is_display)
+    """Yield what is wrong with the numbers of a formula: those without an operator between them are read together.
 
-
-def _check_row(row: str, *, is_script: bool, is_inner: bool) -> Iterator[str]:
-    """Yield what is wrong with the numbers of a row: those without an operator between them are read together.
-
-    A number alone is structure as an index or exponent of one digit, and as 0, 1 or 2 in a displayed formula, a
-    fraction or a root.
+    A number alone is structure as 0, 1 or 2 in a displayed formula, a script, a fraction or a root.
     """
-    for operand in _OPERANDS.finditer(row):
+    for script in re.finditer(f"{SCRIPT}({EMPTY}?{SCRIPT_END})?", formula):
+        if script[1] or not _BASE.search(formula[: script.start()]):
+            yield BASELESS
+    flat = _INDEX.sub(_INDEXED, formula)
+    for operand in _OPERANDS.finditer(flat):
         numbers = _NUMBER.findall(operand[0])
-        is_alone = len(numbers) == 1 and f"{_SCRIPTED}{numbers[0]}" not in operand[0]
-        is_structure = numbers and (
-            (is_script and len(numbers[0]) == 1) or (is_inner and numbers[0] in ("0", "1", "2"))
-        )
+        is_alone = len(numbers) == 1 and not _TOUCHED.search(operand[0])
+        before = flat[: operand.start() + len(operand[0].split(numbers[0])[0])] if numbers else ""
+        depth = sum((mark in (SCRIPT, CELLS)) - (mark in (SCRIPT_END, CELLS_END)) for mark in before)
+        is_inner = is_display or depth > 0
         if VALUE in numbers and not is_alone:
             yield GLUED
-        elif numbers and VALUE not in numbers and not (is_alone and is_structure):
+        elif numbers and VALUE not in numbers and not (is_alone and is_inner and numbers[0] in ("0", "1", "2")):
             yield f"{re.sub('[^0-9.,:]', '', operand[0])[:60]!r} {UNGROUNDED}"
 
 
@@ -148,7 +140,7 @@ _ANY = f"{VALUE}{REFERENCE}{YEAR}"
 _LISTED = rf"(?:[.,:]\s+|[\s;]*;\s+)[{_ANY}]"  # ends a sentence or parts a list, as on paper
 # References behind their word and behind each other, and years behind an author or at the end of parentheses.
 _NAMED = re.compile(
-    r"(?:\b(?:tab(?:le)?s?|fig(?:ure)?s?|sec(?:tion)?s?|eq(?:uation)?s?|pages?|appendi(?:x|ces))\.?|\u00a7)"
+    r"(?:\b(?:tables?|figures?|sections?|equations?|pages?|appendi(?:x|ces)|(?:tab|fig|sec|eq)s?\.?)|\u00a7)"
     rf"[\s(]*{REFERENCE}(?:(?:,\s+|,?\s*(?:\b(?:and|or|to|through)\b|[\u2013\u2014&-]+)\s*){REFERENCE})*|"
     rf"(?:{AUTHOR}|(?-i:\b[A-Z][^\W\d_]+)|\bal\.)(?:['\u2019]s?)?,?\s*{YEAR}(?=\s*(?:\Z|[).,;:\]?!]))|"
     rf"\([^()]{{0,60}}{YEAR}(?=\s*\))",

@@ -99,8 +99,7 @@ class PaperReviewer:
         messages = _opening(self.config, sections, evidence)
         silent = 0
         while tools.submitted is None:
-            ledger.begin()
-            reply = self.model.ask(messages, schemas, ledger, lambda event, **fields: None)
+            reply = self.model.ask(messages, schemas, ledger, lambda: None)
             messages.append(reply.message)
             calls = reply.message.get("tool_calls", [])
             if not calls:

@@ -16,12 +16,12 @@ from pydantic import Field, create_model
 from caramba.config.base import Config
 from caramba.config.paper import PaperConfig, SectionName, SourceName
 from caramba.config.parse import parse_as
-from caramba.errors import AgentError, CarambaError
+from caramba.errors import AgentError, CarambaError, need_name
 from caramba.paper.document import TITLES
-from caramba.paper.evidence import OPERATIONS, Evidence, need_name, read_artifact
+from caramba.paper.evidence import OPERATIONS, Evidence, read_artifact
 from caramba.paper.folder import AGENT, HUMAN, Draft, Section
 from caramba.paper.gate import Gate
-from caramba.paper.latex import MATH_ENVIRONMENTS, PROSE_COMMANDS, PROSE_ENVIRONMENTS
+from caramba.paper.latex import COMMANDS, MATH_ENVIRONMENTS, PROSE_ENVIRONMENTS
 from caramba.paper.literature import Literature
 from caramba.paper.untrusted import condense, encodable, read_object
 
@@ -188,7 +188,7 @@ class Toolbox:
         """Return the titles of the sections, and the commands and environments that they may use."""
         return {
             "sections": {name: TITLES[name] for name in self.gate.config.sections},
-            "commands": sorted(name for name in PROSE_COMMANDS if name.isalpha() and len(name) > 2),
+            "commands": sorted(name for name in COMMANDS if name.isalpha() and len(name) > 2),
             "environments": [*PROSE_ENVIRONMENTS, *MATH_ENVIRONMENTS],
             "operations": list(OPERATIONS),
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,3 @@ def whole(results: str = RESULTS) -> Answer:
 
 def drafted(config: PaperConfig, run: Path, output_dir: Path | None = None, **named: Any) -> Drafted:
     return PaperDrafter(config, output_dir, sleep=lambda seconds: None).draft_sync(run, **named)
-
-
-def transcript(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "paper/transcript.jsonl").read_text().splitlines()]

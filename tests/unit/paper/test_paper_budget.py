@@ -36,10 +36,9 @@ def test_spending_never_exceeds_the_limits(
         messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * size}]
         before = asdict(spent)
         try:
-            ledger.begin()
             reserved = ledger.reserve(messages, [])
         except BudgetExceeded:
-            assert {**asdict(spent), "iterations": 0} == pytest.approx({**before, "iterations": 0})
+            assert asdict(spent) == pytest.approx(before)
             continue
         if outcome == "used":
             ledger.record_usage(reserved, int(share * reserved.prompt_tokens), int(share * reserved.reply_tokens))
@@ -55,10 +54,10 @@ def test_spending_never_exceeds_the_limits(
 
 
 def test_limits_say_what_was_reached() -> None:
-    limits = BudgetConfig(max_iterations=1, max_cost_usd=0.001, max_reply_tokens=10)
-    ledger = BudgetLedger(limits, Spent(), Price(1.0, 1.0))
-    ledger.begin()
-    with pytest.raises(BudgetExceeded, match=r"max_iterations=1 requests and is not finished; raise it"):
-        ledger.begin()
-    with pytest.raises(BudgetExceeded, match=r"the next request may cost \d+\.\d+ USD, 0\.0000 of max_cost_usd=0\.001"):
+    ledger = BudgetLedger(BudgetConfig(max_iterations=1, max_reply_tokens=10), Spent(), None)
+    ledger.reserve([], [])
+    with pytest.raises(BudgetExceeded, match=r"1 iterations, 1 of max_iterations=1 are spent; raise it"):
+        ledger.reserve([], [])
+    ledger = BudgetLedger(BudgetConfig(max_cost_usd=0.001, max_reply_tokens=10), Spent(), Price(1.0, 1.0))
+    with pytest.raises(BudgetExceeded, match=r"may take \d+ cost_usd, 0 of max_cost_usd=0\.001 are spent; raise it"):
         ledger.reserve([], [])

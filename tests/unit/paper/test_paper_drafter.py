@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from finished_run import PROXY, write_run
-from scripted_paper import ABSTRACT, RESULTS, drafted, section, transcript, whole
+from scripted_paper import ABSTRACT, RESULTS, drafted, section, whole
 from tests.needs import need
 from tests.paper_servers import LiteratureServer, calls, chat_server, says
 
@@ -76,7 +76,7 @@ def test_every_tool_leads_to_an_adopted_version(
     assert results[-1]["missing"] == []
     assert (found.version, found.spent.iterations, found.spent.tokens) == (
         1,
-        6,
+        8,
         960,
     )  # with two calls that condense abstracts
     paper = own / "paper"
@@ -96,10 +96,10 @@ def test_every_tool_leads_to_an_adopted_version(
     assert "bib:own2020" in record["records"]
     assert record["sections"]["results"]["by"] == "agent"
     assert record["proxy"] == PROXY
-    events = [event["event"] for event in transcript(own)]
-    assert events[:3] == ["begun", "request", "attempt"]
-    assert events.count("tool") == 14
-    assert events[-1] == "adopted"
+    roles = [message["role"] for message in record["messages"]]  # the conversation that wrote it
+    assert roles[:3] == ["system", "user", "assistant"]
+    assert roles.count("tool") == 14
+    assert roles[-1] == "assistant"
 
 
 @pytest.mark.usefixtures("without_latex")

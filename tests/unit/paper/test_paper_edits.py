@@ -16,7 +16,7 @@ from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, BudgetExceeded, ConfigError
 from caramba.paper import gate
 from caramba.paper.compile import Compiled
-from caramba.paper.folder import PaperFolder
+from caramba.paper.folder import Draft
 
 need("litellm")
 pytestmark = pytest.mark.usefixtures("without_latex")
@@ -211,7 +211,7 @@ def test_an_edit_is_taken_once_though_a_kill_kept_that_from_being_noted(
 ) -> None:
     change(version, ABSTRACT, "Mine.")
     with monkeypatch.context() as patch, chat_server(says("done")) as server:
-        patch.setattr(PaperFolder, "note", stopped_at("adopted", PaperFolder.note))
+        patch.setattr(Draft, "save", stopped_after_adoption(Draft.save))
         with pytest.raises(KeyboardInterrupt):
             drafted(config(server.url), own, update=True)
     with chat_server() as server:
@@ -221,13 +221,13 @@ def test_an_edit_is_taken_once_though_a_kill_kept_that_from_being_noted(
     assert not list((own / "paper").glob("*.edited-*"))
 
 
-def stopped_at(event: str, real: Callable[..., None]) -> Callable[..., None]:
-    def note(self: PaperFolder, name: str, **fields: Any) -> None:
-        if name == event:
+def stopped_after_adoption(real: Callable[..., None]) -> Callable[..., None]:
+    def save(self: Draft, file: Path) -> None:
+        if not self.messages:
             raise KeyboardInterrupt
-        real(self, name, **fields)
+        real(self, file)
 
-    return note
+    return save
 
 
 @pytest.mark.parametrize(

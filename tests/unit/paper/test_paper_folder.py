@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict
@@ -122,16 +121,6 @@ def test_a_missing_head_is_put_back_and_an_edited_one_is_not(tmp_path: Path) -> 
     (paper.root / "paper.tex").unlink()
     paper.heal()
     assert (paper.root / "paper.tex").read_text() == "one"
-
-
-def test_a_transcript_drops_half_a_line_that_a_kill_left(tmp_path: Path) -> None:
-    paper = opened(tmp_path / "paper")
-    paper.note("one", text="a\nb")
-    with open(paper.root / "transcript.jsonl", "a") as file:
-        file.write('{"torn": ')
-    paper.note("two")
-    lines = (paper.root / "transcript.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines] == ["one", "two"]
 
 
 def test_a_draft_is_read_back(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ Make = Callable[..., PaperConfig]
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ({"max_iterations": 2}, "max_iterations=2 requests and is not finished"),
+        ({"max_iterations": 2}, "2 of max_iterations=2 are spent"),
         ({"max_tokens": 12000, "max_reply_tokens": 100}, "max_tokens=12,000 are spent"),
         (
             {
@@ -217,10 +217,10 @@ def test_an_unfinished_draft_is_gone_on_with_only_by_update(config: Make, own: P
     with chat_server(fails(401)) as server, pytest.raises(ConfigError):
         drafted(config(server.url), own)
     with (
-        chat_server(calls(("list_artifacts", {}))) as server,  # nothing was there yet
+        chat_server(calls(("list_artifacts", {}))) as server,
         pytest.raises(AgentError, match=r"resume with `caramba paper .*/run --update`"),
     ):
-        drafted(config(server.url), own)
+        drafted(config(server.url), own, update=True)
     with (
         chat_server() as server,
         pytest.raises(ConfigError, match="holds an unfinished draft of a paper; --update"),

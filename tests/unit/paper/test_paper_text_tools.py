@@ -35,7 +35,7 @@ def ask(config: PaperConfig, journal: Journal | None = None, text: str = "write"
         budget = LoopBudget(journal.file.parent, LoopBudgetConfig())
         model = RecordedModel(journal, budget, config, sleep=lambda seconds: None)
     messages = [MESSAGES[0], {"role": "user", "content": text}]
-    return model.ask(messages, TOOLS, BudgetLedger(BudgetConfig(), Spent(), None), lambda event, **fields: None)
+    return model.ask(messages, TOOLS, BudgetLedger(BudgetConfig(), Spent(), None), lambda: None)
 
 
 def test_calls_are_read_from_text(config: Make) -> None:

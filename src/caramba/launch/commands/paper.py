@@ -12,7 +12,7 @@ from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.config.resolve import load_tree, read_text
 from caramba.console import logger
-from caramba.errors import ConfigError, nearest, one_line
+from caramba.errors import ConfigError, need_name, one_line
 from caramba.launch.commands.arguments import CommandArguments
 from caramba.paper import PaperDrafter
 from caramba.runs import read_manifest, resolve_run
@@ -53,11 +53,9 @@ def main(argv: list[str]) -> int:
     manifest = read_manifest(run)
     known = [group.name for group in manifest.groups_to_run()]
     group = args.group
-    if group is not None and group not in known:
-        raise ConfigError(
-            f"--group {group}: no group of this run{nearest(group, known) or ';'} groups: {', '.join(known)}"
-        )
-    if len(known) > 1 and group is None:
+    if group is not None:
+        need_name(group, known, "group of this run", f"--group NAME, of {', '.join(known)}", ConfigError)
+    elif len(known) > 1:
         raise ConfigError(f"{run}: a paper is on one of its groups; --group NAME, of {', '.join(known)}")
     plain = _section(args.config) if args.config else _plain(manifest.paper or PaperConfig())
     for flag, path, _ in _KEYS:

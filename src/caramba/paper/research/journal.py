@@ -98,7 +98,7 @@ class RecordedModel(LanguageModel):
         if journal.replay is None:
             super().__init__(config, **named)
 
-    def ask(self, messages: Messages, tools: Messages, ledger: BudgetLedger, record: Callable[..., None]) -> ModelReply:
+    def ask(self, messages: Messages, tools: Messages, ledger: BudgetLedger, save: Callable[[], None]) -> ModelReply:
         """Return the reply of the journal, of the replayed file, or of the model, as `LanguageModel.ask` does."""
         request = {"model": self.config.model, "messages": messages, "tools": tools}
         read = TypeAdapter(ModelReply).validate_python
@@ -109,6 +109,6 @@ class RecordedModel(LanguageModel):
             reply = read(self.journal.find_recorded(request))
             ledger.record_usage(ledger.reserve(messages, tools), reply.prompt_tokens, reply.reply_tokens)
         else:
-            reply = super().ask(messages, tools, ledger, record)
+            reply = super().ask(messages, tools, ledger, save)
         self.journal.add(request, asdict(reply))
         return reply

@@ -26,7 +26,7 @@ from caramba.paper.compile import need_latex
 from caramba.paper.document import read_paper
 from caramba.paper.drafter import PaperDrafter
 from caramba.paper.evidence import Evidence, read_evidence
-from caramba.paper.folder import PAPER, TRANSCRIPT, PaperFolder
+from caramba.paper.folder import PAPER, PaperFolder
 from caramba.paper.research.appendix import with_experiments
 from caramba.paper.research.experiment import Comparison, Launch, launch_run
 from caramba.paper.research.journal import CALLS, Journal, RecordedModel
@@ -180,8 +180,8 @@ class _Session:
             return recorded
         begun = self._line("draft_begun", number)
         if begun is None:
-            begun = self.ledger.append("draft_begun", iteration=number, adopted=self._n_adopted())
-        if self._n_adopted() == begun["adopted"]:  # else a kill came between the version and its line
+            begun = self.ledger.append("draft_begun", iteration=number, version=self._version())
+        if self._version() == begun["version"]:  # else a kill came between the version and its line
             self.journal.step = f"iter{number}/draft"
             drafter = PaperDrafter(
                 self._paper_config(number), self.paper, sleep=self.loop._sleep, model=self.model,
@@ -317,10 +317,9 @@ class _Session:
     def _line(self, event: str, number: int) -> dict[str, Any] | None:
         return next((line for line in self.ledger.of(event) if line["iteration"] == number), None)
 
-    def _n_adopted(self) -> int:
-        file = self.paper / TRANSCRIPT
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        return text.count('"event": "adopted"')
+    def _version(self) -> int:
+        """Return the number of the paper's newest version, 0 where there is none."""
+        return (PaperFolder(self.paper).head() or {"version": 0})["version"]
 
 
 def _check_file(file: Path, expected: str) -> None:
