@@ -103,7 +103,7 @@ class ApiConfig(Config):
 class BudgetConfig(Config):
     """What one draft may spend. Every request is reserved in full before it is sent."""
 
-    max_iterations: Positive = Field(default=40, description="requests to the language model that are answered")
+    max_iterations: Positive = Field(default=40, description="requests to the language model, repeated ones included")
     max_tokens: Positive = Field(default=1_000_000, description="prompt and reply tokens of all requests")
     max_reply_tokens: Positive = Field(default=8192, description="tokens of one reply")
     max_cost_usd: PositiveFloat | None = Field(

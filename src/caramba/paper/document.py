@@ -94,10 +94,10 @@ def differs_in_bodies_alone(edited: Path, written: Path) -> bool:
     """Whether an edited paper.tex is the written one with other bodies, fewer sections, or other blank lines."""
     bodies = read_paper(edited)
 
-    def replaced(found: re.Match[str]) -> str:
+    def replace_body(found: re.Match[str]) -> str:
         return _section(found["name"], bodies[found["name"]]) if found["name"] in bodies else ""
 
-    texts = (edited.read_text(encoding="utf-8"), _SECTION.sub(replaced, written.read_text(encoding="utf-8")))
+    texts = (edited.read_text(encoding="utf-8"), _SECTION.sub(replace_body, written.read_text(encoding="utf-8")))
     one, other = ([line.rstrip() for line in text.splitlines() if line.strip()] for text in texts)
     return one == other
 

@@ -48,8 +48,8 @@ class PaperFolder:
         is_draft = {"sections", "messages"} <= _record(self.draft_file).keys() and PAPER not in names
         if not is_new and not is_draft and self.head() is None:
             raise ConfigError(
-                f"{root}: holds files, and no version of a paper by caramba in {VERSIONS}/, so what is yours cannot be "
-                f"told; put {VERSIONS}/ back, or name a new folder with --output-dir"
+                f"{root}: holds files, and no version of a paper by caramba in {VERSIONS}/, so what is yours is "
+                f"unknown; put {VERSIONS}/ back, or name a new folder with --output-dir"
             )
 
     def _target(self, name: str) -> Path:

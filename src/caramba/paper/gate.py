@@ -125,7 +125,7 @@ _BLIND = r"""\pagestyle{empty}\raggedright\hyphenpenalty=10000\exhyphenpenalty=1
 
 
 def unknown_digits(bodies: Sequence[str], evidence: Evidence, cited: Cited) -> str | None:
-    """Return the refusal of bodies of which the PDF prints digits that are no known name and no index of a formula.
+    """Return the refusal of bodies whose PDF has digits that are no known name and no index of a formula.
 
     The independent check: it reads what LaTeX printed of a text without macros, not what the reader of `latex` saw.
 

@@ -18,7 +18,7 @@ from caramba.errors import AgentError, nearest
 from caramba.paper.evidence import Evidence
 from caramba.paper.research.proposal import TRIALS, Patches, Proposal, Trials, arm_manifest
 from caramba.paper.review import Reviewed, check_paper
-from caramba.paper.tools import Prefix, Result, Tools, Words, listed
+from caramba.paper.tools import Prefix, Result, Tools, Words, list_items
 from caramba.runs.manifest import manifest_sha256
 
 MOST_FINDINGS = 20
@@ -96,7 +96,7 @@ class ReviewToolbox:
     def get_experiment_results_summary(self, prefix: Prefix = "") -> Result:
         """List what was measured: key, value, unit, dispersion and number of samples."""
         results = {key: asdict(item) for key, item in self.evidence.results.items()}
-        return {**listed("results", results, prefix), "failures": list(self.evidence.failures)}
+        return {**list_items("results", results, prefix), "failures": list(self.evidence.failures)}
 
     def propose_experiment(
         self,

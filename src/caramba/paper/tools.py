@@ -158,14 +158,14 @@ class Toolbox:
 
     def get_experiment_manifest(self, prefix: Prefix = "") -> Result:
         """List what was set, as paths for \\setting{PATH} with their values."""
-        return listed("settings", self.evidence.settings, prefix)
+        return list_items("settings", self.evidence.settings, prefix)
 
     def get_experiment_results(self, prefix: Prefix = "") -> Result:
         """List what was measured, as keys for \\result{KEY} with value, unit, dispersion, and whether it is a
         proxy's."""
         results = {key: {name: value for name, value in dataclasses.asdict(item).items() if value is not None}
                    for key, item in self.evidence.results.items()}  # fmt: skip
-        return {**listed("results", results, prefix), "proxy_teacher": self.evidence.proxy}
+        return {**list_items("results", results, prefix), "proxy_teacher": self.evidence.proxy}
 
     def list_artifacts(self) -> Result:
         """List figures, tables and files of the run, what failed or is missing, and the entries that may be cited."""
@@ -194,7 +194,7 @@ class Toolbox:
         }
 
 
-def listed(kind: str, known: Mapping[str, Any], prefix: str) -> Result:
+def list_items(kind: str, known: Mapping[str, Any], prefix: str) -> Result:
     """Return the items whose names begin with `prefix`, and how many are left out."""
     found = [item for item in known.items() if item[0].startswith(prefix)]
     left = len(found) - MOST_LISTED

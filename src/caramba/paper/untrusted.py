@@ -69,7 +69,7 @@ def encodable(text: str) -> str:
 
 
 def read_object(text: str, where: str) -> dict[str, Any]:
-    r"""Read the one JSON object of a text, whose escapes, such as \ud83d alone, can make text that UTF-8 cannot hold.
+    r"""Read the one JSON object of a text. Escapes, such as \ud83d alone, can make text that UTF-8 cannot hold.
 
     Raises:
         AgentError: there is none, or it is nested too deeply.
