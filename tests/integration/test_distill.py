@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import signal
@@ -156,7 +157,7 @@ def test_stored_logits_low_rank_updates_and_an_average_survive_a_kill(
         "+train.phases.global.lora={rank: 2, dropout: 0.1}",
         "+train.phases.global.ema_decay=0.9",
         "+train.phases.global.vocab_chunk=50",
-        "settings.instrument=none",
+        *("settings.instrument=none", "settings.peak_tflops=1", "trainer.log_every_n_steps=2"),
     )
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
@@ -181,6 +182,15 @@ def test_stored_logits_low_rank_updates_and_an_average_survive_a_kill(
     assert state["steps"] == 12
     rows = (run / "metrics.csv").read_text().splitlines()
     assert {"loss", "kl", "ce"} <= set(rows[0].split(","))
+    # Where all logits are stored the teacher does not run, and its FLOPs are not among those of a token.
+    assert work_of_a_token(only_run(killed)) < 0.9 * work_of_a_token(run)
+
+
+def work_of_a_token(run: Path) -> float:
+    """MFU over tokens/s of the last row that has both."""
+    with (run / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["mfu"]]
+    return float(rows[-1]["mfu"]) / float(rows[-1]["tokens_per_s"])
 
 
 def test_blocks_in_turn_survive_a_kill_with_their_schedule(teacher: Path, tmp_path: Path, cache: Path) -> None:

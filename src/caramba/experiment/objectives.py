@@ -204,26 +204,42 @@ def check_teacher_caches(session: Session) -> None:
         if not phase.stores_teacher or run.id in session.ledger:
             continue
         decided = session.plan(phase, run.id)
-        assert isinstance(phase.batch_size, int)
-        reads = phase.steps * phase.batch_size * phase.gradient_accumulation_steps * get_world_size()
-        samples = min(reads, len(session.training_windows(phase)))
         if phase.teacher_logits is not None:
-            _check_store(session, run, phase, decided, samples)
+            _check_store(session, run, phase, decided)
             continue
+        samples = _n_windows(session, phase)
         refuse_over_cap(run.id, samples, _sample_bytes(session, phase, decided), phase.teacher_cache_max_gb)
 
 
-def _check_store(session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan, samples: int) -> None:
-    """Refuse a store of another teacher, text or setting, and one that the disk has no room for."""
+def _n_windows(session: Session, phase: PhaseConfig) -> int:
+    """Return how many windows a phase reads, each counted once."""
+    assert isinstance(phase.batch_size, int)
+    reads = phase.steps * phase.batch_size * phase.gradient_accumulation_steps * get_world_size()
+    return min(reads, len(session.training_windows(phase)))
+
+
+def count_missing_logits(session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan) -> int:
+    """Return how many of a phase's windows have no stored teacher logits: the teacher runs for these alone.
+
+    Raises:
+        ConfigError: the store is of another teacher, text or setting.
+    """
     store = _logits_cache(session, phase, decided)
     assert store is not None
     windows = windows_at(
         session.training_windows(phase),
         seed=session.stream_seed(run),
         start=session.stream_start(run),
-        samples=samples,
+        samples=_n_windows(session, phase),
     )
-    missing = sum(not store.has_sample(window) for window in windows)
+    return sum(not store.has_sample(window) for window in windows)
+
+
+def _check_store(session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan) -> None:
+    """Refuse a store of another teacher, text or setting, and one that the disk has no room for."""
+    missing, samples = count_missing_logits(session, run, phase, decided), _n_windows(session, phase)
+    store = _logits_cache(session, phase, decided)
+    assert store is not None
     size, free = missing * _sample_bytes(session, phase, decided), shutil.disk_usage(store.folder).free
     if size > free:
         raise ConfigError(

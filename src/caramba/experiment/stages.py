@@ -28,7 +28,7 @@ from caramba.data import spread_windows
 from caramba.data.checkpoint.network import spec_of
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
-from caramba.experiment.objectives import build_objective
+from caramba.experiment.objectives import build_objective, count_missing_logits
 from caramba.experiment.planning import disable_logging
 from caramba.experiment.ranks import Assembled, assemble, send_command
 from caramba.experiment.resolve_plans import reduce_batch, reduce_for_all_ranks
@@ -142,7 +142,8 @@ def fit_phase(
         check_causal(model)
     if phase.memory_resize is not None:
         resize_slots(session, phase, model)
-    flops = _flops_per_token(session, phase, model)
+    is_stored = phase.teacher_logits is not None and not count_missing_logits(session, run, phase, decided)
+    flops = _flops_per_token(session, phase, model, runs_teacher=not is_stored)
     if session.ranks is not None:
         send_command(session, session.ranks, run, phase, decided, seed, model, flops)
     sharer = session if phase.reads_teacher else dataclasses.replace(session, teacher=None)
@@ -228,12 +229,13 @@ def fit_phase(
     return StageRecord(result, tuple(verdicts), tuple(rows))
 
 
-def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> float | None:
+def _flops_per_token(session: Session, phase: PhaseConfig, model: Model, *, runs_teacher: bool) -> float | None:
     """Return the work of a position in a phase, as the plan counts it, with the teacher's where the phase runs it.
 
     None if a custom layer does not declare its work: there is no MFU then.
     """
-    teacher = session.teacher if session.teacher is not model and phase.trains == "student" else None
+    has_teacher = runs_teacher and session.teacher is not model and phase.trains == "student"
+    teacher = session.teacher if has_teacher else None
     return _flops_of(session, phase, model.spec, None if teacher is None else teacher.spec)
 
 
