@@ -68,6 +68,12 @@ def interval(difference: Row | None) -> str:
     return f"{difference['mean']:+.3f} ({difference['low']:+.3f} to {difference['high']:+.3f})"
 
 
+def without_curves(row: Row) -> Row:
+    """Return a row without the curves of its runs, which the plot has."""
+    runs = [{key: value for key, value in run.items() if key != "curve"} for run in row.get("runs", [])]
+    return {**row, "runs": runs} if runs else row
+
+
 def lines_of(rows: list[Row]) -> list[str]:
     """Return the lines of a Markdown table."""
     heads = ("optimiser", "lr found", "held-out loss", "equal tokens", "equal time", "seconds", "tokens of trials")
@@ -101,7 +107,9 @@ def main(words: list[str]) -> int:
     machine = machine_of(given.runs[0]) | ({"note": given.note} if given.note else {})
     made_by = [command_of(run) for run in given.runs]
     head = {"benchmark": "optimizers", "made_by": made_by[0] if len(made_by) == 1 else made_by, "machine": machine}
-    write_json(given.out, {**head, "model": given.model, "settings": tables[0]["settings"], "rows": rows})
+    kept = [without_curves(row) for row in rows]
+    settings = {**tables[0]["settings"], "rows": [row["row"] for row in rows]}
+    write_json(given.out, {**head, "model": given.model, "settings": settings, "rows": kept})
     measured = [row for row in rows if row["skipped"] is None]
     given.out.with_suffix(".png").write_bytes(draw_rows(measured, {}).png)
     print("\n".join(lines_of(rows)))
