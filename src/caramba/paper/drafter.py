@@ -199,7 +199,7 @@ class _Session:
                 if adopted is not None:
                     return adopted
             else:
-                logger.info(f"paper: {ledger.spent.iterations} requests sent, of at most {ledger.limits.max_iterations}")
+                logger.info(f"paper: {ledger.spent.iterations} requests sent, at most {ledger.limits.max_iterations}")
                 reply = self.model.ask(messages, tool_schemas(self.tools.tools), ledger, self._save)
                 messages.append(reply.message)
                 self._save()
