@@ -9,6 +9,8 @@ The loss is the mean over text plus the mean over answers. A key is one token of
 of `--values` tokens; keys of the evaluation are never keys in training. Rows are `--windows` windows long, and have at
 most `--pairs` pairs, at least a sixth of them, each asked for at most `--asked` times.
 
+`--compiled` is a mode of torch.compile for blocks in training.
+
 - needle: share of values that are found in held-out text, by depth, of one pair and of four, after training with recall
   rows and (`memory`) without; memory, its window alone, and a window of the same cache bytes, `--seeds` each
 - resize: held-out loss of twice the slots cut to `--slots` by read mass and by chance, at once and after
@@ -40,12 +42,13 @@ from caramba.data import open_corpus
 from caramba.data.folder import Tokens
 from caramba.evaluation.recall import attentions
 from caramba.model import Model, build_model
+from caramba.model.topology import compilable_regions
 from caramba.optim.groups import is_stack_matrix, parameter_groups
 
 OPTIONS = (
     "--data= --parts=* --d-model=320 --heads=5 --blocks=4 --window=32 --windows=16 --slots=32 --values=64 --pairs=24 "
     "--asked=8 --rows=60 --share=0.05 --steps=800 --tune=100 --lr=0.002 --seed=0 --seeds=3 --items=32 "
-    "--only=* --join=* --seconds=300"
+    "--compiled=no|default|reduce-overhead --only=* --join=* --seconds=300"
 )
 SMOKE_OPTIONS = (
     "--d-model 16 --heads 2 --blocks 1 --window 4 --windows 12 --slots 4 --values 4 --pairs 2 --rows 4 --share 0.25 "
@@ -150,6 +153,10 @@ class Training:
     def __init__(self, model: Model, rows: Rows, options: argparse.Namespace, seed: int, steps: int) -> None:
         self.model, self.rows, self.seed, self.steps, self.done = model, rows, seed, steps, 0
         self.options, self.device = options, next(model.parameters()).device
+        if options.compiled != "no":
+            torch._dynamo.reset()
+            for region in compilable_regions(model.topology):
+                region.forward = torch.compile(region.forward, mode=options.compiled)
         groups = parameter_groups(model.named_parameters(), 0.01)
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -170,6 +177,7 @@ class Training:
             tokens = torch.from_numpy(np.concatenate((text, given))).to(self.device, non_blocking=True)
             places = np.flatnonzero(is_answer[:, 1:]) + len(text) * self.rows.length
             asked = torch.from_numpy(places).to(self.device, non_blocking=True)
+            torch.compiler.cudagraph_mark_step_begin()
             with self.autocast():
                 hidden = self.model.hidden(tokens[:, :-1]).flatten(0, 1)
                 targets = tokens[:, 1:].flatten()
@@ -186,6 +194,7 @@ class Training:
         self.model.eval()
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
     def held_out_loss(self) -> float:
         """Return nats a token of held-out text, the same rows for every model."""
         source, losses = np.random.default_rng(7), []
@@ -197,6 +206,7 @@ class Training:
         return sum(losses) / len(losses)
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
     def found(self, depth: int, others: int) -> float:
         """Return the share of held-out needles whose value is the likeliest token."""
         source, hits = np.random.default_rng((11, depth, others)), []
@@ -256,8 +266,9 @@ def resize(options: argparse.Namespace, rows: Rows, device: torch.device, seed: 
             source = np.random.default_rng((13, seed))
             use = model.get_memory_stats(torch.from_numpy(rows.text("train", 8, source)).to(device))
             if cut == "random":  # what is read decides, so chance takes its place
+                chance = torch.Generator().manual_seed(seed)
                 for of_layer in use["layers"].values():
-                    of_layer["read_mass"].uniform_()
+                    of_layer["read_mass"].copy_(torch.rand(of_layer["read_mass"].shape, generator=chance))
             model.resize_memory(options.slots, optimizer=training.optimizer)
         at_once = training.held_out_loss()
         training.run(options.tune, options.share)
