@@ -112,7 +112,7 @@ def test_what_would_measure_nothing_is_refused_before_the_run(tmp_path: Path) ->
     assert "fits the 16-bit tail" in done.stderr + done.stdout
     done = caramba(["launch", *WORDS, "benchmark.benchmarks.1.config.cache_kind=auto"], tmp_path, tmp_path / "cache")
     assert done.returncode == 2
-    assert "cache_kind=auto is not built yet: it comes with the inference work" in done.stderr + done.stdout
+    assert "cache_kind: got auto, which chooses a format" in done.stderr + done.stdout
     assert not list(tmp_path.glob("runs/*/*"))
 
 

@@ -8,7 +8,6 @@ from caramba.exports import lazy_exports
 
 if TYPE_CHECKING:
     from caramba.config.base import Config as Config
-    from caramba.config.base import Later as Later
     from caramba.config.base import Probability as Probability
     from caramba.config.benchmark import BenchmarkConfig as BenchmarkConfig
     from caramba.config.benchmark import LatencyBenchmarkConfig as LatencyBenchmarkConfig
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from caramba.config.cost import expect_width as expect_width
     from caramba.config.cost import layer_cost as layer_cost
     from caramba.config.crosscheck import cross_check as cross_check
-    from caramba.config.crosscheck import refuse_unbuilt as refuse_unbuilt
     from caramba.config.data import DataConfig as DataConfig
     from caramba.config.extension import CallbackConfig as CallbackConfig
     from caramba.config.extension import DataSourceConfig as DataSourceConfig

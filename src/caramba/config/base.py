@@ -1,4 +1,4 @@
-"""The base of every schema class: strict, frozen, closed, with aliases, nearest names and `Later` marks."""
+"""The base of every schema class: strict, frozen, closed, with aliases and nearest names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from caramba.config.source import is_list, is_mapping, is_sequence
 from caramba.errors import nearest
 
-__all__ = ["EXECUTABLE_KEYS", "Config", "Later", "PathText", "Seed", "nearest", "refuse_executable"]
+__all__ = ["EXECUTABLE_KEYS", "Config", "PathText", "Seed", "nearest", "refuse_executable"]
 
 LONGEST_NAME, LONGEST_PATH = 255, 4_095
 """Bytes of one name and of a whole path that file systems of Linux and macOS hold."""
@@ -39,19 +39,6 @@ MOST_HINTS = 10
 EXECUTABLE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_call_"})
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-
-
-class Later:
-    """Marks a schema field, or some of its values, whose behaviour is not built yet.
-
-    Used as `Annotated[T, Later("what brings it", values...)]`. Without values every setting other than the
-    field's default is refused; with values only those are. `caramba.config.crosscheck.refuse_unbuilt` walks a
-    manifest before it runs, so nothing that is accepted by the schema is ever ignored in silence.
-    """
-
-    def __init__(self, comes_with: str, *values: Any) -> None:
-        self.comes_with = comes_with
-        self.values = values
 
 
 def refuse_executable(value: Any, path: tuple[Any, ...] = ()) -> None:

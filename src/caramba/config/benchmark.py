@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
-from caramba.config.base import Config, Later, PathText, Probability, Share
+from caramba.config.base import Config, PathText, Probability, Share
 from caramba.config.extension import OrExtension, OwnBenchmarkConfig
-from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
+from caramba.config.kvcache import EXACT_KINDS, KVCacheKind, NamedCacheKind
 from caramba.config.layer_base import Positive
 from caramba.config.optimizer import Strategies
 
@@ -304,9 +304,7 @@ Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 ModelName = Literal["teacher", "student"]
 SUITE_SUFFIXES = (".yaml", ".yml", ".jsonl")
 """Ends of the names of tasks that are paths of suites."""
-NOBODYS_CHOICE = Later("the inference work", KVCacheKind.AUTO)
 ROTATED_KINDS = (KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED)
-OneCacheKind = Annotated[CacheKind | None, NOBODYS_CHOICE]
 
 
 class Measurement(Config):
@@ -340,7 +338,7 @@ class PerplexityBenchmarkConfig(Measurement):
     block_size: Positive = Field(default=256, description="tokens of a window")
     batch_size: Positive = Field(default=8, description="windows of a forward pass")
     num_batches: Positive = Field(default=32, description="number of batches")
-    cache_kind: OneCacheKind = Field(
+    cache_kind: NamedCacheKind | None = Field(
         default=None, description="format of the KV cache that windows are read through; unset: no cache"
     )
     cache_tail_tokens: Positive = Field(default=64, description="tokens of a chunk, which stay in 16 bits")
@@ -374,7 +372,7 @@ class LatencyBenchmarkConfig(Measurement):
     batch_sizes: Lengths = Field(default=(1,), description="batch sizes to measure, in sequences")
     warmup_runs: NonNegativeInt = Field(default=2, description="runs before the timing starts")
     timed_runs: Positive = Field(default=5, description="runs that are timed")
-    cache_kind: OneCacheKind = Field(default=None, description="format of the KV cache; unset: fp32")
+    cache_kind: NamedCacheKind | None = Field(default=None, description="format of the KV cache; unset: fp32")
 
 
 class MemoryBenchmarkConfig(Measurement):
@@ -385,7 +383,7 @@ class MemoryBenchmarkConfig(Measurement):
     type: Literal["memory"] = Field(description="kind of the benchmark")
     sequence_lengths: Lengths = Field(default=(256,), description="sequence lengths to measure, in tokens")
     batch_size: Positive = Field(default=1, description="number of sequences")
-    quantization_modes: Annotated[tuple[CacheKind, ...], Field(min_length=1), NOBODYS_CHOICE] = Field(
+    quantization_modes: Annotated[tuple[NamedCacheKind, ...], Field(min_length=1)] = Field(
         default=(KVCacheKind.FP16,), description="formats of the KV cache to measure"
     )
 
@@ -463,7 +461,7 @@ class ControlsBenchmarkConfig(Config):
         default=("copy", "weight_svd", "random", "teacher_continued"),
         description="controls to build: copy, weight_svd, random, teacher_continued",
     )
-    cache_kinds: Annotated[tuple[CacheKind, ...], NOBODYS_CHOICE] = Field(
+    cache_kinds: tuple[NamedCacheKind, ...] = Field(
         default=(), description="formats of the KV cache that the teacher is read through"
     )
     cache_tail_tokens: Positive = Field(default=16, description="tokens of a chunk, which stay in 16 bits")

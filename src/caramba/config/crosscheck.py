@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
-
-from caramba.config.base import SLUG, Later
+from caramba.config.base import SLUG
 from caramba.config.benchmark import (
     STAGED,
     AccuracyBenchmarkConfig,
@@ -29,7 +24,6 @@ from caramba.config.layer_base import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.parallel_check import check_parallel
-from caramba.config.source import Path, SourceMap, format_place, is_sequence, list_of, retrace, show_path
 from caramba.config.surgery import check_surgery
 from caramba.config.topology import attention_configs, custom_layers, memory_window
 from caramba.config.train import PhaseConfig
@@ -118,67 +112,6 @@ def _benchmark_decodes(config: BenchmarkKind) -> bool:
     if isinstance(config, PerplexityBenchmarkConfig):
         return config.cache_kind is not None
     return isinstance(config, DECODING_BENCHMARKS)
-
-
-@dataclass(frozen=True)
-class NotImplementedKey:
-    """A setting that is not implemented: its path, its value, and the work that will implement it."""
-
-    path: Path
-    value: Any
-    comes_with: str
-
-    def __str__(self) -> str:
-        return f"{show_path(self.path)}={_text(self.value)} is not built yet: it comes with {self.comes_with}"
-
-
-def find_unbuilt(value: Any, path: Path = ()) -> Iterator[NotImplementedKey]:
-    """Walk a schema object and yield every setting marked `Later` that is in use."""
-    if is_sequence(value):
-        for index, item in enumerate(value):
-            yield from find_unbuilt(item, (*path, index))
-    if not isinstance(value, BaseModel):
-        return
-    for name, field in type(value).model_fields.items():
-        item = getattr(value, name)
-        for mark in field.metadata:
-            if isinstance(mark, Later) and _refused(mark, item, field.get_default(call_default_factory=True)):
-                yield NotImplementedKey((*path, name), item, mark.comes_with)
-        yield from find_unbuilt(item, (*path, name))
-
-
-def refuse_unbuilt(
-    manifest: Manifest, *, source: SourceMap | None = None, origins: Mapping[Path, Path] | None = None
-) -> None:
-    """Raise when a manifest asks for behaviour that does not exist yet.
-
-    Raises:
-        ConfigError: naming each setting, its value, and the work it comes with.
-    """
-    lines: list[str] = []
-    for item in find_unbuilt(manifest):
-        path = retrace(item.path, origins or {})
-        where = format_place(path, source)
-        line = f"{NotImplementedKey(path, item.value, item.comes_with)}; remove it or choose another value{where}"
-        if line not in lines:
-            lines.append(line)
-    if lines:
-        raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} settings:\n  " + "\n  ".join(lines[:10]))
-
-
-def _refused(mark: Later, value: Any, default: Any) -> bool:
-    if not mark.values:
-        return default is PydanticUndefined or value != default
-    items: list[Any] = list_of(value) if is_sequence(value) else [value]
-    return any(type(item) is type(refused) and item == refused for item in items for refused in mark.values)
-
-
-def _text(value: Any) -> str:
-    if is_sequence(value):
-        return "[" + ", ".join(_text(item) for item in value) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "{…}" if isinstance(value, BaseModel | dict) else str(value)
 
 
 LONGEST_GENERATION = "longest of prompt_lengths + generation_lengths - 1"

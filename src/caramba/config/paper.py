@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
-from caramba.config.base import Config, Later, PathText
+from caramba.config.base import Config, PathText
 from caramba.config.layer_base import Positive
 from caramba.errors import is_secret, quote
 
@@ -130,10 +130,9 @@ class PaperConfig(Config):
     enabled: bool = Field(default=True, description="whether a paper is drafted after the run")
     title: str | None = Field(default=None, min_length=1, description="by default the experiment's name")
     authors: tuple[str, ...] = Field(default=(), description="names of the authors")
-    paper_type: Annotated[
-        Literal["paper", "technical_report", "arxiv", "blog_post"],
-        Later("formats other than LaTeX", "blog_post"),
-    ] = Field(default="paper", description="paper, technical_report, arxiv or blog_post")
+    paper_type: Literal["paper", "technical_report", "arxiv"] = Field(
+        default="paper", description="paper, technical_report or arxiv"
+    )
     sections: Annotated[tuple[SectionName, ...], Field(min_length=1)] = Field(
         default=(
             "abstract",

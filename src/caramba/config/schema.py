@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from caramba.config.base import Later
 from caramba.config.extension import NODE_MARK, NodeConfig
 from caramba.config.manifest import Manifest
 from caramba.config.source import is_list, is_mapping, is_sequence
@@ -63,12 +62,7 @@ def key_table() -> Iterator[tuple[str, str, str, str]]:
             pending.extend(_models_in(item.annotation))
             default = item.get_default(call_default_factory=True)
             shown = "required" if default is PydanticUndefined else _plain(default)
-            later = [mark for mark in item.metadata if isinstance(mark, Later)]
-            note = item.description or ""
-            for mark in later:
-                values = ", ".join(_plain(value) for value in mark.values)
-                note = f"{note} ({values or 'settings other than the default'}: with {mark.comes_with})".strip()
-            yield model.__name__.removesuffix("Config"), name, shown, note
+            yield model.__name__.removesuffix("Config"), name, shown, item.description or ""
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from caramba.config.base import Config, UnitInterval
-from caramba.config.benchmark import NOBODYS_CHOICE
 from caramba.config.extension import OrExtension, OwnCheckConfig
-from caramba.config.kvcache import CacheKind, KVCacheKind
+from caramba.config.kvcache import KVCacheKind, NamedCacheKind
 from caramba.config.layer_base import Positive
 from caramba.config.source import is_mapping
 from caramba.errors import quote
@@ -228,7 +227,7 @@ class KVCacheVerifyConfig(Config):
     """
 
     type: Literal["kvcache"] = Field(description="kind of the check")
-    kind: Annotated[CacheKind, NOBODYS_CHOICE] = Field(default=KVCacheKind.FP16, description="format of the KV cache")
+    kind: NamedCacheKind = Field(default=KVCacheKind.FP16, description="format of the KV cache")
     tokens: Positive = Field(default=64, description="tokens of the prompt that fills the caches")
     max_bytes_per_token: PositiveFloat | None = Field(
         default=None, description="most cache bytes per token of the student; unset: no bound"

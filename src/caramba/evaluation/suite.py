@@ -27,7 +27,7 @@ def run_benchmark(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
     """Run one benchmark on the models that it names, `repeats` times; metrics of repeats are averaged, rows kept.
 
     Raises:
-        ConfigError: a benchmark type that is not built yet.
+        ConfigError: a benchmark that runs as stages of a group.
     """
     chosen = {name: model for name, model in subjects.models.items() if _is_asked(name, bench.models)}
     narrowed = dataclasses.replace(subjects, models=chosen)

@@ -11,7 +11,7 @@ from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from caramba.config.composition import Composition
-from caramba.config.crosscheck import check_vocabulary, cross_check, refuse_unbuilt
+from caramba.config.crosscheck import check_vocabulary, cross_check
 from caramba.config.hf import CONFIG, DERIVED, describe_hf, hf_name, is_hf_folder, read_hf_config
 from caramba.config.lower import Lowered, lower_file, lower_groups
 from caramba.config.manifest import GroupConfig, Manifest, parse_manifest
@@ -49,10 +49,6 @@ class Frozen:
     def check_vocabulary(self) -> None:
         """Raise when data and model have different vocabularies."""
         check_vocabulary(self.manifest)
-
-    def refuse_unbuilt(self) -> None:
-        """Raise when the manifest asks for behaviour that is not built."""
-        refuse_unbuilt(self.manifest, source=self.source, origins=self.origins)
 
 
 def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen:

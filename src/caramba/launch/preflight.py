@@ -66,7 +66,6 @@ def check_startable(frozen: Frozen, *, is_plan: bool = False) -> tuple[Manifest,
         from caramba.data.corpus import check_text
 
         check_text(manifest)
-    frozen.refuse_unbuilt()
     check_phases(manifest)
     check_extras(manifest)
     if (threads := note_on_threads(manifest)) is not None:

@@ -60,7 +60,7 @@ def _launch_rank(args: CommandLine, inline: Inline) -> tuple[Path, int]:
 
 
 def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Frozen]:
-    """Return a valid manifest whose weights and data are here, with nothing in it unbuilt."""
+    """Return a valid manifest whose weights and data are here."""
     frozen = freeze(overrides, config_dirs)
     manifest, notes = check_startable(frozen)
     check_launcher(manifest)

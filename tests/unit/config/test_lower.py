@@ -8,7 +8,6 @@ import json
 
 import pytest
 
-from caramba.config.crosscheck import find_unbuilt, refuse_unbuilt
 from caramba.config.extension import NodeConfig
 from caramba.config.lower import lower_file
 from caramba.config.manifest import Manifest, parse_manifest
@@ -145,27 +144,6 @@ def test_every_typo_of_a_mapping_is_reported_at_once():
     plain = {"name": "a", "modle": {}, "grups": []}
     with pytest.raises(ConfigError, match=r"2 problems:\n  modle: .*'model'\?\n  grups: .*'groups'\?"):
         parse_manifest(plain)
-
-
-def test_unbuilt_values_are_found_wherever_they_are():
-    manifest = lower({"model": MODEL, "data": DATA, "runs": [PRETRAIN]})
-    assert list(find_unbuilt(manifest)) == []
-    model = {**MODEL, "teacher": {"manifest": MODEL}, "surgery": {"method": "random"}}
-    attention = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "null_attn": True, "q_chunk": 2}
-    model["topology"] = {"type": "StackedTopology", "layers": [attention]}
-    train = {
-        "phase": "global",
-        "steps": 2,
-        "batch_size": "auto",
-        "num_workers": 1,
-    }
-    runs = [{"id": "a", "train": train}]
-    bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4", "auto"]}}]
-    manifest = lower({"model": model, "data": DATA, "runs": runs, "benchmarks": bench})
-    found = {item.path[-1] for item in find_unbuilt(manifest)}
-    assert found == {"quantization_modes"}
-    with pytest.raises(ConfigError, match=r"quantization_modes=.* is not built yet"):
-        refuse_unbuilt(manifest)
 
 
 def test_references():

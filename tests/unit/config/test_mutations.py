@@ -27,7 +27,6 @@ MEMORY_BYTES, LONGEST_MESSAGE = 500 << 20, 2000
 def compile_manifest(overrides: Sequence[str], folders: Sequence[Path] = ()) -> None:
     """Do what `caramba compile` does with a manifest alone: no data, weights or environment are looked at."""
     frozen = freeze(overrides, folders)
-    frozen.refuse_unbuilt()
     experiment = plan(frozen.manifest, command="x", fit=frozen.fit)
     render_text(experiment)
     json.dumps(as_json(experiment), allow_nan=False)

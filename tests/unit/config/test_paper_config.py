@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.config.crosscheck import refuse_unbuilt
 from caramba.config.paper import PaperConfig, ReviewConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
@@ -47,12 +46,9 @@ def test_groups_compose_and_none_is_the_default() -> None:
         freeze(["paper=drft"])
 
 
-def test_what_is_not_built_is_refused_by_name() -> None:
-    for words, name in (
-        (["paper=draft", "paper.paper_type=blog_post"], r"paper\.paper_type=blog_post is not built yet"),
-    ):
-        with pytest.raises(ConfigError, match=name):
-            refuse_unbuilt(freeze(words).manifest)
+def test_a_paper_that_is_not_latex_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"paper\.paper_type: got 'blog_post', expected .*technical_report"):
+        freeze(["paper=draft", "paper.paper_type=blog_post"])
 
 
 def test_an_agents_manifest_names_no_server_variable_or_file() -> None:

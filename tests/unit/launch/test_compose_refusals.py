@@ -232,20 +232,14 @@ def test_a_misspelt_phase_gets_its_nearest_name():
         freeze(["train.phases.pretrian.steps=3"])
 
 
-def test_unbuilt_settings_are_refused_by_the_path_that_was_typed():
-    frozen = freeze(
-        [
-            "benchmark.benchmarks.2.config.quantization_modes=[fp16,auto]",
-        ]
-    )
+def test_a_format_that_a_measurement_chooses_is_refused_by_the_path_that_was_typed():
+    word = "benchmark.benchmarks.2.config.quantization_modes=[fp16,auto]"
     with pytest.raises(ConfigError) as caught:
-        frozen.refuse_unbuilt()
+        freeze([word])
     text = str(caught.value)
-    assert "benchmark.benchmarks[2].config.quantization_modes=[fp16, auto]" in text
-    assert "is not built yet: it comes with" in text
-    assert "(command line: benchmark.benchmarks.2.config.quantization_modes=[fp16,auto])" in text
-    freeze([]).refuse_unbuilt()
-    freeze(["model=llama32_dba", "train=none"]).refuse_unbuilt()
+    assert "benchmark.benchmarks[2].config.quantization_modes[1]: got auto" in text
+    assert "name a format, such as fp16 or q8_0" in text
+    assert f"(command line: {word})" in text
 
 
 @pytest.mark.parametrize("entry", ["- 7: standard", "- /optimizer: 7", "- {true: adamw}"])

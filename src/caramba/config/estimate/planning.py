@@ -120,8 +120,7 @@ def plan(
         if manifest.model.teacher.manifest is not None:
             teacher = model_cost(manifest.model.teacher.manifest, "model.teacher.manifest")
     phases = [phase for group in groups for _, phase in group.trained]
-    kinds, measured = _cache_kinds(groups)
-    notes = ("cache kind auto is chosen by measurement when the run reaches it",) if measured else ()
+    notes: tuple[str, ...] = ()
     for model, what in ((student, "the model"), (teacher, "the teacher")):
         notes += () if model is None else tuple(_undeclared(model, what))
     if kept := student.first_bytes(KVCacheKind.FP16):
@@ -139,7 +138,7 @@ def plan(
         student=student,
         teacher=teacher,
         teacher_source=source,
-        cache=tuple(_cache_row(kind, student, teacher) for kind in kinds),
+        cache=tuple(_cache_row(kind, student, teacher) for kind in _cache_kinds(groups)),
         stages=tuple(
             _stage(manifest, group, run, phase, student, teacher, (finished or {}).get((group.name, run.id)))
             for group in groups
@@ -164,12 +163,10 @@ def _undeclared(model: ModelCost, what: str) -> Iterator[str]:
         )
 
 
-def _cache_kinds(groups: tuple[GroupConfig, ...]) -> tuple[tuple[KVCacheKind, ...], bool]:
-    """Return the formats to show, those that a benchmark adds last, and whether one of them is `auto`."""
+def _cache_kinds(groups: tuple[GroupConfig, ...]) -> tuple[KVCacheKind, ...]:
+    """Return the formats to show, those that a benchmark adds last."""
     configs = [bench.config for group in groups for bench in group.benchmarks]
-    asked = [kind for config in configs for kind in _kinds_of(config)]
-    kinds = dict.fromkeys(kind for kind in (*SHOWN_KINDS, *asked) if kind is not KVCacheKind.AUTO)
-    return tuple(kinds), KVCacheKind.AUTO in asked
+    return tuple(dict.fromkeys((*SHOWN_KINDS, *(kind for config in configs for kind in _kinds_of(config)))))
 
 
 def _kinds_of(config: BenchmarkKind) -> tuple[KVCacheKind, ...]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from caramba.config.crosscheck import find_unbuilt
 from caramba.config.paper import PaperConfig
 from caramba.config.parse import parse_as
 from caramba.config.resolve import load_tree, read_text
@@ -65,9 +64,6 @@ def main(argv: list[str]) -> int:
     if args.author:
         plain["authors"] = args.author
     config = parse_as(PaperConfig, plain)
-    unbuilt = next(find_unbuilt(config, ("paper",)), None)
-    if unbuilt is not None:
-        raise ConfigError(f"{unbuilt}; choose another value")
     drafted = PaperDrafter(config, args.output_dir).draft_sync(
         run, update=args.update, group=group if len(known) > 1 else None
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from caramba.config.crosscheck import refuse_unbuilt
 from caramba.config.manifest import Manifest
 from caramba.console import print_stderr
 from caramba.errors import ConfigError
@@ -55,7 +54,6 @@ def _copy(text: str) -> tuple[Path, Path, Manifest]:
     file = Path(text).expanduser()
     source = file if file.is_file() else resolve_run(text)
     manifest = check_weights(read_manifest(source))
-    refuse_unbuilt(manifest)
     check_extras(manifest)
     check_launcher(manifest)
     folder = source.parent if source.is_file() else source
