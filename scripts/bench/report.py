@@ -41,6 +41,7 @@ GROUPS = {
 }
 ELSEWHERE = (
     "smollm2",
+    "house",
     "paired_tests",
     "harness_items",
     "export_memory",
