@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.examples import examples
 from tests.ops.decode_cases import Case
 from tests.ops.emulated import needs_compiler
 from tests.ops.metal_bytes import moved, one_billion
@@ -60,7 +61,7 @@ def test_orders_of_threads_change_no_bit(op: str) -> None:
         emulator.prepare(lambda: [call.run(run) for call in chosen])
         for call in chosen:
             results = []
-            for emulator.seed in range(20):
+            for emulator.seed in range(examples(20)):
                 results.append(call.run(run))
             if op == "dba_decode":  # what no sequence has stored yet is NaN in all others
                 n_tails += any(x.isnan().any() for stream in call.args[3:6] for x in stream)
