@@ -55,6 +55,7 @@ SMOKE_OPTIONS = (
     "--steps 2 --tune 1 --seeds 1 --items 1"
 )
 PARTS = ("needle", "resize")
+SIZES = ("d_model", "heads", "blocks", "window", "windows", "slots", "pairs", "asked", "rows", "share", "steps", "tune")
 DEPTHS = (10, 30, 50, 70, 90)
 FEWEST = 20
 """Times that a token occurs in the text, at least, if it is a key or a value: rarer ones have no trained embedding."""
@@ -286,21 +287,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
         record.save(summary=summarise(record.data["rows"]))
         return
     rows, seeds = open_rows(options), range(options.seed, options.seed + options.seeds)
-    sizes = (
-        "d_model",
-        "heads",
-        "blocks",
-        "window",
-        "windows",
-        "slots",
-        "pairs",
-        "asked",
-        "rows",
-        "share",
-        "steps",
-        "tune",
-    )
-    record.start(chance=1 / len(rows.values), sizes={key: getattr(options, key) for key in sizes})
+    record.start(chance=1 / len(rows.values), sizes={key: getattr(options, key) for key in SIZES})
     cases: list[tuple[str, Callable[[], Any]]] = []
 
     def one(kind: str, seed: int, text: bool) -> list[Row]:
@@ -308,9 +295,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
 
     if "needle" in parts:
         # The window alone sees no needle: one seed checks the task.
-        wanted = [
-            (kind, seed, False) for seed in range(options.seeds) for kind in chosen if kind != "window" or not seed
-        ]
+        wanted = [(kind, seed, False) for seed in seeds for kind in chosen if kind != "window" or seed == 0]
         wanted += [("memory", 0, True)] if "memory" in chosen and 0 in seeds else []
         names = (f"needle {kind} {seed}{' of text alone' if text else ''}" for kind, seed, text in wanted)
         cases += [(name, functools.partial(one, *key)) for name, key in zip(names, wanted, strict=True)]
