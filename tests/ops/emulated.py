@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -68,17 +69,21 @@ def _folder() -> Path:
     folder; what was not used for a week is removed."""
     root = Path(tempfile.gettempdir()) / f"caramba-emulated-{os.getuid()}"
     version = subprocess.run([COMPILER[0], "--version"], capture_output=True, check=True).stdout
-    digest = hashlib.sha256(version)
+    digest = hashlib.sha256(version + repr(COMPILER).encode())
     here = Path(__file__).parent
     for folder in (KERNELS, here / "warp_emulator", here / "metal_emulator"):
         for file in sorted(path for path in folder.iterdir() if path.is_file()):
             digest.update(file.read_bytes())
     folder = root / digest.hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    if (found := root.stat()).st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{root}: others can write there, and libraries of it are loaded; remove it")
+    folder.mkdir(exist_ok=True)
     os.utime(folder)
     for other in root.iterdir():
-        if time.time() - other.stat().st_mtime > WEEK_S:
-            shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            if time.time() - other.stat().st_mtime > WEEK_S:
+                shutil.rmtree(other, ignore_errors=True)
     return folder
 
 

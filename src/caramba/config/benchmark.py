@@ -253,7 +253,10 @@ class OptimizersConfig(Config):
     decision_interval: Positive | None = Field(
         default=None, description="steps between decisions; unset: train's, or a quarter of fewer steps"
     )
-    decisions: Positive = Field(default=1, description="most decisions of a run whose trials cost all that they may")
+    decisions: Positive | None = Field(
+        default=1,
+        description="most decisions of a run whose trials cost all that they may; null: as many as there is room for",
+    )
     eval_horizon: Positive = Field(default=32, description="steps of a trial")
     repeats: Annotated[int, Field(ge=2)] = Field(default=3, description="repeats of a trial")
 

@@ -191,7 +191,7 @@ class OptimizerTable:
         """Return the steps of `steps` that a row's trials leave, and those of one decision."""
         cost = self._cost(row, steps, self.config.repeats)
         held = (steps - 1) // (self._interval_of(steps) + cost)
-        decisions = max(1, min(held, steps // (2 * cost), self.config.decisions))
+        decisions = max(1, min(held, steps // (2 * cost), self.config.decisions or held))
         return steps - decisions * cost, cost
 
     def _cost(self, row: str, steps: int, repeats: int) -> int:

@@ -29,6 +29,7 @@ from caramba.runs.deadline import run_with_timeout
 
 FIRST_WAIT_S = 1.0
 MOST_REASKED = 2
+_SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Messages = list[dict[str, Any]]
 Send = Callable[[dict[str, Any]], dict[str, Any]]
@@ -327,8 +328,9 @@ def _read_failure(error: Exception, config: PaperConfig) -> tuple[str, int | Non
     """
     name, status = type(error).__name__, getattr(error, "status_code", None)
     text = str(error)
-    key = os.environ.get(config.api.key_env or "", "").strip()
-    text = text.replace(key, f"${config.api.key_env}") if key else text  # some servers repeat the one that they refuse
+    for variable, key in os.environ.items():  # some servers repeat the one that they refuse
+        if key.strip() and (variable == config.api.key_env or variable.upper().endswith(_SECRET)):
+            text = text.replace(key.strip(), f"${variable}")
     text = f"{name}: {' '.join(encodable(text).split())[:300]}"
     if status is None or name == "APIConnectionError":
         text = f"cannot be reached or answers what cannot be read ({text})"

@@ -92,6 +92,8 @@ class PaperDrafter:
             try:
                 return session.run(BudgetLedger(self.config.budget, session.draft.spent, price))
             except (AgentError, BudgetExceeded) as error:
+                if self._model is not LanguageModel:  # a loop resumes itself
+                    raise
                 words = ["caramba", "paper", str(run), *(["--group", group] if group else [])]
                 words += [*(["--output-dir", str(self.output_dir)] if self.output_dir else []), "--update"]
                 raise type(error)(f"{error}; the draft is kept, resume with `{shlex.join(words)}`") from None

@@ -186,6 +186,7 @@ def load_draft(folder: PaperFolder) -> Draft:
         return TypeAdapter(Draft).validate_json(file.read_bytes()) if file.is_file() else Draft()
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{file}: not the state of a draft ({reason}); remove it to resume from the last version"
-        ) from None
+        fix = "remove it to resume from the last version"
+        if file != folder.draft_file:
+            fix = "it is of an earlier caramba: name a new folder with --output-dir"
+        raise ConfigError(f"{file}: not the state of a draft ({reason}); {fix}") from None

@@ -22,7 +22,7 @@ from typing import Any
 from caramba.artifacts.latex import escape
 from caramba.config.optional_deps import need_library
 from caramba.config.paper import CitationsConfig, SourceName
-from caramba.errors import AgentError, ConfigError
+from caramba.errors import AgentError, ConfigError, fits_header
 from caramba.paper.untrusted import StatusError, clean, fetch, read_object
 from caramba.runs.deadline import run_with_timeout
 
@@ -165,7 +165,9 @@ class Literature:
 
     def _semantic_scholar(self, query: str, most: int) -> Iterator[Record]:
         asked = {"query": query, "limit": str(most), "fields": "title,abstract,year,venue,authors,externalIds"}
-        key = os.environ.get(SEMANTIC_SCHOLAR_KEY)
+        key = os.environ.get(SEMANTIC_SCHOLAR_KEY, "").strip()
+        if key and not fits_header(key):
+            raise AgentError(f"{SEMANTIC_SCHOLAR_KEY} holds characters that a header cannot carry")
         content = self._fetch(SEMANTIC_SCHOLAR_URL, asked, {"x-api-key": key} if key else {})
         for paper in read_object(content.decode(errors="replace"), "the answer").get("data") or []:
             texts = {name: str(paper.get(name) or "") for name in ("paperId", "title", "venue", "abstract")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -126,3 +127,11 @@ def _opening(config: ReviewConfig, sections: Mapping[str, str], evidence: Eviden
     )
     task = f"Paper on {evidence.name!r}. Sections: {', '.join(sections)}."
     return [{"role": "system", "content": rules}, {"role": "user", "content": task}]
+
+
+def titles_in(head: Mapping[str, Any], sections: Mapping[str, str]) -> dict[str, str]:
+    """Return by id the titles of the works that sections cite, of the records in a version.json."""
+    text = "\n".join(sections.values())
+    keys = {identity: re.escape(identity.removeprefix("bib:")) for identity in head.get("records", {})}
+    return {identity: head["records"][identity]["title"] for identity, key in keys.items()
+            if re.search(rf"[{{,]\s*{key}\s*[,}}]", text)}  # fmt: skip

@@ -10,6 +10,8 @@ from caramba.config.benchmark import BenchmarkConfig, OptimizersConfig
 def test_adamw_is_the_row_that_others_are_compared_with() -> None:
     config = BenchmarkConfig.model_validate({"id": "a", "config": {"type": "optimizers"}}).config
     assert isinstance(config, OptimizersConfig)
+    # As manifests from before there was a number have it.
+    assert OptimizersConfig.model_validate({"type": "optimizers", "decisions": None}).decisions is None
     assert config.rows[0] == "adamw"
     assert len(config.rates) >= 5
     assert config.seeds >= 5

@@ -15,10 +15,12 @@ import pytest
 from tests.needs import need
 from tests.paper_servers import Answer, calls, chat_server, dripping_server, fails, says
 
-from caramba.config.paper import BudgetConfig, PaperConfig
+from caramba.config.paper import BudgetConfig, CitationsConfig, PaperConfig
 from caramba.errors import AgentError, BudgetExceeded, ConfigError
+from caramba.paper import client
 from caramba.paper.budget import BudgetLedger, Price, Spent
 from caramba.paper.client import LanguageModel
+from caramba.paper.literature import Literature, SearchFailed
 
 need("litellm")
 
@@ -263,3 +265,14 @@ def test_loading_litellm_connects_to_nothing_and_reads_no_dotenv(tmp_path: Path)
     (tmp_path / ".env").write_text("FROM_DOTENV=1\n")
     done = subprocess.run([sys.executable, "-c", OFFLINE], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["quiet", "False"], done.stderr
+
+
+def test_keys_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a-key-of-no-known-form")
+    text, *_ = client._read_failure(OSError("wrong key: a-key-of-no-known-form"), PaperConfig())
+    assert "a-key" not in text
+    assert "$OPENAI_API_KEY" in text
+    monkeypatch.setenv("SEMANTIC_SCHOLAR_API_KEY", "two\nlines")
+    with pytest.raises(SearchFailed, match="characters that a header cannot carry") as failed:
+        Literature(CitationsConfig()).search("semantic_scholar", "attention", 1)
+    assert "two" not in str(failed.value)

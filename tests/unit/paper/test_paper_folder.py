@@ -142,6 +142,15 @@ def test_a_draft_is_read_back(tmp_path: Path) -> None:
             load_draft(paper)
 
 
+def test_a_version_of_an_earlier_caramba_is_named(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), {**FACTS, "sections": {"a": {}}}, None)
+    with pytest.raises(
+        ConfigError, match=r"version\.json: not the state .*; it is of an earlier caramba: name a new folder"
+    ):
+        load_draft(paper)
+
+
 def test_versions_are_readable_by_others(tmp_path: Path) -> None:
     paper = opened(tmp_path / "paper")
     paper.adopt(files("one"), FACTS, None)

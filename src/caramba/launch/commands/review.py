@@ -15,7 +15,7 @@ from caramba.paper.document import read_paper
 from caramba.paper.evidence import read_evidence
 from caramba.paper.folder import PAPER, VERSIONS, PaperFolder
 from caramba.paper.review import check_paper
-from caramba.paper.reviewer import PaperReviewer, Review
+from caramba.paper.reviewer import PaperReviewer, Review, titles_in
 from caramba.runs import read_manifest, resolve_run
 from caramba.runs.files import sha256_of, write_json
 
@@ -59,8 +59,7 @@ def main(argv: list[str]) -> int:
         reviewer = PaperReviewer(config)
         read_limits(config.as_paper())
         head = (PaperFolder(paper).head() if (paper / VERSIONS).is_dir() else None) or {}
-        titles = {identity: head["records"][identity]["title"] for identity in head.get("cited", ())}
-        review = reviewer.review(sections, evidence, titles, manifest)
+        review = reviewer.review(sections, evidence, titles_in(head, sections), manifest)
     names = (paper / f"review_iter{number}.json" for number in itertools.count(1))
     target = next(path for path in names if not path.exists())
     facts = {

@@ -24,6 +24,7 @@ ATTENTION = (
     *("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn", "flex_attention"),
     "decoupled_attention",
     "prefix_attention",
+    "first_tokens",
 )
 
 

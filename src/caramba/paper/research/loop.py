@@ -34,7 +34,7 @@ from caramba.paper.research.ledger import Ledger
 from caramba.paper.research.proposal import Proposal
 from caramba.paper.research.spending import LoopBudget
 from caramba.paper.review_tools import proposal_yaml
-from caramba.paper.reviewer import PaperReviewer
+from caramba.paper.reviewer import PaperReviewer, titles_in
 from caramba.runs import lock, read_manifest
 from caramba.runs.files import sha256_of, write_json, write_whole
 
@@ -181,6 +181,11 @@ class _Session:
         begun = self._line("draft_begun", number)
         if begun is None:
             begun = self.ledger.append("draft_begun", iteration=number, version=self._version())
+        if "version" not in begun:
+            raise ConfigError(
+                f"{self.ledger.file}, line {begun['n']}: a round that an earlier caramba began; move its folder away "
+                "and begin the loop again"
+            )
         if self._version() == begun["version"]:  # else a kill came between the version and its line
             self.journal.step = f"iter{number}/draft"
             drafter = PaperDrafter(
@@ -224,9 +229,9 @@ class _Session:
         self.journal.step = f"iter{number}/review"
         evidence = self._extended(read_evidence(self.run_dir, self.run_dir))
         head = PaperFolder(self.paper).head() or {}
-        titles = {identity: head["records"][identity]["title"] for identity in head.get("cited", ())}
+        sections = read_paper(self.paper / PAPER)
         reviewer = PaperReviewer(self.loop.review_config, sleep=self.loop._sleep, model=self.model)
-        review = reviewer.review(read_paper(self.paper / PAPER), evidence, titles, self.manifest)
+        review = reviewer.review(sections, evidence, titles_in(head, sections), self.manifest)
         known = {identity for line in self.ledger.of("review") for identity in line["open"]}
         # After the first round only blocking findings may be new: a reviewer may not manufacture minor ones.
         kept = [item for item in review.findings if number == 1 or item.is_blocking or item.id in known]

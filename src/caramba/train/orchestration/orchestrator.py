@@ -43,6 +43,8 @@ OF_TRIALS = (
 def digest_of(phase: PhaseConfig, spec: str, windows: Any, seed: int, start: int) -> str:
     """Return what decisions hold for: the model, the windows and their order, and the phase but for its trials."""
     trained = phase.model_dump(mode="json", exclude=set(OF_TRIALS))
+    if not trained["lr_mult"]:  # decisions of before there was this key stay valid
+        del trained["lr_mult"]
     n = len(windows)
     text = [windows[at][0].tolist() for at in sorted({0, n // 2, n - 1})]
     described = json.dumps([spec, n, text, trained, seed, start], sort_keys=True)

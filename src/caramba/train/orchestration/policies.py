@@ -61,8 +61,8 @@ def student_quantile(p: float, degrees: int) -> float:
 Score = Callable[[str, int, int, int | None], float]
 """Held-out loss of a strategy after a horizon of steps: name, horizon, repeat, half of the held-out windows."""
 FEW = 4
-"""Repeats of which none may be against a challenger: with one difference of 0 and others equal, t is sqrt(n - 1), which
-is below Student's quantile."""
+"""Repeats of which none may be against a challenger: with one difference of 0 and others equal, t is n - 1, which is
+below Student's quantile."""
 BACK = 2.0
 """How much wider the interval is for a switch back to the strategy that was left last."""
 
