@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
 
 from caramba.config.base import Config, PathText, Probability, Share
 from caramba.config.extension import OrExtension, OwnBenchmarkConfig
-from caramba.config.kvcache import EXACT_KINDS, KVCacheKind, NamedCacheKind
+from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.layer_base import Positive
 from caramba.config.optimizer import Strategies
 
@@ -308,6 +316,16 @@ ModelName = Literal["teacher", "student"]
 SUITE_SUFFIXES = (".yaml", ".yml", ".jsonl")
 """Ends of the names of tasks that are paths of suites."""
 ROTATED_KINDS = (KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED)
+
+
+def _named(kind: KVCacheKind) -> KVCacheKind:
+    if kind is KVCacheKind.AUTO:
+        raise ValueError("got auto, which chooses a format for one generation; name a format, such as fp16 or q8_0")
+    return kind
+
+
+NamedCacheKind = Annotated[CacheKind, AfterValidator(_named)]
+"""A kind that has a size: any but auto."""
 
 
 class Measurement(Config):

@@ -78,16 +78,6 @@ CacheFormat = Annotated[CacheKind, AfterValidator(_quantised)]
 """A format that rounds: blocks of codes with a scale."""
 
 
-def _named(kind: KVCacheKind) -> KVCacheKind:
-    if kind is KVCacheKind.AUTO:
-        raise ValueError("got auto, which chooses a format for one generation; name a format, such as fp16 or q8_0")
-    return kind
-
-
-NamedCacheKind = Annotated[CacheKind, AfterValidator(_named)]
-"""A kind that has a size: any but auto."""
-
-
 def kind_of_stream(kind: KVCacheKind, stream: str) -> KVCacheKind:
     """Return the format that a stream such as `k_sem` or `c` takes: `mixed` is q8_0 for k_geo, q4_0 else."""
     if kind is KVCacheKind.MIXED:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from caramba.config.base import Config, UnitInterval
+from caramba.config.benchmark import NamedCacheKind
 from caramba.config.extension import OrExtension, OwnCheckConfig
-from caramba.config.kvcache import KVCacheKind, NamedCacheKind
+from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer_base import Positive
 from caramba.config.source import is_mapping
 from caramba.errors import quote
