@@ -102,7 +102,7 @@ def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
     """Return the teacher of a phase: the session's, or a copy in the 16 bits that the phase computes in."""
     teacher = frozen(session.model_of("teacher"))
     dtype = getattr(torch, decided.value("dtype"))
-    if all(value.dtype == dtype for value in teacher.parameters()):
+    if dtype == torch.float32 or all(value.dtype == dtype for value in teacher.parameters()):
         return teacher
     # The copy takes these in place of its parameters, so that no second set of float32 weights is ever allocated.
     memo: dict[int, object] = {
@@ -226,6 +226,10 @@ def count_missing_logits(session: Session, run: RunConfig, phase: PhaseConfig, d
     """
     store = _logits_cache(session, phase, decided)
     assert store is not None
+    return _count_missing(store, session, run, phase)
+
+
+def _count_missing(store: TeacherCache, session: Session, run: RunConfig, phase: PhaseConfig) -> int:
     windows = windows_at(
         session.training_windows(phase),
         seed=session.stream_seed(run),
@@ -237,9 +241,9 @@ def count_missing_logits(session: Session, run: RunConfig, phase: PhaseConfig, d
 
 def _check_store(session: Session, run: RunConfig, phase: PhaseConfig, decided: RuntimePlan) -> None:
     """Refuse a store of another teacher, text or setting, and one that the disk has no room for."""
-    missing, samples = count_missing_logits(session, run, phase, decided), _n_windows(session, phase)
     store = _logits_cache(session, phase, decided)
     assert store is not None
+    missing, samples = _count_missing(store, session, run, phase), _n_windows(session, phase)
     size, free = missing * _sample_bytes(session, phase, decided), shutil.disk_usage(store.folder).free
     if size > free:
         raise ConfigError(
