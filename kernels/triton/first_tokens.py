@@ -27,6 +27,20 @@ def _halves(at, mask, P: tl.constexpr):
 
 
 @triton.jit
+def _rows(x_ptr, batch, head, t, x_batch, x_head, x_token, pair, mask, P: tl.constexpr):
+    """Both halves of a head's features at a block of positions, of a tensor with these strides."""
+    at = x_ptr + batch.to(tl.int64) * x_batch + head.to(tl.int64) * x_head + t.to(tl.int64)[:, None] * x_token
+    return _halves(at + pair[None, :], mask, P)
+
+
+@triton.jit
+def _tables(cos_ptr, sin_ptr, t, pair, mask, P: tl.constexpr):
+    """Cosines and sines of a block of positions."""
+    at = t[:, None] * P + pair[None, :]
+    return tl.load(cos_ptr + at, mask=mask, other=0.0), tl.load(sin_ptr + at, mask=mask, other=0.0)
+
+
+@triton.jit
 def _score(first, second, k_first, k_second, shift, t, j):
     """Scores of a block's positions on token j, minus infinity of positions before it."""
     score = tl.sum(first * k_first[None, :] + second * k_second[None, :], axis=1) - shift
@@ -66,12 +80,9 @@ def _forward_kernel(
         t = (tl.program_id(0) * N_LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
         inside = t < n_tokens
         mask = inside[:, None] & is_pair[None, :]
-        q_at = q_ptr + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + t.to(tl.int64)[:, None] * q_token
-        q_first, q_second = _halves(q_at + pair[None, :], mask, P)
+        q_first, q_second = _rows(q_ptr, batch, head, t, q_batch, q_head, q_token, pair, mask, P)
         shift = tl.sum(q_first * mean_first[None, :] + q_second * mean_second[None, :], axis=1)
-        table = t[:, None] * P + pair[None, :]
-        cos = tl.load(cos_ptr + table, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + table, mask=mask, other=0.0)
+        cos, sin = _tables(cos_ptr, sin_ptr, t, pair, mask, P)
         first, second = q_first * cos - q_second * sin, q_second * cos + q_first * sin
         peak = tl.full((BLOCK,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
@@ -141,15 +152,10 @@ def _backward_kernel(
         t = (tl.program_id(0) * N_LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
         inside = t < n_tokens
         mask = inside[:, None] & is_pair[None, :]
-        wide = t.to(tl.int64)[:, None]
-        q_at = q_ptr + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + wide * q_token
-        q_first, q_second = _halves(q_at + pair[None, :], mask, P)
-        grad_at = grad_ptr + batch.to(tl.int64) * grad_batch + head.to(tl.int64) * grad_head + wide * grad_token
-        g_first, g_second = _halves(grad_at + pair[None, :], mask, P)
+        q_first, q_second = _rows(q_ptr, batch, head, t, q_batch, q_head, q_token, pair, mask, P)
+        g_first, g_second = _rows(grad_ptr, batch, head, t, grad_batch, grad_head, grad_token, pair, mask, P)
         shift = tl.sum(q_first * mean_first[None, :] + q_second * mean_second[None, :], axis=1)
-        table = t[:, None] * P + pair[None, :]
-        cos = tl.load(cos_ptr + table, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + table, mask=mask, other=0.0)
+        cos, sin = _tables(cos_ptr, sin_ptr, t, pair, mask, P)
         first, second = q_first * cos - q_second * sin, q_second * cos + q_first * sin
         row = (batch.to(tl.int64) * n_heads + head) * n_tokens + t
         lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))  # weights of 0 beyond the sequence
@@ -160,8 +166,8 @@ def _backward_kernel(
             v_first, v_second = _halves(v_ptr + keys + j * (2 * P), is_pair, P)
             weight = tl.exp(_score(first, second, k_first, k_second, shift, t, j) - lse)
             mixed += weight * tl.sum(g_first * v_first[None, :] + g_second * v_second[None, :], axis=1)
-        turned_first = tl.zeros((BLOCK, BLOCK_P), tl.float32)
-        turned_second = tl.zeros((BLOCK, BLOCK_P), tl.float32)
+        rotated_first = tl.zeros((BLOCK, BLOCK_P), tl.float32)
+        rotated_second = tl.zeros((BLOCK, BLOCK_P), tl.float32)
         summed = tl.zeros((BLOCK,), tl.float32)
         for j in range(N):
             k_first, k_second = _halves(k_ptr + keys + j * (2 * P), is_pair, P)
@@ -170,8 +176,8 @@ def _backward_kernel(
             through = tl.sum(g_first * v_first[None, :] + g_second * v_second[None, :], axis=1)
             grad_score = weight * (through - mixed + through_lse)
             summed += grad_score
-            turned_first += grad_score[:, None] * k_first[None, :]
-            turned_second += grad_score[:, None] * k_second[None, :]
+            rotated_first += grad_score[:, None] * k_first[None, :]
+            rotated_second += grad_score[:, None] * k_second[None, :]
             is_j = (place == j)[:, None]
             k_sum_first += tl.where(is_j, tl.sum(grad_score[:, None] * first, axis=0)[None, :], 0.0)
             k_sum_second += tl.where(is_j, tl.sum(grad_score[:, None] * second, axis=0)[None, :], 0.0)
@@ -179,8 +185,8 @@ def _backward_kernel(
             v_sum_second += tl.where(is_j, tl.sum(weight[:, None] * g_second, axis=0)[None, :], 0.0)
         mean_sum_first -= tl.sum(summed[:, None] * q_first, axis=0)
         mean_sum_second -= tl.sum(summed[:, None] * q_second, axis=0)
-        grad_first = turned_first * cos + turned_second * sin - summed[:, None] * mean_first[None, :]
-        grad_second = turned_second * cos - turned_first * sin - summed[:, None] * mean_second[None, :]
+        grad_first = rotated_first * cos + rotated_second * sin - summed[:, None] * mean_first[None, :]
+        grad_second = rotated_second * cos - rotated_first * sin - summed[:, None] * mean_second[None, :]
         to = grad_q_ptr + (((batch.to(tl.int64) * n_tokens + t) * n_heads + head) * (2 * P))[:, None] + pair[None, :]
         tl.store(to, grad_first.to(dtype), mask=mask)
         tl.store(to + P, grad_second.to(dtype), mask=mask)

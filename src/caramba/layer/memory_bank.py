@@ -134,9 +134,9 @@ class MemoryBankLayer(AttentionLayer):
         if not n_first:
             return decay, write
         slots = torch.arange(self.config.slots, device=k.device)
-        is_held = slots < n_first
+        is_first = slots < n_first
         taken = (positions[..., None] == slots).to(write.dtype)
-        return decay.masked_fill(is_held, 0), torch.where(is_held, taken, write)
+        return decay.masked_fill(is_first, 0), torch.where(is_first, taken, write)
 
     def _gates(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(k.device.type, enabled=False):

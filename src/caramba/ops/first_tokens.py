@@ -109,9 +109,9 @@ def reference_first_tokens_backward(
     through = wide @ _per_head(v, q).mT
     grad_scores = weights * (through - (weights * through).sum(-1, keepdim=True) + through_total)
     summed = grad_scores.sum(-1, keepdim=True)
-    turned = rotate_pairs(grad_scores @ _per_head(k, q), upcast(cos), -upcast(sin))
+    grad_wide = rotate_pairs(grad_scores @ _per_head(k, q), upcast(cos), -upcast(sin))
     found = (
-        (turned - summed * upcast(mean)[:, None, None]).flatten(1, 2),
+        (grad_wide - summed * upcast(mean)[:, None, None]).flatten(1, 2),
         (grad_scores.mT @ rotated).sum(2),
         (weights.mT @ wide).sum(2),
         -(summed * upcast(q).unflatten(1, (n_groups, -1))).sum((0, 2, 3)),

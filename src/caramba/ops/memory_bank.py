@@ -109,9 +109,8 @@ def memory_bank(
         )
     _check(q, k, v, slot_q, slot_k, decay, write, state, first, window)
     with torch.autocast(q.device.type, enabled=False):
-        options: dict[str, Any] = {"window": window, "state": state, "first": first, "chunk": chunk}
-        options["slot_bias"] = slot_bias
-        slots = read_slots(slot_q, slot_k, v, decay, write, **options, bptt_chunks=bptt_chunks)
+        options: dict[str, Any] = {"state": state, "first": first, "chunk": chunk, "slot_bias": slot_bias}
+        slots = read_slots(slot_q, slot_k, v, decay, write, window=window, **options, bptt_chunks=bptt_chunks)
         if window == 0:
             return slots.out.to(q.dtype), slots.state
         if share is None:
